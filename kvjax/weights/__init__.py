@@ -1,0 +1,74 @@
+"""Checkpoints to params: `load` and the readers behind it.
+
+hub          models known by name: fetched once, verified at every load
+gguf         llama.cpp's files, dequantised
+safetensors  Hugging Face folders
+pack         both of them into the layout of `kvjax.models.llama`
+store        the cache folder, and the ready-made copies in it
+tokenizer    tokenizers from either source
+"""
+
+import os
+import pathlib
+
+import jax.numpy as jnp
+
+from kvjax.types import Model, UserError
+from kvjax.weights import gguf, hub, safetensors, store
+
+__all__ = ["load"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def load(name_or_path: str | os.PathLike, dtype: jnp.dtype = jnp.float32) -> Model:
+    """Loads a model by name, from a GGUF file or from a Hugging Face folder.
+
+    A named model is fetched into the cache folder when it is not there yet
+    ($KVJAX_CACHE, else `kvjax` in the user's cache folder) and its SHA-256 is checked
+    at every load. Dequantised GGUF weights are kept there as an orbax copy per dtype,
+    so that the next load takes a second or two.
+
+    Args:
+      name_or_path: a known name ("smollm2-135m-instruct"), a `.gguf` file of the llama
+        architecture, or a folder with `config.json` and safetensors.
+      dtype: of all params: float32, bfloat16 or float16.
+
+    Returns:
+      The spec, the params (shapes in `kvjax.models.llama`, on the default device) and
+      the tokenizer, None where the checkpoint has none.
+
+    Raises:
+      UserError: a name or path that is not there; a checkpoint that is damaged,
+        incomplete or computes something that `kvjax.models.llama` does not; a
+        download that failed. One line, with the remedy.
+    """
+    dtype = _dtype(dtype)
+    asked = os.fspath(name_or_path)
+    if asked in hub.NAMED:
+        path, identity = hub.fetch(asked), hub.NAMED[asked].sha256
+        return store.load(
+            asked, identity, dtype, lambda: gguf.load(path, dtype, name=asked)
+        )
+    path = pathlib.Path(asked).expanduser()
+    if path.is_dir():
+        return safetensors.load(path, dtype)
+    if path.is_file():
+        gguf.check_magic(path)
+        return store.load(
+            path.stem, store.file_identity(path), dtype, lambda: gguf.load(path, dtype)
+        )
+    raise UserError(
+        f"no model named {asked!r} and no such file or folder: give one of "
+        f"{', '.join(sorted(hub.NAMED))}, a .gguf file or a Hugging Face folder"
+    )
+
+
+def _dtype(dtype: jnp.dtype) -> jnp.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in _DTYPES:
+        raise UserError(f"dtype is {dtype!r}: give one of {', '.join(_DTYPES)}")
+    return found

@@ -1,0 +1,173 @@
+"""Tokenizers from a GGUF file's own fields or from a Hugging Face folder."""
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.types import ModelSpec, UserError
+
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_FOLDER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def from_gguf(fields: Mapping[str, Any], source: pathlib.Path, spec: ModelSpec):
+    """Builds the tokenizer that a GGUF file describes.
+
+    Byte-level BPE with the splitting rules 'smollm', 'llama-bpe' and 'gpt-2'; a file
+    that says 'default', or nothing, was converted without noting its rule and gets
+    GPT-2's.
+
+    Args:
+      fields: the file's fields by key.
+      source: the file, for messages.
+      spec: the model's shape.
+
+    Returns:
+      A `transformers.PreTrainedTokenizerFast`, or None for a file without one.
+
+    Raises:
+      UserError: another kind of tokenizer or splitting rule, or more tokens than V.
+    """
+    import tokenizers
+
+    def field(key, default=None):
+        return fields.get(f"tokenizer.ggml.{key}", default)
+
+    model, rule = field("model"), field("pre", "default")
+    if model is None:
+        return None
+    if model != "gpt2":
+        raise UserError(
+            f"{source} has tokenizer.ggml.model {model!r}: only 'gpt2', byte-level "
+            "BPE, is known, use the model's Hugging Face folder"
+        )
+    tokens = field("tokens", [])
+    if len(tokens) > spec.vocab_size:
+        raise UserError(
+            f"{source} has {len(tokens)} tokens for an embedding of {spec.vocab_size} "
+            "rows: fetch it again"
+        )
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ", 1)) for merge in field("merges", [])],
+            ignore_merges=rule == "llama-bpe",
+        )
+    )
+    backend.pre_tokenizer = _splitter(rule, source)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    types = field("token_type", [])
+    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        chosen = [
+            token for token, found in zip(tokens, types, strict=False) if found == kind
+        ]
+        backend.add_tokens(
+            [
+                tokenizers.AddedToken(token, special=special, normalized=False)
+                for token in chosen
+            ]
+        )
+    named = {
+        argument: tokens[field(f"{key}_token_id")]
+        for argument, key in (
+            ("bos_token", "bos"),
+            ("eos_token", "eos"),
+            ("unk_token", "unknown"),
+            ("pad_token", "padding"),
+        )
+        if field(f"{key}_token_id") is not None
+    }
+    # llama.cpp puts the first token there unasked under Llama 3's rule alone.
+    first = field("add_bos_token", rule == "llama-bpe") and named.get("bos_token")
+    last = field("add_eos_token", False) and named.get("eos_token")
+    if first or last:
+        ends = [(token, tokens.index(token)) for token in (first, last) if token]
+        around = [first] if first else [], [last] if last else []
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[*around[0], "$A", *around[1]], special_tokens=ends
+        )
+    return _fast_class()(
+        tokenizer_object=backend,
+        chat_template=fields.get("tokenizer.chat_template"),
+        model_max_length=spec.context_length,
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+
+
+def from_folder(path: pathlib.Path):
+    """The tokenizer of a Hugging Face folder, None where it has no tokenizer files.
+
+    Raises:
+      UserError: files that transformers cannot read.
+    """
+    if not any((path / name).exists() for name in _FOLDER_FILES):
+        return None
+    with _no_advice():
+        from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        # transformers raises many types here, some of them for a missing package.
+        text = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"transformers cannot read the tokenizer in {path}: {text}; fetch its "
+            "files again, or remove them to load the model without one"
+        ) from error
+
+
+def restore(folder: pathlib.Path):
+    """The tokenizer from the files that its `save_pretrained` wrote."""
+    return _fast_class().from_pretrained(folder, local_files_only=True)
+
+
+def _splitter(rule: str, source: pathlib.Path):
+    from tokenizers import Regex, pre_tokenizers
+
+    def byte_level(use_regex):
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+
+    if rule == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, byte_level(True)])
+    if rule == "llama-bpe":
+        words = pre_tokenizers.Split(Regex(_LLAMA3), behavior="isolated")
+        return pre_tokenizers.Sequence([words, byte_level(False)])
+    if rule in ("gpt-2", "default"):
+        return byte_level(True)
+    raise UserError(
+        f"{source} has tokenizer.ggml.pre {rule!r}: only smollm, llama-bpe, gpt-2 and "
+        "default are known, use the model's Hugging Face folder"
+    )
+
+
+def _fast_class():
+    with _no_advice():
+        from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast
+
+
+@contextlib.contextmanager
+def _no_advice():
+    """For importing transformers without its advice to install PyTorch."""
+    key = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(key)
+    os.environ[key] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[key]
+        else:
+            os.environ[key] = before
