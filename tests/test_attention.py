@@ -1,0 +1,89 @@
+"""Reference attention against float64 NumPy, and the merge of segments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax.attention import attend, finish, merge
+
+
+def draw(seed, batch, heads, group, length, slots, depth):
+    """Random arrays, slots in random order, some empty, rows of different lengths."""
+    rng = np.random.default_rng(seed)
+    q = rng.normal(size=(batch, heads, group, length, depth))
+    k, v = rng.normal(size=(2, batch, heads, slots, depth))
+    pos = np.argsort(rng.random((batch, heads, slots)), -1)
+    pos[rng.random(pos.shape) < 0.3] = -1
+    start = rng.integers(0, slots, batch)
+    q_pos = start[:, None] + np.arange(length)[None]
+    return q, k, v, pos, q_pos, rng.integers(0, length + 1, batch)
+
+
+def by_hand(q, k, v, pos, q_pos, n):
+    """Loops over everything, float64."""
+    out, mass = np.zeros(q.shape), np.zeros(pos.shape)
+    for b, h, g, t in np.ndindex(q.shape[:4]):
+        seen = (pos[b, h] >= 0) & (pos[b, h] <= q_pos[b, t])
+        if not seen.any():
+            continue
+        scores = k[b, h, seen] @ q[b, h, g, t] / np.sqrt(q.shape[-1])
+        weights = np.exp(scores - scores.max())
+        weights /= weights.sum()
+        out[b, h, g, t] = weights @ v[b, h, seen]
+        if t < n[b]:
+            mass[b, h, seen] += weights / q.shape[2]
+    return out, mass
+
+
+def arrays(q, k, v, pos, q_pos, n):
+    floats = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+    return *floats, *(jnp.asarray(x, jnp.int32) for x in (pos, q_pos, n))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    group=st.sampled_from([1, 3, 8]),
+    length=st.sampled_from([1, 4]),
+    slots=st.sampled_from([1, 7, 16]),
+)
+def test_attention_and_mass(seed, group, length, slots):
+    case = draw(seed, 2, 2, group, length, slots, 8)
+    partial, seen = attend(*arrays(*case), frozenset({"mass"}))
+    out, mass = by_hand(*case)
+    np.testing.assert_allclose(finish(partial), out, atol=2e-6)
+    np.testing.assert_allclose(seen.mass, mass, atol=1e-5)
+
+
+def test_mass_only_when_needed():
+    assert attend(*arrays(*draw(0, 1, 1, 1, 1, 4, 8)))[1].mass is None
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 12])
+def test_segments_merge(cut):
+    """Attention over two halves of the slots merges to attention over all."""
+    q, k, v, pos, q_pos, n = arrays(*draw(1, 2, 2, 3, 4, 12, 8))
+    parts = [
+        attend(q, k[:, :, s], v[:, :, s], pos[:, :, s], q_pos, n)[0]
+        for s in (slice(0, cut), slice(cut, None))
+        if pos[:, :, s].size
+    ]
+    merged = parts[0] if len(parts) == 1 else merge(*parts)
+    whole = attend(q, k, v, pos, q_pos, n)[0]
+    np.testing.assert_allclose(finish(merged), finish(whole), atol=1e-6)
+    if len(parts) == 2:
+        jax.tree.map(np.testing.assert_allclose, merge(*parts), merge(*parts[::-1]))
+
+
+def test_bfloat16():
+    q, k, v, *rest = arrays(*draw(2, 2, 2, 3, 4, 16, 8))
+    low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    wide = [x.astype(jnp.float32) for x in low]
+    a, seen_a = attend(*low, *rest, frozenset({"mass"}))
+    b, seen_b = attend(*wide, *rest, frozenset({"mass"}))
+    assert finish(a).dtype == jnp.float32
+    np.testing.assert_allclose(finish(a), finish(b), atol=2e-2)
+    np.testing.assert_allclose(seen_a.mass, seen_b.mass, atol=1e-5)
