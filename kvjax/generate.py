@@ -1,0 +1,181 @@
+"""The loops: prefill, decode, and teacher forcing.
+
+`prefill` and `decode` are one jitted program each, with the KV state donated. A prompt
+is read in blocks of p tokens; every row stops at its own length, so a ragged batch
+gives what each prompt gives alone.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax import cache, sampling
+from kvjax.models import llama
+from kvjax.types import ModelSpec, PyTree
+
+NO_EOS = (-1,)  # no token ends a row
+GREEDY = sampling.Sampling()
+
+
+@functools.partial(
+    jax.jit, static_argnames=("spec", "made"), donate_argnames=("state",)
+)
+def prefill(
+    params: PyTree,
+    state: cache.KVState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    *,
+    spec: ModelSpec,
+    made: cache.Compression,
+) -> tuple[cache.KVState, Float[Array, "B V"]]:
+    """Reads the prompts block by block, evicting on the way if the schedule says so.
+
+    The loop runs as many blocks as the longest prompt needs, whatever T is: with a
+    state of fixed capacity one program serves prompts of every length.
+
+    Args:
+      params: the model's weights.
+      state: the state to append to; donated.
+      tokens: prompts, left-aligned; what lies beyond a row's length is never read. T is
+        a multiple of the schedule's block.
+      lengths: tokens per row; 0 for a row that is not in use.
+      spec: the model's shape.
+      made: what is kept.
+
+    Returns:
+      The state, and the float32 logits that follow each row's last token.
+    """
+    block = made.schedule.block
+    if tokens.shape[1] % block:
+        raise ValueError(f"T={tokens.shape[1]} is not a multiple of the block {block}")
+
+    def read(i, carry):
+        state, last = carry
+        part = jax.lax.dynamic_slice_in_dim(tokens, i * block, block, axis=1)
+        n = jnp.clip(lengths - i * block, 0, block)
+        hidden, state = _forward(
+            params, spec, part, n, state, made, made.schedule.evicts_in_prefill
+        )
+        end = jnp.maximum(n - 1, 0)[:, None, None]
+        newest = jnp.take_along_axis(hidden, end, axis=1)[:, 0]
+        return state, jnp.where((n > 0)[:, None], newest, last)
+
+    blocks = (jnp.max(lengths) + block - 1) // block
+    hidden = jnp.zeros((tokens.shape[0], spec.model_dim), params["embed"].dtype)
+    state, hidden = jax.lax.fori_loop(0, blocks, read, (state, hidden))
+    return state, llama.logits(params, hidden)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("spec", "made", "steps", "how", "eos"),
+    donate_argnames=("state",),
+)
+def decode(
+    params: PyTree,
+    state: cache.KVState,
+    logits: Float[Array, "B V"],
+    active: Array,
+    keys: Array,
+    *,
+    spec: ModelSpec,
+    made: cache.Compression,
+    steps: int,
+    how: sampling.Sampling = GREEDY,
+    eos: tuple[int, ...] = NO_EOS,
+) -> tuple[cache.KVState, Int[Array, "B N"], Int[Array, "B"]]:
+    """Generates up to `steps` tokens per row on the device.
+
+    Ends early when no row is active. A row that has drawn an end token stays as it is:
+    it appends nothing to its cache.
+
+    Args:
+      params: the model's weights.
+      state: the state after the prompt; donated.
+      logits: those that follow each row's last token.
+      active: bool[B], False for a row that is not in use.
+      keys: PRNG keys [B], one per row.
+      spec: the model's shape.
+      made: what is kept.
+      steps: N, the most tokens to generate.
+      how: the sampling rule.
+      eos: tokens that end a row; `NO_EOS` for runs of fixed length.
+
+    Returns:
+      The state (which has not seen the last token), the tokens (-1 beyond a row's
+      end), and how many tokens each row has, its end token included.
+    """
+    ends = jnp.asarray(eos, jnp.int32)
+
+    def draw(logits, state, active, out, i):
+        token = sampling.sample(logits, how, keys, state.next_pos)
+        out = out.at[:, i].set(jnp.where(active, token, -1))
+        ended = jnp.any(token[:, None] == ends[None, :], axis=-1)
+        return token, active & ~ended, out
+
+    def step(carry):
+        i, state, token, active, out, count = carry
+        n = active.astype(jnp.int32)
+        hidden, state = _forward(
+            params, spec, token[:, None], n, state, made, made.schedule.evicts_in_decode
+        )
+        logits = llama.logits(params, hidden[:, 0])
+        token, active, out = draw(logits, state, active, out, i)
+        return i + 1, state, token, active, out, count + n
+
+    out = jnp.full((active.shape[0], steps), -1, jnp.int32)
+    count = active.astype(jnp.int32)
+    token, active, out = draw(logits, state, active, out, 0)
+    carry = (jnp.int32(1), state, token, active, out, count)
+    carry = jax.lax.while_loop(
+        lambda carry: (carry[0] < steps) & jnp.any(carry[3]), step, carry
+    )
+    return carry[1], carry[4], carry[5]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("spec", "made"), donate_argnames=("state",)
+)
+def score_tokens(
+    params: PyTree,
+    state: cache.KVState,
+    tokens: Int[Array, "B T"],
+    *,
+    spec: ModelSpec,
+    made: cache.Compression,
+) -> tuple[cache.KVState, Float[Array, "T B V"]]:
+    """Teacher forcing: feeds given tokens one at a time, as decoding would.
+
+    Returns:
+      The state, and the float32 logits that follow every token.
+    """
+    one = jnp.ones(tokens.shape[:1], jnp.int32)
+    evict = made.schedule.evicts_in_decode
+
+    def step(state, token):
+        hidden, state = _forward(params, spec, token[:, None], one, state, made, evict)
+        return state, llama.logits(params, hidden[:, 0])
+
+    return jax.lax.scan(step, state, tokens.T)
+
+
+@functools.partial(jax.jit, static_argnames=("made", "capacity"))
+def compact(
+    state: cache.KVState, *, made: cache.Compression, capacity: tuple[int, ...]
+) -> cache.KVState:
+    """`cache.compact`, jitted: the step between prefill and decode.
+
+    The state is not donated: its buffers have another size than the result's.
+    """
+    return cache.compact(state, made, capacity)
+
+
+def _forward(params, spec, tokens, n, state, made, evict):
+    """T new tokens through the model, of which each row's first n are real."""
+    positions = cache.next_positions(state, tokens.shape[1])
+    attend = functools.partial(cache.step_layer, made=made, n=n, evict=evict)
+    hidden, state = llama.forward(params, spec, tokens, positions, state, attend)
+    return hidden, cache.advance(state, n)

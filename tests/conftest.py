@@ -1,0 +1,66 @@
+"""Strict JAX, eight virtual devices, tiny models, and the real one where it is."""
+
+import os
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+import jax
+import pytest
+
+import kvjax
+from kvjax.models import llama
+from kvjax.programs import programs
+from kvjax.types import Model, ModelSpec, UserError
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def tiny_spec(**changes) -> ModelSpec:
+    """Two layers, two KV heads, three query heads each."""
+    fields = {
+        "name": "tiny",
+        "num_layers": 2,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "model_dim": 24,
+        "ff_dim": 40,
+        "vocab_size": 50,
+        "context_length": 256,
+        "rope_theta": 10_000.0,
+        "norm_eps": 1e-5,
+        "tied_head": True,
+    }
+    return ModelSpec(**(fields | changes))
+
+
+def tiny_model(**changes) -> Model:
+    """Random weights, and no tokenizer."""
+    spec = tiny_spec(**changes)
+    draw = jax.jit(llama.random_params, static_argnums=0)
+    return Model(spec, draw(spec, jax.random.key(0)), None)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Model:
+    return tiny_model()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Model:
+    """The real model; skips where it is neither cached nor to be had."""
+    try:
+        return kvjax.load("smollm2-135m-instruct")
+    except UserError as error:
+        pytest.skip(f"SmolLM2 is not to be had here: {error}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_go_with_their_module():
+    """Thousands of small executables in one process exhaust its memory maps."""
+    yield
+    programs.cache_clear()
+    jax.clear_caches()
