@@ -1,0 +1,237 @@
+"""Memory arithmetic: the largest batch whose weights, state and temporaries fit.
+
+Bytes of weights and state come from `jax.eval_shape`, those of temporaries from the
+compiled programs' `memory_analysis()`. Temporaries do not grow with the layers, so they
+are first read off a two-layer model at two small batches, and then checked on the
+program that will run.
+"""
+
+import dataclasses
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import cache, programs
+from kvjax.models import llama
+from kvjax.policies import Policy, average_attention
+from kvjax.programs import Job
+from kvjax.types import ModelSpec, Schedule, UserError
+
+_PROBES = (2, 6)  # batches that the temporaries' growth is read from
+_SHARE = 0.92  # of a device's limit: allocators fragment, runtimes need room
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What fits, and what stopped it from being more.
+
+    Attributes:
+      job: the batch to run.
+      limit: what the batch is limited by: the phase ('prefill', 'compact' or 'decode')
+        whose programs would not fit with one row more, or 'prompts' when all fit.
+      memory_bytes: the limit given.
+      peak_bytes: weights, state and temporaries of the largest phase at this batch.
+      weights_bytes: of that, the weights.
+      row_bytes: the most KV state that one row takes in any phase.
+    """
+
+    job: Job
+    limit: str
+    memory_bytes: int
+    peak_bytes: int
+    weights_bytes: int
+    row_bytes: int
+
+    @property
+    def batch(self) -> int:
+        return self.job.batch
+
+
+def plan(
+    spec: ModelSpec,
+    budget: int | tuple[int, ...] | None,
+    schedule: Schedule | None,
+    memory_bytes: int,
+    *,
+    policy: Policy | None = None,
+    prompt_tokens: int | None = None,
+    max_new_tokens: int = 64,
+    dtype: str = "float32",
+    max_batch: int | None = None,
+) -> Plan:
+    """The largest batch of a policy, budget and schedule in so much memory.
+
+    Args:
+      spec: the model's shape.
+      budget: |kv|, one int or one per layer; None for the full cache.
+      schedule: None is Batch-Max's, or the full cache without a policy.
+      memory_bytes: what weights, state, activations and temporaries may take together;
+        see `device_memory`.
+      policy: which pairs stay; None with a budget is `average_attention`, whose
+        statistics take as much as those of any other.
+      prompt_tokens: the longest prompt; None is all that the context has room for.
+      max_new_tokens: tokens to generate.
+      dtype: of weights and stored pairs.
+      max_batch: prompts there are; no larger batch is planned.
+
+    Raises:
+      UserError: not even one row fits; or what `cache.compression` refuses.
+    """
+    if policy is None and budget is not None:
+        policy = average_attention()
+    if prompt_tokens is None:
+        prompt_tokens = spec.context_length - max_new_tokens
+    made = cache.compression(spec, policy, budget, schedule)
+    prompt = programs.bucket(spec, made, prompt_tokens, max_new_tokens)
+    job = Job(spec, made, 1, prompt, max_new_tokens, dtype)
+    return plan_job(job, memory_bytes, max_batch)
+
+
+def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
+    """The largest batch of a job, whatever batch it names; see `plan`."""
+    if _least(job) > memory_bytes:
+        raise UserError(_too_small(job, memory_bytes, "it", _least(job)))
+    if max_batch is not None and _clearly_fits(job, memory_bytes, max_batch):
+        limit, batch = "prompts", max_batch
+    else:
+        limit, batch = _estimated(job, memory_bytes)
+        if max_batch is not None and batch >= max_batch:
+            limit, batch = "prompts", max_batch
+    while batch > 0:
+        planned = dataclasses.replace(job, batch=batch)
+        peaks = phase_bytes(planned)
+        worst = max(peaks, key=peaks.get)
+        if peaks[worst] <= memory_bytes:
+            return _plan(planned, limit, memory_bytes, peaks[worst])
+        limit = worst
+        batch = min(batch - 1, int(batch * memory_bytes / peaks[worst]))
+    needed = {phase: int(sum(parts)) for phase, parts in _growth(job).items()}
+    worst = max(needed, key=needed.get)
+    raise UserError(_too_small(job, memory_bytes, worst, needed[worst]))
+
+
+def phase_bytes(job: Job) -> dict[str, int]:
+    """Bytes at the peak of each phase, read off the compiled programs.
+
+    Compaction does not take the weights as an argument, but they are there.
+    """
+    compiled = programs.programs(job)
+    peaks = {"prefill": _peak(compiled.prefill), "decode": _peak(compiled.decode)}
+    if compiled.compact:
+        weights = _weights(job)
+        logits = 4 * job.batch * job.spec.vocab_size
+        peaks["compact"] = _peak(compiled.compact) + weights + logits
+    return peaks
+
+
+def state_bytes(job: Job) -> dict[str, int]:
+    """Bytes of the KV state in each phase, from its shapes."""
+
+    def size(capacity):
+        made = functools.partial(
+            cache.init, job.spec, job.made, job.batch, capacity, jnp.dtype(job.dtype)
+        )
+        return programs.tree_bytes(jax.eval_shape(made))
+
+    return {"prefill": size(job.prefill_capacity), "decode": size(job.decode_capacity)}
+
+
+def device_memory(memory_gb: float | None = None) -> int:
+    """Bytes that weights, state and temporaries may take together.
+
+    Args:
+      memory_gb: the limit in units of 1e9 bytes. None is 92% of the device's own limit
+        on GPU and TPU, and half of the free memory on a CPU.
+
+    Raises:
+      UserError: a limit that is not positive, or above the device's own.
+    """
+    own = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    own = int(own * _SHARE) if own else None
+    if memory_gb is None:
+        return own or _free_host_memory() // 2
+    if memory_gb <= 0:
+        raise UserError(f"memory_gb {memory_gb}: must be larger than 0")
+    if own and memory_gb * 1e9 > own:
+        raise UserError(f"memory_gb {memory_gb}: the device offers {own / 1e9:.1f}")
+    return int(memory_gb * 1e9)
+
+
+def _clearly_fits(job: Job, memory_bytes: int, batch: int) -> bool:
+    """Whether so many rows leave as much again for temporaries: no need to probe."""
+    state = max(state_bytes(dataclasses.replace(job, batch=batch)).values())
+    return _weights(job) + 2 * state <= memory_bytes
+
+
+def _estimated(job: Job, memory_bytes: int) -> tuple[str, int]:
+    """The phase that limits the batch, and the batch that it allows."""
+    fits = {
+        phase: int((memory_bytes - fixed) // row) if memory_bytes > fixed else 0
+        for phase, (fixed, row) in _growth(job).items()
+    }
+    limit = min(fits, key=fits.get)
+    return limit, fits[limit]
+
+
+def _growth(job: Job) -> dict[str, tuple[float, float]]:
+    """Per phase, the bytes that are always there and those that each row adds."""
+    small, large = (_estimate(job, batch) for batch in _PROBES)
+    step = _PROBES[1] - _PROBES[0]
+    rows = {phase: (large[phase] - small[phase]) / step for phase in small}
+    return {
+        phase: (max(small[phase] - _PROBES[0] * row, 0.0), row)
+        for phase, row in rows.items()
+    }
+
+
+def _estimate(job: Job, batch: int) -> dict[str, int]:
+    """`phase_bytes` from those of two layers and the other layers' shapes."""
+    layers = min(2, job.spec.num_layers)
+    spec = dataclasses.replace(job.spec, num_layers=layers)
+    budget = job.made.budget
+    if budget:  # the two largest layers stand for the others' temporaries
+        budget = tuple(sorted(budget)[-layers:])
+    made = dataclasses.replace(job.made, budget=budget)
+    short = dataclasses.replace(job, spec=spec, made=made, batch=batch)
+    whole = dataclasses.replace(job, batch=batch)
+    weights = _weights(job) - _weights(short)
+    before, after = state_bytes(whole), state_bytes(short)
+    more = {phase: weights + before[phase] - after[phase] for phase in before}
+    more["compact"] = more["prefill"] + before["decode"] - after["decode"]
+    return {phase: peak + more[phase] for phase, peak in phase_bytes(short).items()}
+
+
+def _plan(job: Job, limit: str, memory_bytes: int, peak: int) -> Plan:
+    row = max(state_bytes(job).values()) // job.batch
+    return Plan(job, limit, memory_bytes, peak, _weights(job), row)
+
+
+def _too_small(job: Job, memory_bytes: int, what: str, needed: int) -> str:
+    return (
+        f"memory of {memory_bytes / 1e9:.3g} GB is too small for one row of "
+        f"{job.spec.name}: {what} needs at least {needed / 1e9:.3g} GB, weights and KV "
+        f"state alone {_least(job) / 1e9:.3g}; give more memory, a smaller budget or a "
+        "shorter prompt"
+    )
+
+
+def _least(job: Job) -> int:
+    """Bytes of the weights and of one row's state."""
+    return _weights(job) + max(state_bytes(dataclasses.replace(job, batch=1)).values())
+
+
+def _weights(job: Job) -> int:
+    return programs.tree_bytes(llama.param_shapes(job.spec, jnp.dtype(job.dtype)))
+
+
+def _peak(compiled: jax.stages.Compiled) -> int:
+    """Bytes a program holds at once; aliased outputs live in their inputs."""
+    m = compiled.memory_analysis()
+    held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+    return held + m.temp_size_in_bytes
+
+
+def _free_host_memory() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

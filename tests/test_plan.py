@@ -1,0 +1,101 @@
+"""The plan's arithmetic against the compiled programs and against plain sums."""
+
+import dataclasses
+
+import pytest
+from conftest import tiny_spec
+
+import kvjax
+from kvjax import Schedule, UserError, cache, plan, policies
+from kvjax.plan import phase_bytes, plan_job, state_bytes
+from kvjax.programs import Job, bucket
+
+SPEC = tiny_spec(num_layers=3, head_dim=16, context_length=4096)
+BATCH_MAX = Schedule(block=8, evict=8)
+ED = Schedule("decode", block=8, evict=1)
+FULL = Schedule("full", block=8)
+
+
+def planned(budget, schedule, policy, memory_bytes, **changes):
+    sizes = {"prompt_tokens": 1024, "max_new_tokens": 32}
+    return plan(
+        SPEC, budget, schedule, memory_bytes, policy=policy, **(sizes | changes)
+    )
+
+
+def test_state_bytes_are_the_formula():
+    """2 L K D S B bytes, and 4 bytes of position per slot and head."""
+    made = cache.compression(SPEC, None, None, FULL)
+    job = Job(SPEC, made, 5, bucket(SPEC, made, 1000, 24), 24)
+    slots = 1024 + 24
+    pairs = 2 * 3 * 2 * 16 * slots * 5 * 4
+    positions = 3 * 2 * slots * 5 * 4
+    assert state_bytes(job)["prefill"] == pairs + positions + 5 * 4 + 4
+
+
+@pytest.mark.parametrize(
+    ("budget", "schedule", "policy"),
+    [
+        (None, FULL, None),
+        (256, BATCH_MAX, policies.average_attention()),
+        (2, ED, policies.recency()),
+    ],
+)
+def test_largest_batch_that_fits(budget, schedule, policy):
+    """What is planned fits by the compiler's own count, and one row more does not."""
+    found = planned(budget, schedule, policy, 40_000_000)
+    assert found.batch >= 1 and found.limit in ("prefill", "compact", "decode")
+    assert found.peak_bytes == max(phase_bytes(found.job).values()) <= 40_000_000
+    larger = dataclasses.replace(found.job, batch=found.batch + 2)
+    assert max(phase_bytes(larger).values()) > 40_000_000
+
+
+def test_full_prefill_limits_all_but_batch_max():
+    """The paper's point: ED is no better off than the full cache, Batch-Max is."""
+    memory = 40_000_000
+    full = planned(None, FULL, None, memory)
+    ed = planned(2, ED, policies.recency(), memory)
+    batch_max = planned(256, BATCH_MAX, policies.average_attention(), memory)
+    assert batch_max.batch > 1.8 * full.batch
+    assert ed.batch < 1.2 * full.batch
+    assert ed.limit in ("prefill", "compact")
+    longer = planned(
+        256, BATCH_MAX, policies.average_attention(), memory, prompt_tokens=4000
+    )
+    assert longer.batch == batch_max.batch
+
+
+def test_four_arguments_are_enough():
+    """Without more, Batch-Max's rule and prompts that fill the context."""
+    found = plan(SPEC, 256, BATCH_MAX, 20_000_000)
+    assert found.job.made.policy is policies.average_attention()
+    assert (
+        found.batch
+        == planned(256, BATCH_MAX, None, 20_000_000, max_new_tokens=64).batch
+    )
+    assert plan(SPEC, None, FULL, 20_000_000).batch < found.batch
+
+
+def test_prompts_limit_the_batch():
+    found = planned(256, BATCH_MAX, policies.recency(), 10**9, max_batch=3)
+    assert (found.batch, found.limit) == (3, "prompts")
+
+
+def test_too_little_memory_names_what_is_needed():
+    with pytest.raises(UserError, match=r"1e-05 GB is too small for one row of tiny"):
+        planned(256, BATCH_MAX, policies.recency(), 10_000)
+    made = cache.compression(SPEC, policies.recency(), 256, BATCH_MAX)
+    job = Job(SPEC, made, 1, bucket(SPEC, made, 1024, 32), 32)
+    one = max(phase_bytes(job).values())
+    with pytest.raises(UserError, match="too small for one row"):
+        plan_job(job, int(one * 0.9))
+    assert plan_job(job, int(one * 1.3)).batch >= 1
+
+
+def test_layers_of_different_capacity():
+    made = cache.compression(SPEC, policies.recency(), (64, 128, 192), BATCH_MAX)
+    job = Job(SPEC, made, 2, bucket(SPEC, made, 1024, 32), 32)
+    uniform = cache.compression(SPEC, policies.recency(), 128, BATCH_MAX)
+    same = dataclasses.replace(job, made=uniform)
+    assert state_bytes(job) == state_bytes(same)
+    assert kvjax.Plan is type(plan_job(job, 60_000_000))
