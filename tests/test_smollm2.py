@@ -1,0 +1,58 @@
+"""The real model: greedy tokens against transformers, and one needle run, short."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import policies
+from kvjax.tasks import needle, text
+
+pytestmark = pytest.mark.model
+GOLDEN = json.loads(
+    (pathlib.Path(__file__).parent / "golden" / "smollm2.json").read_text()
+)
+
+
+def test_full_cache_is_transformers(smollm2):
+    """Five prompts in one ragged batch, 32 greedy tokens each, token for token."""
+    prompts = [prompt["ids"] for prompt in GOLDEN["prompts"]]
+    done = kvjax.generate(smollm2, prompts, max_new_tokens=32, ignore_eos=True)
+    assert [c.tokens for c in done] == [p["greedy"] for p in GOLDEN["prompts"]]
+
+
+def test_a_budget_above_the_text_changes_nothing(smollm2):
+    prompt = GOLDEN["prompts"][0]
+    (done,) = kvjax.generate(
+        smollm2,
+        [prompt["text"]],
+        policy=policies.average_attention(),
+        budget=192,
+        max_new_tokens=32,
+        ignore_eos=True,
+    )
+    assert done.tokens == prompt["greedy"]
+    assert done.text == smollm2.tokenizer.decode(done.tokens, skip_special_tokens=True)
+
+
+def test_needle_is_found_with_half_the_pairs(smollm2):
+    """Short form of the quickstart: 400 tokens, 192 slots."""
+    examples = needle.examples(
+        smollm2.tokenizer, 4, 400, (0.2, 0.5, 0.8), 0, text.haystack()
+    )
+    done = kvjax.generate(
+        smollm2,
+        [example.tokens for example in examples],
+        policy=policies.key_diff(),
+        budget=192,
+        max_new_tokens=8,
+    )
+    found = [
+        needle.grade(example, c.text) for example, c in zip(examples, done, strict=True)
+    ]
+    assert sum(found) >= 3
+    assert all(len(head) <= 192 for c in done for layer in c.kept for head in layer)
+    assert np.isfinite(jax.device_get(smollm2.params["final_norm"])).all()
