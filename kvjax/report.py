@@ -1,0 +1,366 @@
+"""Records of runs to a table and a report; `kvjax.pictures` draws them.
+
+A record is a dict, one per method and one JSON line in a file. What it may hold (a
+missing value counts as unknown and shows as "-"):
+
+    method, policy, schedule    names; `method` is what tables and pictures call it
+    budget                      slots per KV head: an int, one per layer, or None (all)
+    batch, batch_limit          prompts at a time, and what limits them
+    accuracy, examples          share of needles found, among how many
+    kl, loss, reference_loss    nats per token
+    top1_agreement              share of tokens
+    prefill_tokens_per_s, decode_tokens_per_s
+    tokens_per_s                end to end: generated tokens by total time
+    kv_bytes_per_row            most bytes of KV cache that one prompt takes at any time
+    planned_bytes, measured_bytes, memory_bytes    of the whole run; the last, its limit
+    seconds, seed, prompt_tokens, max_new_tokens, model, device, versions
+"""
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax import pictures
+
+Record = dict[str, Any]
+
+_SUMMARY = (
+    "policy",
+    "schedule",
+    "budget",
+    "batch",
+    "accuracy",
+    "kl",
+    "top1_agreement",
+    "prefill_tokens_per_s",
+    "decode_tokens_per_s",
+    "tokens_per_s",
+    "kv_bytes_per_row",
+)
+
+
+# --- records ------------------------------------------------------------------------
+
+
+def read_records(path: str | os.PathLike) -> list[Record]:
+    """Returns the records of a JSON-lines file; none if there is no such file.
+
+    A last line that an interruption cut short is left out.
+
+    Raises:
+      ValueError: another line is not JSON, naming the file and the line.
+    """
+    path = pathlib.Path(path)
+    if not path.exists():
+        return []
+    *lines, last = path.read_bytes().split(b"\n")
+    lines = lines if _is_torn(last) else [*lines, last]
+    return [_parse(path, number, line) for number, line in enumerate(lines, 1) if line]
+
+
+def append_record(path: str | os.PathLike, record: Record) -> None:
+    """Adds one line to a JSON-lines file and has it on disk on return.
+
+    NumPy scalars and arrays become plain numbers. A torn last line is removed first.
+    """
+    line = json.dumps(record, default=_plain).encode() + b"\n"
+    with open(path, "ab+") as file:
+        file.seek(0)
+        last = file.read().rpartition(b"\n")[2]
+        if _is_torn(last):
+            file.truncate(file.seek(0, os.SEEK_END) - len(last))
+        elif last:
+            line = b"\n" + line
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_torn(last: bytes) -> bool:
+    """Whether what follows the last line break is the beginning of a record only."""
+    try:
+        return bool(last) and not isinstance(json.loads(last), dict)
+    except ValueError:
+        return True
+
+
+def _parse(path: pathlib.Path, number: int, line: bytes) -> Record:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: not a JSON record: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"a record cannot hold a {type(value).__name__}: {value!r}")
+
+
+# --- numbers ------------------------------------------------------------------------
+
+
+def summary(records: Sequence[Record]) -> dict[str, Any]:
+    """Returns each method's numbers, also relative to the full cache.
+
+    {"full_cache": label or None, "methods": {label: {..., "speedup", "kv_ratio"}}}:
+    `speedup` is end-to-end tokens/s over the full cache's, `kv_ratio` the same for KV
+    bytes per prompt. What is unknown is None, and so is what JSON cannot hold.
+    """
+    full = _full(records)
+    methods = {
+        label: {
+            **{key: _finite(record.get(key)) for key in _SUMMARY},
+            "speedup": _ratio(record, full, "tokens_per_s"),
+            "kv_ratio": _ratio(record, full, "kv_bytes_per_row"),
+        }
+        for label, record in zip(_labels(records), records, strict=True)
+    }
+    labels = (label for label, r in zip(methods, records, strict=True) if r is full)
+    return {"full_cache": next(labels, None), "methods": methods}
+
+
+def _full(records: Iterable[Record]) -> Record:
+    """The record of the full cache, or an empty one."""
+    return next((r for r in records if r.get("budget", ...) is None), {})
+
+
+def _ratio(record: Record, full: Record, key: str) -> float | None:
+    value, base = _finite(record.get(key)), _finite(full.get(key))
+    return None if value is None or not base else value / base
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _labels(records: Sequence[Record]) -> list[str]:
+    """A name of its own for each record: the method, and what sets it apart."""
+    methods = [str(r.get("method", "-")) for r in records]
+    names = []
+    for record, method in zip(records, methods, strict=True):
+        peers = [r for r, m in zip(records, methods, strict=True) if m == method]
+        parts = [
+            form(record)
+            for form in (_policy, _schedule, _slots)
+            if len({form(peer) for peer in peers}) > 1
+        ]
+        names.append(f"{method} ({', '.join(parts)})" if parts else method)
+    return [_numbered(names, i) for i in range(len(names))]
+
+
+def _numbered(names: Sequence[str], index: int) -> str:
+    before = names[:index].count(names[index])
+    return f"{names[index]} #{before + 1}" if before else names[index]
+
+
+def _policy(record: Record) -> str:
+    return _text(record.get("policy"))
+
+
+def _schedule(record: Record) -> str:
+    return _text(record.get("schedule"))
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _slots(record: Record) -> str:
+    budget = record.get("budget", ...)
+    if budget is ...:
+        return "-"
+    if budget is None:
+        return "all"
+    if isinstance(budget, int | np.integer):
+        return f"{budget:,}"
+    least, most = min(budget), max(budget)
+    if least == most:
+        return f"{most:,}"
+    return f"{least:,}-{most:,} (mean {sum(budget) / len(budget):,.0f})"
+
+
+def _number(value: float | None, form: str = "{:.2f}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _rate(value: float | None) -> str:
+    """Three significant digits, and no fraction from 100 on."""
+    if value is None or not math.isfinite(value):
+        return _number(value)
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:,.{digits}f}"
+
+
+def _megabytes(value: float | None) -> str:
+    return "-" if value is None else _rate(value / 1e6)
+
+
+def _kl(value: float | None) -> str:
+    return "<0.001" if value and 0 < value < 0.001 else _number(value, "{:.3f}")
+
+
+def _batch(record: Record) -> str:
+    limit = record.get("batch_limit")
+    return _text(record.get("batch")) + (f" ({limit})" if limit else "")
+
+
+def _end_to_end(record: Record, full: Record) -> str:
+    ratio = _ratio(record, full, "tokens_per_s")
+    times = "" if ratio is None else f" ({ratio:.2f}x)"
+    return _rate(record.get("tokens_per_s")) + times
+
+
+# --- tables -------------------------------------------------------------------------
+
+
+def table(records: Sequence[Record]) -> str:
+    """Returns the results as a Markdown table whose columns line up in a terminal."""
+    full = _full(records)
+    columns: dict[str, Callable[[Record], str]] = {
+        "Schedule": _schedule,
+        "KV slots": _slots,
+        "Batch (limited by)": _batch,
+        "Needle": lambda r: _number(r.get("accuracy")),
+        "KL": lambda r: _kl(r.get("kl")),
+        "Top-1": lambda r: _number(r.get("top1_agreement")),
+        "Prefill tok/s": lambda r: _rate(r.get("prefill_tokens_per_s")),
+        "Decode tok/s": lambda r: _rate(r.get("decode_tokens_per_s")),
+        "End-to-end tok/s": lambda r: _end_to_end(r, full),
+        "KV MB/prompt": lambda r: _megabytes(r.get("kv_bytes_per_row")),
+    }
+    return _markdown(records, columns)
+
+
+def _memory_table(records: Sequence[Record]) -> str:
+    columns: dict[str, Callable[[Record], str]] = {
+        "Planned MB": lambda r: _megabytes(r.get("planned_bytes")),
+        "Measured MB": lambda r: _megabytes(r.get("measured_bytes")),
+        "Limit MB": lambda r: _megabytes(r.get("memory_bytes")),
+        "Loss": lambda r: _number(r.get("loss"), "{:.3f}"),
+        "Loss of full cache": lambda r: _number(r.get("reference_loss"), "{:.3f}"),
+        "Seconds": lambda r: _rate(r.get("seconds")),
+        "Seed": lambda r: _text(r.get("seed")),
+    }
+    return _markdown(records, columns)
+
+
+def _markdown(
+    records: Sequence[Record], columns: dict[str, Callable[[Record], str]]
+) -> str:
+    """One row per record, the label first; text to the left, numbers to the right."""
+    head = ["Method", *columns]
+    body = [
+        [label, *(cell(record) for cell in columns.values())]
+        for label, record in zip(_labels(records), records, strict=True)
+    ]
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in [head, *body]]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    left = [name in ("Method", "Schedule", "Batch (limited by)") for name in head]
+    rule = [
+        "-" * w if is_left else "-" * (w - 1) + ":"
+        for w, is_left in zip(widths, left, strict=True)
+    ]
+    return "\n".join(
+        "| " + " | ".join(_pad(*c) for c in zip(row, widths, left, strict=True)) + " |"
+        for row in (cells[0], rule, *cells[1:])
+    )
+
+
+def _pad(cell: str, width: int, left: bool) -> str:
+    return cell.ljust(width) if left else cell.rjust(width)
+
+
+# --- report -------------------------------------------------------------------------
+
+_READING = """\
+- **KV slots** is the most key-value pairs a KV head keeps (|kv|); the full cache keeps
+  all of them. **Batch** is how many prompts ran at a time, and what kept it from more.
+- **Needle** is the share of prompts whose hidden pass key was found{examples}.
+- **KL** is KL(full cache || method) in nats per token and **Top-1** the share of tokens
+  where both find the same next token likeliest, both on a text given token by token.
+  In the picture, a KL of 0 (below 0.0001) has its place under the dotted line.
+- **End-to-end** is generated tokens by total time, prefill included; in brackets, how
+  many times the full cache.
+- **KV MB/prompt** is the most KV cache one prompt takes at any time, 1 MB being 10^6
+  bytes. A method that compresses once the prompt is in takes the whole prompt's. The
+  pictures show this memory; points that would cover each other stand side by side.
+- A dash stands for what was not measured."""
+
+
+def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathlib.Path:
+    """Writes report.md, quality_vs_memory.png and throughput_vs_memory.png.
+
+    Args:
+      records: what to show, in this order.
+      workdir: an existing folder.
+
+    Returns:
+      The path of report.md.
+
+    Raises:
+      ValueError: there are no records.
+    """
+    if not records:
+        raise ValueError("there are no records to report")
+    workdir = pathlib.Path(workdir)
+    pictures.draw(records, _labels(records), _full(records), workdir)
+    path = workdir / "report.md"
+    path.write_text(_report(records), encoding="utf-8")
+    return path
+
+
+def _report(records: Sequence[Record]) -> str:
+    examples = [r["examples"] for r in records if r.get("examples")]
+    among = f"; of {min(examples)} prompts, one counts {1 / min(examples):.2f}"
+    return (
+        "\n\n".join(
+            [
+                "# KV-cache compression: quality, speed and memory",
+                _setting(records),
+                table(records),
+                "![Quality against KV memory](quality_vs_memory.png)",
+                "![Throughput against KV memory](throughput_vs_memory.png)",
+                "## How to read it",
+                _READING.format(examples=among if examples else ""),
+                "## Memory, loss and time",
+                _memory_table(records),
+                "## Versions",
+                _versions(records),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _setting(records: Sequence[Record]) -> str:
+    """One sentence: model, device, memory limit, sizes."""
+
+    def known(key: str, form: Callable[[Any], str] = str) -> str:
+        values = dict.fromkeys(form(r[key]) for r in records if r.get(key) is not None)
+        return " / ".join(values) or "unknown"
+
+    return (
+        f"Model {known('model')} on {known('device')} with a memory limit of "
+        f"{known('memory_bytes', _megabytes)} MB; prompts of "
+        f"{known('prompt_tokens', _count)} tokens, each followed by at most "
+        f"{known('max_new_tokens', _count)} new ones."
+    )
+
+
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _versions(records: Sequence[Record]) -> str:
+    found = {
+        f"{name} {version}"
+        for record in records
+        for name, version in (record.get("versions") or {}).items()
+    }
+    return ", ".join(sorted(found)) + "." if found else "Not recorded."

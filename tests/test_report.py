@@ -1,0 +1,247 @@
+"""Report: the record file, the table, the summary and the pictures."""
+
+import json
+
+import matplotlib
+import matplotlib.image
+import numpy as np
+import pytest
+
+from kvjax import pictures, report
+
+
+def make_record(method, **changes):
+    record = {
+        "method": method,
+        "policy": method.lower(),
+        "schedule": "prefill+decode",
+        "budget": 512,
+        "batch": 18,
+        "batch_limit": "decode state",
+        "accuracy": 0.5,
+        "examples": 24,
+        "kl": 0.3,
+        "top1_agreement": 0.82,
+        "prefill_tokens_per_s": 1234.5,
+        "decode_tokens_per_s": 88.25,
+        "tokens_per_s": 14.4,
+        "kv_bytes_per_row": 26e6,
+        "memory_bytes": 512e6,
+        "model": "tiny",
+        "device": "cpu",
+        "prompt_tokens": 1000,
+        "max_new_tokens": 12,
+        "versions": {"numpy": "2.0"},
+    }
+    return record | changes
+
+
+FULL = make_record(
+    "Full cache",
+    schedule="full",
+    budget=None,
+    batch=8,
+    accuracy=1.0,
+    kl=0.0,
+    tokens_per_s=9.0,
+    kv_bytes_per_row=48e6,
+)
+RECORDS = [FULL, make_record("StreamingLLM"), make_record("KeyDiff", accuracy=0.96)]
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+# --- records ------------------------------------------------------------------------
+
+
+def test_records_come_back(tmp_path):
+    path = tmp_path / "records.jsonl"
+    assert report.read_records(path) == []
+    for record in RECORDS:
+        report.append_record(path, record)
+    assert report.read_records(path) == RECORDS
+    assert path.read_bytes().count(b"\n") == 3
+
+
+def test_numpy_values_become_numbers(tmp_path):
+    path = tmp_path / "records.jsonl"
+    report.append_record(path, {"kl": np.float32(0.5), "budget": np.arange(2)})
+    assert report.read_records(path) == [{"kl": 0.5, "budget": [0, 1]}]
+    with pytest.raises(TypeError, match="object"):
+        report.append_record(path, {"kl": object()})
+
+
+@pytest.mark.parametrize("torn", ['{"method": "Key', '{"m', "1", '{"method": "é'])
+def test_a_torn_last_line_is_dropped_and_written_over(tmp_path, torn):
+    path = tmp_path / "records.jsonl"
+    report.append_record(path, FULL)
+    with path.open("ab") as file:
+        file.write(torn.encode()[:15])
+    assert report.read_records(path) == [FULL]
+    report.append_record(path, RECORDS[1])
+    assert report.read_records(path) == RECORDS[:2]
+
+
+def test_a_last_line_without_its_line_break_is_kept(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(FULL))
+    assert report.read_records(path) == [FULL]
+    report.append_record(path, RECORDS[1])
+    assert report.read_records(path) == RECORDS[:2]
+
+
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text('{}\n{"a"\n{}\n')
+    with pytest.raises(ValueError, match=r"records\.jsonl, line 2"):
+        report.read_records(path)
+
+
+# --- numbers and tables -------------------------------------------------------------
+
+
+def test_table_lines_up_and_holds_the_numbers():
+    head, rule, full, streaming, _ = report.table(RECORDS).split("\n")
+    assert len({len(line) for line in (head, rule, full, streaming)}) == 1
+    expected = ["StreamingLLM", "prefill+decode", "512", "18 (decode state)", "0.50"]
+    expected += ["0.300", "0.82", "1,234", "88.2", "14.4 (1.60x)", "26.0"]
+    assert cells(streaming) == expected
+    assert cells(full)[2] == "all"
+    assert cells(full)[9] == "9.00 (1.00x)"
+    assert len(cells(head)) == len(expected)
+
+
+def test_missing_values_show_as_dashes():
+    last = report.table([{"method": "Bare"}]).split("\n")[-1]
+    assert cells(last) == ["Bare"] + ["-"] * 10
+    assert "x)" not in report.table(RECORDS[1:])  # no full cache, no ratio
+
+
+def test_bars_do_not_break_the_table():
+    table = report.table([make_record("a|b")])
+    assert "a\\|b" in table
+
+
+@pytest.mark.parametrize(
+    ("budget", "shown"),
+    [
+        (1024, "1,024"),
+        ([64, 64], "64"),
+        ([64, 512], "64-512 (mean 288)"),
+        (None, "all"),
+    ],
+)
+def test_budgets(budget, shown):
+    assert cells(report.table([make_record("M", budget=budget)]).split("\n")[2])[2] == (
+        shown
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (9.994, "9.99"),
+        (9.996, "10.0"),
+        (99.96, "100"),
+        (123456.0, "123,456"),
+        (0, "0.00"),
+    ],
+)
+def test_rates_have_three_digits(value, shown):
+    assert report._rate(value) == shown
+
+
+def test_small_kl_is_not_shown_as_none():
+    assert report._kl(2e-4) == "<0.001"
+    assert report._kl(0.0) == "0.000"
+
+
+def test_labels_tell_records_of_one_method_apart():
+    runs = [make_record("A"), make_record("A", budget=256), make_record("B")]
+    assert report._labels(runs) == ["A (512)", "A (256)", "B"]
+    assert report._labels([FULL, FULL]) == ["Full cache", "Full cache #2"]
+
+
+def test_summary_holds_ratios_and_is_json():
+    found = report.summary([*RECORDS, make_record("Broken", kl=float("nan"))])
+    assert found["full_cache"] == "Full cache"
+    assert found["methods"]["KeyDiff"]["speedup"] == pytest.approx(1.6)
+    assert found["methods"]["KeyDiff"]["kv_ratio"] == pytest.approx(26 / 48)
+    assert found["methods"]["Broken"]["kl"] is None
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert report.summary(RECORDS[1:])["methods"]["KeyDiff"]["speedup"] is None
+
+
+# --- report and pictures ------------------------------------------------------------
+
+
+def test_report_is_written(tmp_path):
+    before = dict(matplotlib.rcParams)
+    path = report.write_report(RECORDS, tmp_path)
+    assert dict(matplotlib.rcParams) == before
+    text = path.read_text(encoding="utf-8")
+    assert report.table(RECORDS) in text
+    assert "Model tiny on cpu with a memory limit of 512 MB" in text
+    assert "numpy 2.0" in text
+    for name in ("quality_vs_memory.png", "throughput_vs_memory.png"):
+        assert f"({name})" in text
+        pixels = matplotlib.image.imread(tmp_path / name)
+        assert pixels.shape[1] == 1800
+        assert (pixels[0, 0, :3] == 1).all()  # white
+        assert pixels[..., :3].min() < 0.1
+
+
+def test_report_survives_what_is_missing(tmp_path):
+    bare = [{"method": "Bare"}, make_record("No KL", kl=None, kv_bytes_per_row=None)]
+    assert report.write_report(bare, tmp_path).exists()
+    with pytest.raises(ValueError, match="no records"):
+        report.write_report([], tmp_path)
+
+
+def figure(draw, records):
+    full, labels = report._full(records), report._labels(records)
+    return draw(records, pictures._marks(records, full), labels)
+
+
+def quality(records):
+    return figure(pictures._quality, records)
+
+
+def throughput(records):
+    return figure(pictures._throughput, records)
+
+
+def test_second_panel_is_agreement_without_kl():
+    without = [make_record("A", kl=None)]
+    assert quality(without).axes[1].get_ylabel() == "top-1 (share)"
+    assert quality(RECORDS).axes[1].get_ylabel() == "KL (nats per token)"
+
+
+def test_zero_kl_has_a_place_on_the_log_axis():
+    axes = quality(RECORDS).axes[1]
+    star = next(line for line in axes.lines if line.get_marker() == "*")
+    assert axes.get_yticks()[0] == pytest.approx(star.get_ydata()[0])
+    assert axes.get_yticklabels()[0].get_text() == "0"
+
+
+def test_methods_keep_their_look_and_batches_are_named():
+    left, right = quality(RECORDS), throughput(RECORDS)
+    looks = [
+        [(h.get_markerfacecolor(), h.get_marker()) for h in f.legends[0].legend_handles]
+        for f in (left, right)
+    ]
+    assert looks[0] == looks[1]
+    assert len(set(looks[0])) == len(RECORDS)
+    texts = [text.get_text() for text in right.legends[0].get_texts()]
+    assert texts[0] == "Full cache, batch 8"
+
+
+def test_points_on_one_spot_are_moved_apart():
+    pixels = np.array([[5.0, 5.0], [5.0, 5.0], [np.nan, 5.0], [5.0, 5.0], [90.0, 5.0]])
+    moved = pictures._apart(pixels, 10)
+    np.testing.assert_array_equal(moved[[0, 4]], pixels[[0, 4]])
+    assert np.isnan(moved[2]).all()
+    assert sorted(moved[[0, 1, 3], 0]) == [-5, 5, 15]
+    assert (moved[[0, 1, 3], 1] == 5).all()
