@@ -1,0 +1,48 @@
+"""Five ways to keep a KV cache, at one memory limit, on a real model.
+
+    python experiments/run.py --config=configs/quickstart.py --workdir=runs/quickstart
+
+SmolLM2-135M-Instruct reads prompts of 1,000 tokens in which a pass key is hidden, with
+room for half of the pairs (|kv| = 512), and all that runs on the device has to
+fit into 0.9 GB. Any field can be overridden: `--config.budget=256`.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """The fields of `kvjax.evaluate.Experiment`, and what its methods share."""
+    return ConfigDict(
+        {
+            "model": "smollm2-135m-instruct",  # or a GGUF file, or a model folder
+            "dtype": "float32",
+            "memory_gb": 0.9,  # 0: the device's own limit
+            "seed": 0,
+            "haystack": "",  # a folder of texts; empty: Python's own reference
+            # What the methods share; a method may set its own.
+            "budget": 512,  # |kv|, pairs per head and layer
+            "block": 64,  # p, tokens per prefill step and pairs per eviction
+            "methods": (
+                {"name": "Full cache"},
+                {
+                    "name": "ED",
+                    "policy": "recency",
+                    "phases": "decode",
+                    "budget": 2,
+                    "evict": 1,
+                },
+                {"name": "Batch-Max", "policy": "average_attention"},
+                {"name": "StreamingLLM", "policy": "streaming"},
+                {"name": "KeyDiff", "policy": "key_diff"},
+            ),
+            # Needle: the pass key, at these depths of the text in turn.
+            "examples": 12,
+            "prompt_tokens": 1000,
+            "depths": (0.1, 0.3, 0.5, 0.7, 0.9),
+            "max_new_tokens": 64,
+            # Fidelity: the full cache's predictions on long text, teacher-forced.
+            "windows": 4,
+            "window_prompt_tokens": 768,
+            "window_continuation_tokens": 32,
+        }
+    )

@@ -1,0 +1,72 @@
+"""Runs the experiment of a config and reports it.
+
+    python experiments/run.py --config=configs/quickstart.py --workdir=runs/quickstart
+
+Prints the table and, as the last line on stdout, one JSON object. Interrupted and
+started again with the same --workdir, it goes on where it stopped.
+"""
+
+import contextlib
+import json
+import sys
+
+from absl import app, flags
+from ml_collections import config_flags
+from tqdm import tqdm
+
+from kvjax import evaluate, report
+from kvjax.types import UserError
+
+FLAGS = flags.FLAGS
+_CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where results go, and are resumed.")
+_MEMORY = flags.DEFINE_float("memory_gb", None, "Overrides the config's memory_gb.")
+_HAYSTACK = flags.DEFINE_string("haystack", None, "Overrides the config's haystack.")
+
+
+def main(_):
+    if not _WORKDIR.value:
+        raise UserError("--workdir is missing: name the folder for the results")
+    experiment = evaluate.from_config(
+        _config(), {"memory_gb": _MEMORY.value, "haystack": _HAYSTACK.value}
+    )
+    with tqdm(total=experiment.units, unit="prompt", smoothing=0) as bar:
+
+        def progress(what, units):
+            bar.set_description(what)
+            bar.update(units)
+
+        records = evaluate.run(experiment, _WORKDIR.value, progress)
+    path = report.write_report(records, _WORKDIR.value)
+    print(report.table(records), f"\n{path}\n", sep="\n")
+    print(json.dumps(report.summary(records)))
+
+
+def _config():
+    """The config file's fields; a file that does not load fails at its first use."""
+    if not FLAGS["config"].present:
+        raise UserError("--config is missing: name one of configs/*.py")
+    try:
+        return _CONFIG.value.to_dict()
+    except OSError as error:
+        raise UserError(f"--config: {str(error).splitlines()[-1].strip()}") from None
+
+
+def _parse(argv):
+    """Flags that do not parse are the user's mistake, like any other."""
+    try:
+        return FLAGS(argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as e:
+        raise UserError(f"flags: {e}".splitlines()[0]) from None
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            app.run(main, flags_parser=_parse)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            print("\ninterrupted: run it again to go on from here", file=sys.stderr)
+            sys.exit(130)

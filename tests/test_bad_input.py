@@ -1,0 +1,201 @@
+"""Every mistake ends in one line that names the value and the remedy, early."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import tiny_spec
+
+import kvjax
+from kvjax import Schedule, UserError, cache, evaluate, policies
+from kvjax.plan import device_memory
+from kvjax.sampling import Sampling
+
+ROOT = pathlib.Path(__file__).parents[1]
+SPEC = tiny_spec()
+
+
+def compress(**changes):
+    given = {
+        "policy": policies.recency(),
+        "budget": 32,
+        "schedule": Schedule(block=8, evict=8),
+    }
+    return cache.compression(SPEC, **(given | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"budget": 0}, ["budget 0", "at least 1"]),
+        ({"budget": -3}, ["budget -3"]),
+        ({"budget": 8}, ["budget 8", "larger than the 8 pairs", "raise the budget"]),
+        ({"budget": (32, 8)}, ["budget 8"]),
+        ({"budget": (32, 32, 32)}, ["3 budgets", "2 layers"]),
+        ({"budget": None}, ["needs a budget"]),
+        ({"schedule": Schedule("full")}, ["'full'"]),
+        ({"policy": None}, ["full cache", "budget 32"]),
+        ({"policy": policies.streaming(sinks=24)}, ["pins 24", "leaves 24"]),
+        (
+            {"policy": policies.protect(policies.h2o(), 20, 20)},
+            ["pins 40", "budget 32"],
+        ),
+        ({"schedule": Schedule(block=16, evict=8)}, ["evict=8", "block of 16"]),
+        ({"room": "attic"}, ["attic"]),
+    ],
+)
+def test_compression(changes, words):
+    with pytest.raises(UserError) as caught:
+        compress(**changes)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: policies.make("oldest"), ["'oldest'", "key_diff"]),
+        (lambda: policies.make("h2o", share=0.2), ["h2o", "share"]),
+        (lambda: policies.h2o(recent=1.5), ["1.5"]),
+        (lambda: policies.streaming(sinks=-1), ["-1"]),
+        (lambda: policies.protect(policies.recency(), recent=-2), ["-2"]),
+        (lambda: Schedule("sometimes"), ["sometimes", "prefill+decode"]),
+        (lambda: Schedule(block=0), ["block=0"]),
+        (lambda: Sampling(temperature=-1.0), ["-1.0"]),
+        (lambda: Sampling(top_p=0.0), ["top_p 0.0"]),
+        (lambda: Sampling(top_k=-1), ["top_k -1"]),
+        (lambda: device_memory(0.0), ["memory_gb 0.0"]),
+        (
+            lambda: policies.checked(
+                policies.recency()._replace(needs=frozenset({"x"}))
+            ),
+            ["recency", "x", "mass"],
+        ),
+    ],
+)
+def test_build_time(make, words):
+    with pytest.raises(UserError) as caught:
+        make()
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("prompts", "changes", "words"),
+    [
+        ([], {}, ["one prompt or more"]),
+        ([[1], []], {}, ["prompt 1 is empty"]),
+        ([[1, 50]], {}, ["token 50", "0 to 49"]),
+        ([[-1]], {}, ["token -1"]),
+        (["text"], {}, ["no tokenizer"]),
+        ([[1] * 250], {"max_new_tokens": 10}, ["250 tokens", "256", "shorten"]),
+        ([[1]], {"max_new_tokens": 0}, ["max_new_tokens 0"]),
+        ([[1]], {"memory_gb": 1e-5}, ["too small for one row", "more memory"]),
+    ],
+)
+def test_generate(tiny, prompts, changes, words):
+    with pytest.raises(UserError) as caught:
+        kvjax.generate(tiny, prompts, **changes)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_overflow_is_told(tiny):
+    """Driven past its capacity, the state says so instead of losing pairs silently."""
+    from kvjax.generate import prefill
+
+    made = cache.compression(SPEC, None, None, Schedule("full", block=8))
+    state = cache.init(SPEC, made, 1, (8, 8))
+    state, _ = prefill(
+        tiny.params,
+        state,
+        np.ones((1, 16), np.int32),
+        np.asarray([16], np.int32),
+        spec=SPEC,
+        made=made,
+    )
+    with pytest.raises(RuntimeError, match="no empty slot"):
+        cache.raise_errors(state)
+
+
+def config(**changes):
+    fields = {
+        "model": "none",
+        "dtype": "float32",
+        "memory_gb": 1.0,
+        "seed": 0,
+        "haystack": "",
+        "budget": 32,
+        "methods": [{"name": "a", "policy": "recency"}],
+        "examples": 1,
+        "prompt_tokens": 10,
+        "depths": [0.5],
+        "max_new_tokens": 1,
+        "windows": 1,
+        "window_prompt_tokens": 8,
+        "window_continuation_tokens": 2,
+    }
+    return fields | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"colour": 1}, ["colour"]),
+        ({"methods": [{"name": "a", "policy": "recency", "sinks": 3}]}, ["sinks"]),
+        ({"methods": [{"name": "a", "policy": "oldest"}]}, ["oldest"]),
+        ({"methods": []}, ["methods"]),
+        ({"methods": [{"name": "a"}, {"name": "a"}]}, ["different names"]),
+        ({"examples": 0}, ["examples 0"]),
+        ({"memory_gb": -1.0}, ["memory_gb -1"]),
+        ({"model": "none"}, ["'none'", "smollm2"]),
+    ],
+)
+def test_experiment(tmp_path, changes, words):
+    with pytest.raises(UserError) as caught:
+        experiment = evaluate.from_config(config(**changes), {})
+        evaluate.run(experiment, tmp_path / "w", lambda what, units: None)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_workdir_of_another_experiment(tmp_path):
+    first = evaluate.from_config(config(), {})
+    (tmp_path / "experiment.json").write_text(json.dumps(dataclasses.asdict(first)))
+    other = dataclasses.replace(first, seed=7)
+    with pytest.raises(UserError, match=r"another configuration.*seed"):
+        evaluate.run(other, tmp_path, lambda what, units: None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--config=configs/quickstart.py"], "--workdir"),
+        (["--workdir=w"], "--config"),
+        (["--config=configs/absent.py", "--workdir=w"], "absent.py"),
+        (
+            ["--config=configs/quickstart.py", "--config.colour=3", "--workdir=w"],
+            "colour",
+        ),
+        (["--config=configs/quickstart.py", "--memory_gb=much", "--workdir=w"], "much"),
+        (
+            ["--config=configs/quickstart.py", "--config.budget=0", "--workdir=w"],
+            "budget 0",
+        ),
+        (["--config=configs/quickstart.py", "--memory_gb=-2", "--workdir=w"], "-2"),
+    ],
+)
+def test_command_line(tmp_path, arguments, word):
+    """Exit code 2, one line, no traceback."""
+    arguments = [a.replace("--workdir=w", f"--workdir={tmp_path}") for a in arguments]
+    done = subprocess.run(
+        [sys.executable, "experiments/run.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(lines) == 1 and word in lines[0], done.stderr
