@@ -1,0 +1,75 @@
+"""The rooms of the house: which module may import which."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+POLICIES = {"types", "policies"}
+MAY = {
+    "types": set(),
+    "attention": {"types"},
+    "codecs": {"types"},
+    "sampling": {"types"},
+    "nn": {"types"},
+    "models": {"types", "nn"},
+    "layouts": {"types", "attention", "codecs"},
+    "policies": POLICIES,
+    "cache": {"types", "attention", "codecs", "layouts", "policies"},
+    "tasks": {"types", "tasks"},
+    "pictures": set(),
+    "report": {"pictures"},
+    "weights": {"types", "models", "weights"},
+    "generate": {"types", "cache", "sampling", "models"},
+    "programs": {"types", "cache", "sampling", "models", "generate", "weights"},
+    "plan": {"types", "cache", "models", "policies", "programs"},
+}
+
+
+def imported(path):
+    """Modules that a file imports anywhere in it, by their full names."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def files_of(room):
+    package = ROOT / "kvjax" / room
+    return (
+        sorted(package.rglob("*.py"))
+        if package.is_dir()
+        else [package.with_suffix(".py")]
+    )
+
+
+@pytest.mark.parametrize("room", sorted(MAY))
+def test_imports(room):
+    for path in files_of(room):
+        ours = {
+            name.split(".")[1] for name in imported(path) if name.startswith("kvjax.")
+        }
+        assert ours <= MAY[room], f"{path.name} imports {sorted(ours - MAY[room])}"
+
+
+def test_tasks_and_reports_do_without_jax():
+    for path in [f for room in ("tasks", "report", "pictures") for f in files_of(room)]:
+        assert not {name.split(".")[0] for name in imported(path)} & {"jax", "flax"}
+
+
+def test_models_know_nothing_of_compression():
+    for path in [*files_of("models"), *files_of("nn")]:
+        names = {
+            n.id
+            for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.Name)
+        }
+        assert not names & {"Policy", "Compression", "KVState", "budget"}
+
+
+def test_configs_import_nothing_of_ours():
+    for path in (ROOT / "configs").glob("*.py"):
+        assert {name.split(".")[0] for name in imported(path)} <= {"ml_collections"}
+        assert ast.get_docstring(ast.parse(path.read_text()))
