@@ -10,7 +10,7 @@ import contextlib
 import json
 import sys
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 from tqdm import tqdm
 
@@ -25,6 +25,7 @@ _HAYSTACK = flags.DEFINE_string("haystack", None, "Overrides the config's haysta
 
 
 def main(_):
+    logging.set_verbosity(logging.WARNING)  # checkpoint libraries are talkative
     if not _WORKDIR.value:
         raise UserError("--workdir is missing: name the folder for the results")
     experiment = evaluate.from_config(

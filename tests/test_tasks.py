@@ -114,14 +114,14 @@ def test_length_is_met_from_below(chat_template, length):
 
 def test_prompt_asks_after_the_text_and_opens_the_answer():
     plain, chat = (make_examples(make_tokenizer(c))[1] for c in (None, CHAT))
-    assert plain.prompt.endswith("\n\nWhat is the pass key? The pass key is")
+    asks = "What is the secret passkey number mentioned in the text?"
+    opens = "The secret passkey number is"
+    assert plain.prompt.endswith(f"\n\n{asks} {opens}")
     assert chat.prompt.startswith("<|user|> There is an important piece")
-    assert chat.prompt.endswith(
-        "What is the pass key? <|end|> <|assistant|> The pass key is"
-    )
+    assert chat.prompt.endswith(f"{asks} <|end|> <|assistant|> {opens}")
     for example in (plain, chat):
         assert example.prompt.count(example.answer) == 2
-        assert f"Remember it. {example.answer} is" in example.prompt
+        assert f"Remember this number: {example.answer} is" in example.prompt
 
 
 def test_plain_prompt_has_bos_and_chat_prompt_only_its_template():
@@ -133,8 +133,8 @@ def test_plain_prompt_has_bos_and_chat_prompt_only_its_template():
 def test_needle_stands_at_its_depth_between_sentences(depth):
     for example in make_examples(length=600, depths=[depth]):
         body = example.prompt.partition("memorize it.")[2].rpartition("What is")[0]
-        before, _, after = body.partition("The pass key is")
-        after = after.partition("is the pass key.")[2]
+        before, _, after = body.partition("The secret passkey number is")
+        after = after.partition("is the secret passkey.")[2]
         words = len(before.split()), len(after.split())
         assert words[0] / sum(words) == pytest.approx(depth, abs=0.03)
         assert before.strip().endswith(".") or depth in (0, 1)  # 1: the text's end

@@ -1,0 +1,294 @@
+r"""Races kvjax with the full cache against transformers on PyTorch.
+
+    python experiments/bench_transformers.py --peer_python=/path/to/venv/bin/python
+
+SmolLM2-135M-Instruct in float32, the same tokens on the same machine in one run. The
+two sides take turns, and one waits while the other computes. PyTorch need not live
+beside JAX: --peer_python names an environment with torch, transformers, gguf and
+absl-py. The peer is timed at its faster of `generate` and a bare loop of `forward`.
+
+Two virtual cores of an AMD EPYC, shared with other jobs; jax 0.10.2, torch 2.13,
+transformers 5.23; medians in tokens/s, min..max over the rounds. On two cores, in two
+runs (`--only=1`, 3 rounds; `--only=16,4`, 5 rounds)::
+
+    decode, batch 1     36 (36..36)   /  14 (13..15)    = 2.55
+    decode, batch 16   218 (205..257) / 139 (98..201)   = 1.57
+    prefill, 4 x 512   526 (497..560) / 488 (421..564)  = 1.08, the ranges overlap
+
+Both sides on one core (`taskset -c 1 python ...`), in one run of 3 rounds::
+
+    decode, batch 1     29 (28..30)   /  15 (14..15)    = 1.97
+    decode, batch 16   155 (146..165) / 103 (91..117)   = 1.51
+    prefill, 4 x 512   335 (322..357) / 287 (264..294)  = 1.17
+
+Use an idle machine: while other jobs ran on the two cores, PyTorch fell as low as 2.4
+tokens/s at batch 1 and JAX stayed above 27. All tokens were equal.
+
+About five minutes once the programs are compiled. The last line is JSON; where the
+peer cannot run, one line says why and the exit code is 2.
+"""
+
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+from absl import app, flags, logging
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("model", "smollm2-135m-instruct", "a name that kvjax.load knows")
+flags.DEFINE_string("peer_python", sys.executable, "the interpreter that has torch")
+flags.DEFINE_integer("prompt", 128, "prompt tokens of the decoding cases")
+flags.DEFINE_integer("new", 32, "tokens to decode")
+flags.DEFINE_integer("block", 128, "p, prompt tokens that kvjax reads at once")
+flags.DEFINE_list("only", ["1", "16", "4"], "cases to run, by their batch")
+flags.DEFINE_integer("rounds", 5, "turns of each side, after one to warm up")
+flags.DEFINE_bool("worker", False, "be the transformers side: JSON lines in and out")
+
+PEER_WAYS = "loop", "generate"
+
+
+class Case(NamedTuple):
+    """One measurement: `new` is 0 where only the prompt is read."""
+
+    name: str
+    batch: int
+    prompt: int
+    new: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the timed part processes; the prompt gives the first new one."""
+        return self.batch * (self.new - 1 if self.new else self.prompt)
+
+
+class PeerError(Exception):
+    """The transformers side cannot run; one line."""
+
+
+def main(_):
+    logging.set_verbosity(logging.WARNING)
+    if FLAGS.worker:
+        return work()
+    cases = (
+        Case("decode, batch 1", 1, FLAGS.prompt, FLAGS.new),
+        Case("decode, batch 16", 16, FLAGS.prompt, FLAGS.new),
+        Case("prefill, 4 x 512", 4, 512, 0),
+    )
+    peer = Peer()
+    ours = kvjax_side(peer)
+    figures = {
+        case.name: race(case, ours, peer)
+        for case in cases
+        if str(case.batch) in FLAGS.only
+    }
+    peer.close()
+    show(figures)
+    print(json.dumps(summary(figures, peer.versions)))
+
+
+def race(case: Case, ours, peer) -> dict[str, Any]:
+    """Tokens per second of both sides, in turns, and whether they chose the same."""
+    prompts = ours.prompts(case)
+    sides = {"kvjax": lambda: ours.run(case, prompts)}
+    for way in PEER_WAYS if case.new else PEER_WAYS[:1]:
+        sides[way] = functools.partial(peer.run, case, prompts, way)
+    for run in sides.values():
+        run()
+    rates, tokens = {name: [] for name in sides}, []
+    for _ in range(FLAGS.rounds):
+        for name, run in sides.items():
+            done = run()
+            rates[name].append(case.tokens / done["seconds"])
+            tokens.append(done["tokens"])
+    mine = spread(rates.pop("kvjax"))
+    way = max(rates, key=lambda way: statistics.median(rates[way]))
+    other = spread(rates[way])
+    return {
+        "kvjax": mine,
+        "transformers": other,
+        "way": way,
+        "ratio": round(mine["median"] / other["median"], 3),
+        "tokens_equal": all(chosen == tokens[0] for chosen in tokens),
+    }
+
+
+# ------------------------------------------------------------------------- kvjax
+
+
+def kvjax_side(peer: "Peer"):
+    """Our side; imported here because the worker's environment need not have JAX."""
+    import kvjax
+    from kvjax import cache, completions
+    from kvjax.programs import Job
+    from kvjax.tasks import text
+    from kvjax.weights import hub
+
+    model = kvjax.load(FLAGS.model)
+    peer.load(hub.fetch(FLAGS.model))
+    full = kvjax.Schedule("full", block=FLAGS.block)
+    made = cache.compression(model.spec, None, None, full)
+    words = model.tokenizer(text.haystack(), verbose=False)["input_ids"]
+
+    class Ours:
+        def prompts(self, case):
+            starts = range(0, case.batch * case.prompt, case.prompt)
+            return [words[start : start + case.prompt] for start in starts]
+
+        def run(self, case, prompts):
+            job = Job(model.spec, made, case.batch, case.prompt, case.new or 1)
+            done = completions.run_batch(model.params, job, prompts, range(case.batch))
+            seconds = done.decode_seconds if case.new else done.prefill_seconds
+            return {"seconds": seconds, "tokens": done.tokens}
+
+    return Ours()
+
+
+# ------------------------------------------------------------- transformers, from here
+
+
+class Peer:
+    """The worker's process, as kvjax's process sees it."""
+
+    def __init__(self):
+        command = [FLAGS.peer_python, __file__, "--worker"]
+        env = os.environ | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        try:
+            self.process = subprocess.Popen(command, env=env, text=True, **pipes)
+        except OSError as error:
+            raise PeerError(f"--peer_python: {error}") from None
+        self.versions = self.answer()
+
+    def load(self, path):
+        self.ask({"folder": str(path.parent), "file": path.name})
+
+    def run(self, case, prompts, way):
+        return self.ask({"prompts": prompts, "new": case.new, "way": way})
+
+    def ask(self, request):
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        answer = json.loads(line) if line else {"error": "the worker died, see above"}
+        if "error" in answer:
+            raise PeerError(f"{FLAGS.peer_python}: {answer['error']}")
+        return answer
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+# ------------------------------------------------------------ transformers, from there
+
+
+def work():
+    """Answers each line on stdin by one line on stdout, until stdin ends."""
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not mix with the answers
+
+    def answer(content):
+        print(json.dumps(content), file=lines, flush=True)
+
+    try:
+        import torch
+        import transformers
+
+        answer({"torch": torch.__version__, "transformers": transformers.__version__})
+        with torch.inference_mode():
+            source = json.loads(sys.stdin.readline())
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                source["folder"],
+                gguf_file=source["file"],
+                dtype=torch.float32,
+                attn_implementation="sdpa",
+            )
+            model.generation_config.eos_token_id = None  # decode to the end
+            answer({})
+            for line in sys.stdin:
+                request = json.loads(line)
+                prompts = torch.tensor(request["prompts"])
+                call = {"generate": by_generate, "loop": by_loop}[request["way"]]
+                answer(call(model, prompts, request["new"]))
+    except Exception as error:
+        answer({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+
+
+def by_generate(model, prompts, new):
+    """Seconds of `generate` for `new` tokens, less those for the first one."""
+    options = {"do_sample": False, "pad_token_id": 0, "attention_mask": prompts >= 0}
+
+    def timed(count):
+        start = time.perf_counter()
+        out = model.generate(
+            prompts, min_new_tokens=count, max_new_tokens=count, **options
+        )
+        return time.perf_counter() - start, out
+
+    first, _ = timed(1)
+    total, out = timed(new)
+    return {"seconds": total - first, "tokens": out[:, prompts.shape[1] :].tolist()}
+
+
+def by_loop(model, prompts, new):
+    """Seconds of the bare steps, or of the prompt alone if `new` is 0."""
+    start = time.perf_counter()
+    out = model(prompts, use_cache=True, logits_to_keep=1)
+    tokens = [out.logits[:, -1].argmax(dim=-1, keepdim=True)]
+    read = time.perf_counter()
+    for _ in range(new - 1):
+        out = model(tokens[-1], past_key_values=out.past_key_values, use_cache=True)
+        tokens.append(out.logits[:, -1].argmax(dim=-1, keepdim=True))
+    end = time.perf_counter()
+    chosen = [[int(token[row]) for token in tokens] for row in range(len(prompts))]
+    return {"seconds": end - read if new else read - start, "tokens": chosen}
+
+
+# ----------------------------------------------------------------------- the report
+
+
+def spread(rates: list[float]) -> dict[str, float]:
+    parts = {"median": statistics.median(rates), "min": min(rates), "max": max(rates)}
+    return {name: round(rate, 2) for name, rate in parts.items()}
+
+
+def show(figures):
+    """The medians in tokens per second, with min..max, as a markdown table."""
+
+    def cell(side):
+        return "{median:.1f} ({min:.1f}..{max:.1f})".format_map(side)
+
+    print("| tokens/s | kvjax | transformers | ratio | its way | same tokens |")
+    print("|---|---|---|---|---|---|")
+    for name, row in figures.items():
+        cells = [name, cell(row["kvjax"]), cell(row["transformers"])]
+        cells += [f"{row['ratio']:.2f}", row["way"], str(row["tokens_equal"]).lower()]
+        print(f"| {' | '.join(cells)} |")
+
+
+def summary(figures, versions) -> dict[str, Any]:
+    import jax
+
+    return {
+        "cases": figures,
+        "tokens_equal": all(row["tokens_equal"] for row in figures.values()),
+        "block": FLAGS.block,
+        "rounds": FLAGS.rounds,
+        "jax": jax.__version__,
+        **versions,
+    }
+
+
+if __name__ == "__main__":
+    try:
+        app.run(main)
+    except PeerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
