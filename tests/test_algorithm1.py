@@ -98,6 +98,18 @@ def test_full_cache_is_the_plain_model(tiny):
     assert as_lists(kept) == by_hand.kept()
 
 
+def test_a_budget_above_the_text_is_the_full_cache(tiny):
+    prompt = np.arange(40) % tiny.spec.vocab_size
+    full = cache.compression(tiny.spec, None, None, Schedule("full", block=8))
+    room = cache.compression(
+        tiny.spec, policies.average_attention(), 64, Schedule(block=8, evict=8)
+    )
+    *_, kept, tokens = run(tiny, full, prompt)
+    *_, kept_too, tokens_too = run(tiny, room, prompt)
+    assert tokens == tokens_too
+    assert as_lists(kept) == as_lists(kept_too)
+
+
 def test_ed_keeps_only_the_newest_pair(tiny):
     """Batch-Max, Algorithm 2: full prefill, then the newest pair and the current."""
     schedule = Schedule("decode", block=8, evict=1)

@@ -93,11 +93,17 @@ def test_budget_and_shapes(tiny, case):
                 assert len(head) > BUDGET - BLOCK or len(head) == seen
 
 
-def test_pinned_pairs_survive(tiny, case):
-    if case[0] is None:
-        return  # the full cache drops nothing, see test_budget_and_shapes
-    policy = policies.protect(policies.make(case[0]), sinks=3, recent=5)
-    job = job_for(tiny.spec, *case, len(LENGTHS))
+@pytest.mark.parametrize(
+    ("name", "phases"),
+    [
+        *((name, "prefill+decode") for name in policies.names()),
+        ("h2o", "decode"),
+        ("key_diff", "after_prefill"),
+    ],
+)
+def test_pinned_pairs_survive(tiny, name, phases):
+    policy = policies.protect(policies.make(name), sinks=3, recent=5)
+    job = job_for(tiny.spec, name, phases, len(LENGTHS))
     made = dataclasses.replace(job.made, policy=policy)
     job = dataclasses.replace(job, made=made)
     result = run_batch(tiny.params, job, prompts(), range(6))
@@ -107,8 +113,14 @@ def test_pinned_pairs_survive(tiny, case):
         assert all(pinned <= set(head.tolist()) for layer in row for head in layer)
 
 
-@pytest.mark.parametrize("name", policies.names())
-@pytest.mark.parametrize("change", [{"room": "gather"}, {"rows": 1}, {"rows": 64}])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((name, {"room": "gather"}) for name in policies.names()),
+        ("average_attention", {"rows": 1}),
+        ("key_diff", {"rows": 64}),
+    ],
+)
 def test_ways_to_make_room_agree(tiny, name, change):
     """Which pairs stay does not depend on how a layer makes room for new ones."""
     plain = job_for(tiny.spec, name, "prefill+decode", 6)
@@ -148,8 +160,7 @@ def test_donated_and_small_temporaries(name, phases):
         assert memory.temp_size_in_bytes < 0.25 * size
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize(("group", "dtype"), [(1, "float32"), (8, "bfloat16")])
 @pytest.mark.parametrize("name", policies.names())
 def test_groups_and_dtypes(name, group, dtype):
     model = tiny_model(num_layers=1, num_heads=2 * group)

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 from conftest import tiny_spec
 
-import kvjax
 from kvjax import Schedule, UserError, cache, plan, policies
 from kvjax.plan import phase_bytes, plan_job, state_bytes
 from kvjax.programs import Job, bucket
@@ -17,7 +16,7 @@ FULL = Schedule("full", block=8)
 
 
 def planned(budget, schedule, policy, memory_bytes, **changes):
-    sizes = {"prompt_tokens": 1024, "max_new_tokens": 32}
+    sizes = {"prompt_tokens": 1024, "max_new_tokens": 64}
     return plan(
         SPEC, budget, schedule, memory_bytes, policy=policy, **(sizes | changes)
     )
@@ -67,13 +66,8 @@ def test_full_prefill_limits_all_but_batch_max():
 
 def test_four_arguments_are_enough():
     """Without more, Batch-Max's rule and prompts that fill the context."""
-    found = plan(SPEC, 256, BATCH_MAX, 20_000_000)
-    assert found.job.made.policy is policies.average_attention()
-    assert (
-        found.batch
-        == planned(256, BATCH_MAX, None, 20_000_000, max_new_tokens=64).batch
-    )
-    assert plan(SPEC, None, FULL, 20_000_000).batch < found.batch
+    found = plan(SPEC, 256, BATCH_MAX, 40_000_000)
+    assert found == planned(256, BATCH_MAX, policies.average_attention(), 40_000_000)
 
 
 def test_prompts_limit_the_batch():
@@ -85,7 +79,7 @@ def test_too_little_memory_names_what_is_needed():
     with pytest.raises(UserError, match=r"1e-05 GB is too small for one row of tiny"):
         planned(256, BATCH_MAX, policies.recency(), 10_000)
     made = cache.compression(SPEC, policies.recency(), 256, BATCH_MAX)
-    job = Job(SPEC, made, 1, bucket(SPEC, made, 1024, 32), 32)
+    job = Job(SPEC, made, 1, bucket(SPEC, made, 1024, 64), 64)
     one = max(phase_bytes(job).values())
     with pytest.raises(UserError, match="too small for one row"):
         plan_job(job, int(one * 0.9))
@@ -94,8 +88,7 @@ def test_too_little_memory_names_what_is_needed():
 
 def test_layers_of_different_capacity():
     made = cache.compression(SPEC, policies.recency(), (64, 128, 192), BATCH_MAX)
-    job = Job(SPEC, made, 2, bucket(SPEC, made, 1024, 32), 32)
+    job = Job(SPEC, made, 2, bucket(SPEC, made, 1024, 64), 64)
     uniform = cache.compression(SPEC, policies.recency(), 128, BATCH_MAX)
     same = dataclasses.replace(job, made=uniform)
     assert state_bytes(job) == state_bytes(same)
-    assert kvjax.Plan is type(plan_job(job, 60_000_000))

@@ -24,20 +24,6 @@ def test_full_cache_is_transformers(smollm2):
     assert [c.tokens for c in done] == [p["greedy"] for p in GOLDEN["prompts"]]
 
 
-def test_a_budget_above_the_text_changes_nothing(smollm2):
-    prompt = GOLDEN["prompts"][0]
-    (done,) = kvjax.generate(
-        smollm2,
-        [prompt["text"]],
-        policy=policies.average_attention(),
-        budget=192,
-        max_new_tokens=32,
-        ignore_eos=True,
-    )
-    assert done.tokens == prompt["greedy"]
-    assert done.text == smollm2.tokenizer.decode(done.tokens, skip_special_tokens=True)
-
-
 def test_needle_is_found_with_half_the_pairs(smollm2):
     """Short form of the quickstart: 400 tokens, 192 slots."""
     examples = needle.examples(
