@@ -7,22 +7,14 @@ two sides take turns, and one waits while the other computes. PyTorch need not l
 beside JAX: --peer_python names an environment with torch, transformers, gguf and
 absl-py. The peer is timed at its faster of `generate` and a bare loop of `forward`.
 
-Two virtual cores of an AMD EPYC, shared with other jobs; jax 0.10.2, torch 2.13,
-transformers 5.23; medians in tokens/s, min..max over the rounds. On two cores, in two
-runs (`--only=1`, 3 rounds; `--only=16,4`, 5 rounds)::
+Two virtual cores of an AMD EPYC; jax 0.10.2, torch 2.13, transformers 5.23; medians in
+tokens/s, min..max over three rounds, all tokens equal::
 
-    decode, batch 1     36 (36..36)   /  14 (13..15)    = 2.55
-    decode, batch 16   218 (205..257) / 139 (98..201)   = 1.57
-    prefill, 4 x 512   526 (497..560) / 488 (421..564)  = 1.08, the ranges overlap
+    decode, batch 1     35 (34..39)   /  15 (15..16)    = 2.29
+    decode, batch 16   212 (199..232) / 137 (112..142)  = 1.55
+    prefill, 4 x 512   529 (510..603) / 535 (518..573)  = 0.99
 
-Both sides on one core (`taskset -c 1 python ...`), in one run of 3 rounds::
-
-    decode, batch 1     29 (28..30)   /  15 (14..15)    = 1.97
-    decode, batch 16   155 (146..165) / 103 (91..117)   = 1.51
-    prefill, 4 x 512   335 (322..357) / 287 (264..294)  = 1.17
-
-Use an idle machine: while other jobs ran on the two cores, PyTorch fell as low as 2.4
-tokens/s at batch 1 and JAX stayed above 27. All tokens were equal.
+Use an idle machine: beside other jobs PyTorch fell as low as 2.4 tokens/s at batch 1.
 
 About five minutes once the programs are compiled. The last line is JSON; where the
 peer cannot run, one line says why and the exit code is 2.
