@@ -11,7 +11,6 @@ import safetensors.numpy
 
 from kvjax import weights
 from kvjax.models import llama
-from kvjax.types import UserError
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -72,16 +71,6 @@ def test_forward_is_causal(tiny):
     moved = np.abs(found[1:] - found[:1]).max(-1)  # [changed place, place]
     assert (moved[np.tril_indices(length, -1)] < 1e-5).all()
     assert (moved[np.triu_indices(length)] > 1e-4).all()
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    try:
-        return weights.load("smollm2-135m-instruct")
-    except UserError as error:
-        if "cannot fetch" not in str(error):
-            raise
-        pytest.skip(f"the SmolLM2 weights are neither cached nor fetchable: {error}")
 
 
 @pytest.fixture(scope="module")
