@@ -25,7 +25,7 @@ import numpy as np
 
 from kvjax import cache, completions, policies, programs, report
 from kvjax.generate import compact, prefill, score_tokens
-from kvjax.plan import Plan, device_memory, plan_job
+from kvjax.plan import Plan, check_one_row, device_memory, plan_job
 from kvjax.programs import Job
 from kvjax.tasks import fidelity, needle, text
 from kvjax.types import Model, ModelSpec, Schedule, UserError
@@ -159,6 +159,8 @@ def run(
     job = functools.partial(_job, experiment, model)
     jobs = {method.name: job(method) for method in experiment.methods}
     memory = device_memory(experiment.memory_gb)
+    for each in jobs.values():
+        check_one_row(each, memory)
     haystack = text.haystack(experiment.haystack)
     examples = needle.examples(
         model.tokenizer,
@@ -218,8 +220,10 @@ def _open(experiment: Experiment, workdir: pathlib.Path) -> pathlib.Path:
         raise UserError(f"workdir {workdir}: {error.strerror}; name another") from None
     asked = json.loads(json.dumps(dataclasses.asdict(experiment)))
     path = workdir / "experiment.json"
-    if not path.exists():
-        path.write_text(json.dumps(asked, indent=2) + "\n")
+    if not (workdir / "batches.jsonl").exists() or not path.exists():
+        partial = path.with_suffix(".part")
+        partial.write_text(json.dumps(asked, indent=2) + "\n")
+        partial.replace(path)
         return workdir
     before = json.loads(path.read_text())
     changed = sorted(key for key in asked if asked[key] != before.get(key))
@@ -233,6 +237,11 @@ def _open(experiment: Experiment, workdir: pathlib.Path) -> pathlib.Path:
 
 def _job(experiment: Experiment, model: Model, method: Method) -> Job:
     made = method.compression(model.spec)
+    read, written = (
+        experiment.window_prompt_tokens,
+        experiment.window_continuation_tokens,
+    )
+    programs.bucket(model.spec, made, read, written)  # raises if they do not fit
     new = experiment.max_new_tokens
     prompt = programs.bucket(model.spec, made, experiment.prompt_tokens, new)
     return Job(model.spec, made, 1, prompt, new, experiment.dtype)

@@ -91,8 +91,7 @@ def plan(
 
 def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
     """The largest batch of a job, whatever batch it names; see `plan`."""
-    if _least(job) > memory_bytes:
-        raise UserError(_too_small(job, memory_bytes, "it", _least(job)))
+    check_one_row(job, memory_bytes)
     if max_batch is not None and _clearly_fits(job, memory_bytes, max_batch):
         limit, batch = "prompts", max_batch
     else:
@@ -110,6 +109,12 @@ def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
     needed = {phase: int(sum(parts)) for phase, parts in _growth(job).items()}
     worst = max(needed, key=needed.get)
     raise UserError(_too_small(job, memory_bytes, worst, needed[worst]))
+
+
+def check_one_row(job: Job, memory_bytes: int) -> None:
+    """Raises UserError if weights and one row's state alone are too much; instant."""
+    if _least(job) > memory_bytes:
+        raise UserError(_too_small(job, memory_bytes, "it", _least(job)))
 
 
 def phase_bytes(job: Job) -> dict[str, int]:

@@ -165,6 +165,7 @@ def test_experiment(tmp_path, changes, words):
 def test_workdir_of_another_experiment(tmp_path):
     first = evaluate.from_config(config(), {})
     (tmp_path / "experiment.json").write_text(json.dumps(dataclasses.asdict(first)))
+    (tmp_path / "batches.jsonl").write_text("")
     other = dataclasses.replace(first, seed=7)
     with pytest.raises(UserError, match=r"another configuration.*seed"):
         evaluate.run(other, tmp_path, lambda what, units: None)
