@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-from kvjax.types import Observation, Partial
+from kvjax.types import WEIGHTS, Observation, Partial
 
 NEVER = jnp.iinfo(jnp.int32).max  # an empty slot is visible to no position
 LOWEST = -1e30  # stands in for the largest score of a query that sees no key
@@ -35,13 +35,13 @@ def attend(
       pos: position of each slot's pair, -1 for an empty slot.
       q_pos: position of each query.
       n: how many of a row's T queries are real; the others are padding at the end.
-      needs: statistics to return, of `kvjax.types.OBSERVABLE`. `mass` is the sum over
-        the real queries of their attention weights, averaged over G.
+      needs: statistics of the weights to return, see `kvjax.types.Observation`; what
+        attention does not know is left to the caller.
 
     Returns:
       The unnormalised output, and the statistics asked for.
     """
-    group, length, depth = q.shape[2:]
+    length, depth = q.shape[3:]
     seen_from = jnp.where(pos < 0, NEVER, pos)[:, :, None, None]
     visible = seen_from <= q_pos[:, None, None, :, None]  # [B, K, 1, T, C]
     scores = _products(q, k) if length == 1 else _textbook_products(q, k)
@@ -52,16 +52,44 @@ def attend(
     o = jnp.einsum(
         "bkgtc,bkcd->bkgtd", p.astype(v.dtype), v, preferred_element_type=jnp.float32
     )
-    if "mass" not in needs:
-        return Partial(o, m, l), Observation(n=n)
+    return Partial(o, m, l), _observed(p, l, n, q_pos, needs & WEIGHTS)
+
+
+def _observed(
+    p: Float[Array, "B K G T C"],
+    l: Float[Array, "B K G T"],  # noqa: E741
+    n: Int[Array, "B"],
+    q_pos: Int[Array, "B T"],
+    needs: frozenset[str],
+) -> Observation:
+    """The statistics asked for, from unnormalised weights and their sums."""
+    seen = Observation(n=n, positions=q_pos)
+    if not needs:
+        return seen
+    group, length = p.shape[2:4]
     real = jnp.arange(length)[None, :] < n[:, None]
-    share = jnp.where(real[:, None, None] & (l > 0), 1.0 / (l * group), 0.0)
-    mass = jnp.matmul(  # a row of shares times all weights sums them in one pass
-        rearrange(share, "b k g t -> b k 1 (g t)"),
-        rearrange(p, "b k g t c -> b k (g t) c"),
-        precision=jax.lax.Precision.HIGHEST,
-    )
-    return Partial(o, m, l), Observation(mass=mass[:, :, 0], n=n)
+    share = jnp.where(real[:, None, None] & (l > 0), 1.0 / l, 0.0)
+    if "weights" in needs:
+        seen = seen._replace(weights=p * share[..., None])
+    share = share / group
+    if "mass" in needs or length == 1:
+        mass = jnp.matmul(  # a row of shares times all weights sums them in one pass
+            rearrange(share, "b k g t -> b k 1 (g t)"),
+            rearrange(p, "b k g t c -> b k (g t) c"),
+            precision=jax.lax.Precision.HIGHEST,
+        )[:, :, 0]
+        seen = seen._replace(mass=mass)
+        if length == 1:  # one query: its weights are all there is to sum
+            return seen._replace(mass_sq=mass * mass, last=mass)
+    if "mass_sq" in needs:
+        mean = jnp.sum(p * share[..., None], axis=2)  # [B, K, T, C]
+        seen = seen._replace(mass_sq=jnp.sum(mean * mean, axis=2))
+    if "last" in needs:
+        newest = jnp.maximum(n - 1, 0)[:, None, None, None]  # [B, 1, 1, 1]
+        row = jnp.take_along_axis(p, newest[..., None], axis=3)
+        part = jnp.take_along_axis(share, newest, axis=3)[..., None]
+        seen = seen._replace(last=jnp.sum(row * part, axis=(2, 3)))
+    return seen
 
 
 def merge(a: Partial, b: Partial) -> Partial:

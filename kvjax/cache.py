@@ -5,6 +5,8 @@ each layer holds, when it evicts and by which policy is a `Compression`, static.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -15,10 +17,19 @@ from jaxtyping import Array, Float, Int
 from kvjax import attention, codecs
 from kvjax.layouts import dense
 from kvjax.policies import base
-from kvjax.types import EMPTY, ModelSpec, PyTree, Schedule, UserError, View
+from kvjax.types import (
+    EMPTY,
+    LayerOps,
+    ModelSpec,
+    Schedule,
+    Stats,
+    UserError,
+    View,
+)
 
 OVERFLOW = 1  # sticky error bit: a pair found no empty slot
 ROOMS = ("reuse", "gather")
+ROPES = ("true", "slot")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +46,10 @@ class Compression:
       room: how a layer makes room. `reuse` marks victims empty and lets new pairs move
         into their slots; `gather` moves the kept pairs to the front. The same pairs
         stay either way.
+      rope: where a key stands for its rotary angle. `true`: where it stood in the text;
+        keys are stored rotated. `slot`: where it stands among the pairs kept, counted
+        from 0, as StreamingLLM has it (section 3.2); keys are stored as they come and
+        rotated at every use, and `room` has to be `gather`, which keeps slots in order.
       rows: rows whose evictions are worked out together while decoding. Rows of a
         ragged batch fill up at different steps; handling only those that are full, a
         few at a time, makes the cost of a row's evictions independent of the others.
@@ -45,11 +60,14 @@ class Compression:
     budget: tuple[int, ...] | None
     codec: codecs.Codec = codecs.identity
     room: str = "reuse"
+    rope: str = "true"
     rows: int = 4
 
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.policy.needs if self.policy else frozenset()
+    def needs(self, prompt: bool) -> frozenset[str]:
+        """What attention must hand over; nothing once no more evictions come."""
+        if not self.policy or not (prompt or self.schedule.evicts_in_decode):
+            return frozenset()
+        return self.policy.needs
 
     def prefill_capacity(
         self, spec: ModelSpec, prompt: int, new: int
@@ -84,12 +102,16 @@ def compression(
       policy: None is the full cache.
       budget: |kv| per head: one int for all layers or one int per layer.
       schedule: None is Batch-Max's Algorithm 1, or the full cache without a policy.
-      **options: `codec`, `room`, `rows` of `Compression`.
+      **options: `codec`, `room`, `rope`, `rows` of `Compression`. With `rope="slot"`
+        the default of `room` is `gather`.
 
     Raises:
       UserError: a budget of 0, not larger than one block, or filled by pinned pairs; a
-        number of budgets other than the layers; a policy without a budget.
+        number of budgets other than the layers; a policy without a budget; a rule that
+        looks at past queries with `rope="slot"`, which turns the keys under them.
     """
+    if options.get("rope") == "slot":
+        options = {"room": "gather"} | options
     if policy is None:
         schedule = schedule or Schedule("full")
         if schedule.phases != "full" or budget is not None:
@@ -114,11 +136,27 @@ def compression(
     for budget in set(budgets):
         check_budget(budget, policy, schedule)
     made = Compression(policy, schedule, budgets, **options)
-    if made.room not in ROOMS or made.rows < 1:
-        raise UserError(
-            f"room={made.room!r}, rows={made.rows}: room is one of {ROOMS}, rows >= 1"
-        )
+    _check_options(made)
     return made
+
+
+def _check_options(made: Compression) -> None:
+    """Raises UserError for options that do not exist or exclude each other."""
+    if made.room not in ROOMS or made.rope not in ROPES or made.rows < 1:
+        raise UserError(
+            f"room={made.room!r}, rope={made.rope!r}, rows={made.rows}: room is one of "
+            f"{ROOMS}, rope one of {ROPES}, rows at least 1"
+        )
+    if made.rope == "true":
+        return
+    if made.room != "gather":
+        raise UserError(f"rope='slot' needs room='gather', got {made.room!r}")
+    past = made.policy.needs & {"queries", "raw_queries"}
+    if past:
+        raise UserError(
+            f"rope='slot' moves the keys under past queries, which policy "
+            f"{made.policy.name!r} compares with them: use rope='true'"
+        )
 
 
 def check_budget(budget: int, policy: base.Policy, schedule: Schedule) -> None:
@@ -163,13 +201,13 @@ class KVState:
 
     Attributes:
       layers: one `DenseLayer` per layer; their capacities may differ.
-      stats: the policy's statistics, one pytree per layer.
+      stats: the policy's statistics, one per layer.
       next_pos: i32[B], tokens each row has seen; the position of its next token.
       error: u32, sticky bits; see `raise_errors`.
     """
 
     layers: tuple[dense.DenseLayer, ...]
-    stats: tuple[PyTree, ...]
+    stats: tuple[Stats, ...]
     next_pos: Int[Array, "B"]
     error: Int[Array, ""]
 
@@ -187,7 +225,7 @@ def init(
     """
     layers = tuple(dense.init(spec, batch, c, made.codec, dtype) for c in capacity)
     stats = tuple(
-        made.policy.init(spec, batch, c) if made.policy else () for c in capacity
+        made.policy.init(spec, batch, c) if made.policy else Stats() for c in capacity
     )
     return KVState(
         layers=layers,
@@ -202,35 +240,56 @@ def step_layer(
     q: Float[Array, "B K G T D"],
     k: Float[Array, "B K T D"],
     v: Float[Array, "B K T D"],
+    ops: LayerOps,
     state: KVState,
     *,
     made: Compression,
     n: Int[Array, "B"],
-    evict: bool,
+    tokens: Int[Array, "B T"] | None = None,
+    prompt: bool,
 ) -> tuple[Float[Array, "B K G T D"], KVState]:
     """One layer's transition for T new tokens, of which each row's first `n` are real.
 
-    Algorithm 1 (Batch-Max): where a row's live pairs and the new ones would exceed the
-    budget, `evict` pairs per head go; then the new pairs are appended; then the
-    queries see the kept pairs and, causally, their own block; then the policy observes.
+    Algorithm 1 (Batch-Max): where a head's live pairs and the new ones would exceed the
+    budget, it drops `evict` pairs; then the new pairs are appended; then the queries
+    see the kept pairs and, causally, their own block; then the policy observes.
+
+    Args:
+      index: the layer.
+      q: queries, before rotary positions.
+      k: keys, before rotary positions.
+      v: values.
+      ops: the layer's functions.
+      state: what the row has kept so far.
+      made: what is kept, and when.
+      n: real tokens per row.
+      tokens: their ids; only for policies that need them.
+      prompt: whether the tokens are the prompt's: schedules treat them differently.
     """
     layer, stats, error = state.layers[index], state.stats[index], state.error
     last = state.next_pos - 1
-    if evict:
-        held = dense.live(layer)[:, 0]
-        full = held + n > made.budget[index]
-        drop = jnp.where(full & (n > 0), made.schedule.evict, 0)
+    schedule = made.schedule
+    if schedule.evicts_in_prefill if prompt else schedule.evicts_in_decode:
+        held = dense.live(layer)
+        full = (held + n[:, None] > made.budget[index]) & (n > 0)[:, None]
+        drop = jnp.where(full, schedule.evict, 0)
         rows = made.rows if q.shape[3] == 1 else q.shape[0]
-        layer, stats = make_room(layer, stats, drop, last, made, rows)
+        layer, stats = make_room(layer, stats, drop, last, ops.rotate, made, rows)
     positions = next_positions(state, q.shape[3])
+    raw = q
+    if made.rope == "true":
+        q, k = ops.rotate(q), ops.rotate(k)
+    else:
+        q = ops.rotate(q, _slots_of_new(layer, q.shape[3]))
     layer, stats, overflow = dense.append(layer, stats, made.codec, k, v, positions, n)
-    keys, values = made.codec.decode(layer.k), made.codec.decode(layer.v)
+    view = _view(layer, ops.rotate, made, last + n, dense.live(layer))
+    needs = made.needs(prompt)
     partial, seen = attention.attend(
-        q, keys, values, layer.pos, positions, n, made.needs
+        q, view.keys(), view.values(), layer.pos, positions, n, needs
     )
-    if made.policy:
-        view = _view(layer, made.codec, last + n, dense.live(layer)[:, 0])
-        stats = made.policy.observe(stats, view, seen)
+    if made.policy and (prompt or schedule.evicts_in_decode):
+        extra = _observed(needs, q, raw, v, tokens, ops)
+        stats = made.policy.observe(stats, view, seen._replace(prompt=prompt, **extra))
     error = error | jnp.where(overflow, jnp.uint32(OVERFLOW), jnp.uint32(0))
     state = state.replace(
         layers=_set(state.layers, index, layer),
@@ -242,18 +301,22 @@ def step_layer(
 
 def make_room(
     layer: dense.DenseLayer,
-    stats: PyTree,
-    drop: Int[Array, "B"],
+    stats: Stats,
+    drop: Int[Array, "B K"],
     now: Int[Array, "B"],
+    rotate: Callable[..., Array],
     made: Compression,
     rows: int,
-) -> tuple[dense.DenseLayer, PyTree]:
+) -> tuple[dense.DenseLayer, Stats]:
     """Drops the `drop` least important pairs of every head of every row.
 
-    Works through the rows that drop anything, `rows` of them at a time, and costs
-    next to nothing when there are none.
+    Heads that drop any also lose what the policy would not keep at any budget. Works
+    through the rows that drop anything, `rows` of them at a time, and costs next to
+    nothing when there are none.
     """
-    layer = layer.replace(pos=_victims_gone(layer, stats, drop, now, made, rows))
+    view = functools.partial(_view, rotate=rotate, made=made)
+    pos = _victims_gone(layer, stats, drop, now, made.policy, view, rows)
+    layer = layer.replace(pos=pos)
     if made.room == "reuse":
         return layer, stats
     return jax.lax.cond(
@@ -263,24 +326,30 @@ def make_room(
     )
 
 
-def compact(state: KVState, made: Compression, capacity: tuple[int, ...]) -> KVState:
+def compact(
+    state: KVState,
+    made: Compression,
+    capacity: tuple[int, ...],
+    rotate: Callable[..., Array],
+) -> KVState:
     """Shrinks (or grows) the state between prefill and decode.
 
-    Rows that hold more than the schedule lets into decoding drop their least important
+    Heads that hold more than the schedule lets into decoding drop their least important
     pairs first: to the budget (`after_prefill`), or to the room that the first decoded
-    token would make (`decode`).
+    token would make (`decode`). What the policy would not keep at any budget goes too.
     """
     layers, stats = [], []
     for index, (layer, stat) in enumerate(zip(state.layers, state.stats, strict=True)):
         if made.policy:
-            budget, held = made.budget[index], dense.live(layer)[:, 0]
+            budget, held = made.budget[index], dense.live(layer)
             if made.schedule.evicts_in_decode:
                 target = jnp.where(held >= budget, budget - made.schedule.evict, held)
             else:
                 target = jnp.minimum(held, budget)
-            layer, stat = make_room(
-                layer, stat, held - target, state.next_pos - 1, made, held.shape[0]
-            )
+            view = _view(layer, rotate, made, state.next_pos - 1, target)
+            score = made.policy.score(stat, view)
+            gone = base.evictions(score, layer.pos, held - target)
+            layer = layer.replace(pos=jnp.where(gone, EMPTY, layer.pos))
         layer, stat = dense.compact(layer, stat, capacity[index])
         layers.append(layer)
         stats.append(stat)
@@ -306,6 +375,20 @@ def kept_positions(state: KVState) -> list[list[list[np.ndarray]]]:
     ]
 
 
+def pair_bytes(state: KVState) -> tuple[int, int]:
+    """Bytes of the keys and values that are live, and those allocated for them.
+
+    A rule that keeps fewer pairs than the budget in some heads leaves slots empty: they
+    hold nothing, and stay allocated.
+    """
+    live, allocated = 0, 0
+    for layer in state.layers:
+        stored = sum(leaf.nbytes for leaf in jax.tree.leaves((layer.k, layer.v)))
+        allocated += stored
+        live += int(jnp.sum(layer.pos >= 0)) * stored // layer.pos.size
+    return live, allocated
+
+
 def raise_errors(state: KVState) -> None:
     """Turns the sticky bits into an exception that names the cause.
 
@@ -321,14 +404,22 @@ def raise_errors(state: KVState) -> None:
         )
 
 
-def _victims_gone(layer, stats, drop, now, made, rows) -> Int[Array, "B K C"]:
+def _victims_gone(
+    layer: dense.DenseLayer,
+    stats: Stats,
+    drop: Int[Array, "B K"],
+    now: Int[Array, "B"],
+    policy: base.Policy,
+    view: Callable[..., View],
+    rows: int,
+) -> Int[Array, "B K C"]:
     """The layer's positions with those of the victims set to empty."""
     batch = drop.shape[0]
 
     def choose(layer, stats, drop, now):
-        view = _view(layer, made.codec, now, dense.live(layer)[:, 0] - drop)
-        gone = base.evictions(made.policy.score(stats, view), layer.pos, drop)
-        return jnp.where(gone, EMPTY, layer.pos)
+        seen = view(layer, now=now, keep=dense.live(layer) - drop)
+        gone = base.evictions(policy.score(stats, seen), layer.pos, drop)
+        return jnp.where(gone & (drop > 0)[..., None], EMPTY, layer.pos)
 
     if rows >= batch:
         return jax.lax.cond(
@@ -339,7 +430,7 @@ def _victims_gone(layer, stats, drop, now, made, rows) -> Int[Array, "B K C"]:
 
     def some_rows(carry):
         pos, drop = carry
-        chosen = jnp.argsort(drop == 0, stable=True)[:rows]
+        chosen = jnp.argsort(jnp.all(drop == 0, axis=1), stable=True)[:rows]
         held, seen = jax.tree.map(lambda leaf: leaf[chosen], (layer, stats))
         new = choose(held.replace(pos=pos[chosen]), seen, drop[chosen], now[chosen])
         return pos.at[chosen].set(new), drop.at[chosen].set(0)
@@ -349,14 +440,46 @@ def _victims_gone(layer, stats, drop, now, made, rows) -> Int[Array, "B K C"]:
     )[0]
 
 
-def _view(layer: dense.DenseLayer, codec: codecs.Codec, now: Array, keep: Array):
+def _view(layer, rotate, made: Compression, now: Array, keep: Array) -> View:
+    """What attention and policy see of a layer."""
+
+    def keys():
+        stored = made.codec.decode(layer.k)
+        if made.rope == "true":
+            return stored
+        batch, _, capacity = layer.pos.shape
+        slots = jnp.arange(capacity, dtype=jnp.int32)[None]
+        return rotate(stored, jnp.broadcast_to(slots, (batch, capacity)))
+
     return View(
         pos=layer.pos,
         now=now,
         keep=keep,
-        keys=lambda: codec.decode(layer.k),
-        values=lambda: codec.decode(layer.v),
+        keys=keys,
+        values=lambda: made.codec.decode(layer.v),
+        rotate=rotate,
     )
+
+
+def _slots_of_new(layer: dense.DenseLayer, count: int) -> Int[Array, "B K T"]:
+    """The slots that the next `count` pairs of an ordered layer will take."""
+    return dense.live(layer)[..., None] + jnp.arange(count, dtype=jnp.int32)[None, None]
+
+
+def _observed(needs, q, raw, v, tokens, ops: LayerOps) -> dict[str, Array]:
+    """The parts of an observation that attention does not know."""
+
+    def output_norm():
+        added = jnp.abs(ops.project(v).astype(jnp.float32))
+        return jnp.mean(jnp.sum(added, axis=-1), axis=2)
+
+    known = {
+        "queries": lambda: q,
+        "raw_queries": lambda: raw,
+        "output_norm": output_norm,
+        "tokens": lambda: tokens,
+    }
+    return {name: known[name]() for name in needs & known.keys()}
 
 
 def _set(items: tuple, index: int, item) -> tuple:

@@ -56,9 +56,7 @@ def prefill(
         state, last = carry
         part = jax.lax.dynamic_slice_in_dim(tokens, i * block, block, axis=1)
         n = jnp.clip(lengths - i * block, 0, block)
-        hidden, state = _forward(
-            params, spec, part, n, state, made, made.schedule.evicts_in_prefill
-        )
+        hidden, state = _forward(params, spec, part, n, state, made, prompt=True)
         end = jnp.maximum(n - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(hidden, end, axis=1)[:, 0]
         return state, jnp.where((n > 0)[:, None], newest, last)
@@ -119,9 +117,7 @@ def decode(
     def step(carry):
         i, state, token, active, out, count = carry
         n = active.astype(jnp.int32)
-        hidden, state = _forward(
-            params, spec, token[:, None], n, state, made, made.schedule.evicts_in_decode
-        )
+        hidden, state = _forward(params, spec, token[:, None], n, state, made)
         logits = llama.logits(params, hidden[:, 0])
         token, active, out = draw(logits, state, active, out, i)
         return i + 1, state, token, active, out, count + n
@@ -153,29 +149,34 @@ def score_tokens(
       The state, and the float32 logits that follow every token.
     """
     one = jnp.ones(tokens.shape[:1], jnp.int32)
-    evict = made.schedule.evicts_in_decode
 
     def step(state, token):
-        hidden, state = _forward(params, spec, token[:, None], one, state, made, evict)
+        hidden, state = _forward(params, spec, token[:, None], one, state, made)
         return state, llama.logits(params, hidden[:, 0])
 
     return jax.lax.scan(step, state, tokens.T)
 
 
-@functools.partial(jax.jit, static_argnames=("made", "capacity"))
+@functools.partial(jax.jit, static_argnames=("spec", "made", "capacity"))
 def compact(
-    state: cache.KVState, *, made: cache.Compression, capacity: tuple[int, ...]
+    state: cache.KVState,
+    *,
+    spec: ModelSpec,
+    made: cache.Compression,
+    capacity: tuple[int, ...],
 ) -> cache.KVState:
     """`cache.compact`, jitted: the step between prefill and decode.
 
     The state is not donated: its buffers have another size than the result's.
     """
-    return cache.compact(state, made, capacity)
+    return cache.compact(state, made, capacity, llama.rotation(spec))
 
 
-def _forward(params, spec, tokens, n, state, made, evict):
+def _forward(params, spec, tokens, n, state, made, prompt=False):
     """T new tokens through the model, of which each row's first n are real."""
     positions = cache.next_positions(state, tokens.shape[1])
-    attend = functools.partial(cache.step_layer, made=made, n=n, evict=evict)
+    attend = functools.partial(
+        cache.step_layer, made=made, n=n, tokens=tokens, prompt=prompt
+    )
     hidden, state = llama.forward(params, spec, tokens, positions, state, attend)
     return hidden, cache.advance(state, n)

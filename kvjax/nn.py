@@ -15,8 +15,8 @@ def rms_norm(
 
 
 def rope_tables(
-    positions: Int[Array, "B T"], head_dim: int, theta: float
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    positions: Int[Array, "B *H T"], head_dim: int, theta: float
+) -> tuple[Float[Array, "B *H T D"], Float[Array, "B *H T D"]]:
     """Cosine and sine of the rotary angles, float32 (Su et al. 2021, section 3.2).
 
     The two halves of a head carry the same angles, as in Hugging Face checkpoints
@@ -24,16 +24,21 @@ def rope_tables(
     """
     half = jnp.arange(head_dim // 2, dtype=jnp.float32)
     frequency = theta ** (-2.0 * half / head_dim)
-    angle = positions[..., None].astype(jnp.float32) * frequency[None, None]
+    angle = jnp.multiply.outer(positions.astype(jnp.float32), frequency)
     angle = jnp.concatenate([angle, angle], axis=-1)
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotate(
-    x: Float[Array, "B *H T D"], cos: Float[Array, "B T D"], sin: Float[Array, "B T D"]
+    x: Float[Array, "B *H T D"],
+    cos: Float[Array, "B *I T D"],
+    sin: Float[Array, "B *I T D"],
 ) -> Float[Array, "B *H T D"]:
-    """Rotates the heads of `x` by the angles of their tokens; float32 inside."""
-    extra = tuple(range(1, x.ndim - 2))
+    """Rotates the heads of `x` by the angles of their tokens; float32 inside.
+
+    The tables have the first of x's head axes, or none: they serve all the others.
+    """
+    extra = tuple(range(cos.ndim - 2, x.ndim - 2))
     cos, sin = jnp.expand_dims(cos, extra), jnp.expand_dims(sin, extra)
     wide = x.astype(jnp.float32)
     left, right = jnp.split(wide, 2, axis=-1)

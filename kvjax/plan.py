@@ -69,8 +69,8 @@ def plan(
       schedule: None is Batch-Max's, or the full cache without a policy.
       memory_bytes: what weights, state, activations and temporaries may take together;
         see `device_memory`.
-      policy: which pairs stay; None with a budget is `average_attention`, whose
-        statistics take as much as those of any other.
+      policy: which pairs stay; None with a budget is `average_attention`, which keeps
+        one number per pair. Others may keep more.
       prompt_tokens: the longest prompt; None is all that the context has room for.
       max_new_tokens: tokens to generate.
       dtype: of weights and stored pairs.

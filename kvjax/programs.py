@@ -122,7 +122,9 @@ def programs(job: Job) -> Programs:
     )
     shrink = None
     if made.schedule.compacts:
-        shrink = compact.lower(before, made=made, capacity=job.decode_capacity)
+        shrink = compact.lower(
+            before, spec=spec, made=made, capacity=job.decode_capacity
+        )
     return Programs(
         init=jax.jit(first).lower().compile(),
         prefill=read.compile(),

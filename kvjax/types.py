@@ -133,38 +133,96 @@ class Partial(NamedTuple):
     l: Float[Array, "B K G T"]  # noqa: E741
 
 
+class LayerOps(NamedTuple):
+    """What a model lends the cache for one layer: two of its own functions.
+
+    Attributes:
+      rotate: (x, positions=None) -> x with the layer's rotary angles applied. x is
+        [B, ..., T, D]; positions are [B, ..., T] with any of x's leading axes, None for
+        those of the tokens being read.
+      project: values [B, K, T, D] -> [B, K, G, T, M], what each would add to the
+        residual stream under a weight of 1: the head's part of the output projection.
+    """
+
+    rotate: Callable[..., Float[Array, "B *H T D"]]
+    project: Callable[[Float[Array, "B K T D"]], Float[Array, "B K G T M"]]
+
+
 class View(NamedTuple):
     """What a policy may see of one layer.
+
+    The functions cost nothing until they are called, and a rule that never calls one
+    does without it.
 
     Attributes:
       pos: position of the pair in each slot, -1 where the slot is empty.
       now: position of the newest token that the row has seen.
       keep: pairs per head that stay after the choice being made; in `observe`, the
         pairs per head that are live.
-      keys: returns the keys as attention sees them; call it only if needed, stored
-        keys may have to be decoded first.
+      keys: returns the keys as attention sees them (stored keys may have to be decoded
+        first).
       values: the same for the values.
+      rotate: see `LayerOps`; positions have to be given.
     """
 
     pos: Int[Array, "B K C"]
     now: Int[Array, "B"]
-    keep: Int[Array, "B"]
-    keys: Callable[[], Float[Array, "B K C D"]]
-    values: Callable[[], Float[Array, "B K C D"]]
+    keep: Int[Array, "B K"]
+    keys: Callable[[], Float[Array, "B K C D"]] | None = None
+    values: Callable[[], Float[Array, "B K C D"]] | None = None
+    rotate: Callable[..., Array] | None = None
 
 
 class Observation(NamedTuple):
-    """What one attention call saw; only the parts a policy `needs`, the others None.
+    """What one attention call over T queries saw.
 
-    Padding queries count nowhere.
+    `n`, `positions` and `prompt` are always there; of the others only what a policy
+    `needs`, the rest None. Each row's first `n` queries are real; padding counts
+    nowhere in the sums and holds anything in the arrays with a T axis.
 
     Attributes:
-      mass: attention weights summed over the call's queries, averaged over G.
-      n: queries of each row that were real.
+      n: real queries per row.
+      positions: position of each query.
+      prompt: whether these are a prompt's tokens, rather than generated ones; a Python
+        bool.
+      mass: attention weights summed over the queries, averaged over G.
+      mass_sq: squares of the weights summed over the queries; the weights averaged over
+        G first.
+      last: the last real query's weights, averaged over G; zero in rows without one.
+      weights: all the weights. No fused kernel can hand them over: the price is an
+        array of T times the size of `mass` times G.
+      queries: the queries as attention sees them.
+      raw_queries: the queries before rotary positions are applied.
+      output_norm: of each new pair, the mean over G of the L1 norm of what its value
+        adds to the residual stream (`LayerOps.project`).
+      tokens: the ids of the new tokens.
     """
 
-    mass: Float[Array, "B K C"] | None = None
     n: Int[Array, "B"] | None = None
+    positions: Int[Array, "B T"] | None = None
+    prompt: bool = True
+    mass: Float[Array, "B K C"] | None = None
+    mass_sq: Float[Array, "B K C"] | None = None
+    last: Float[Array, "B K C"] | None = None
+    weights: Float[Array, "B K G T C"] | None = None
+    queries: Float[Array, "B K G T D"] | None = None
+    raw_queries: Float[Array, "B K G T D"] | None = None
+    output_norm: Float[Array, "B K T"] | None = None
+    tokens: Int[Array, "B T"] | None = None
 
 
-OBSERVABLE = frozenset({"mass"})  # what a policy may list in `needs`
+WEIGHTS = frozenset({"mass", "mass_sq", "last", "weights"})  # attention's own
+OBSERVABLE = WEIGHTS | {"queries", "raw_queries", "output_norm", "tokens"}
+
+
+class Stats(NamedTuple):
+    """What a policy remembers of one layer.
+
+    Attributes:
+      slots: a pytree of arrays [B, K, C, ...] that belong to slots: they are zero for a
+        fresh pair and move with their pairs.
+      rows: a pytree of arrays [B, ...] that belong to rows.
+    """
+
+    slots: PyTree = ()
+    rows: PyTree = ()

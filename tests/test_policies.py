@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import policies
-from kvjax.types import Observation, View
+from kvjax.types import Observation, Stats, View
 
 
 def view(pos, keep, keys=None):
@@ -55,7 +55,7 @@ def test_a_rule_in_somebody_elses_code():
     @jax.jit
     def choose(weights):
         pos = jnp.broadcast_to(jnp.arange(6), (1, 2, 6))
-        seen = view(pos, [4])
+        seen = view(pos, [[4, 4]])
         stats = policy.init(spec, 1, 6)
         stats = policy.observe(stats, seen, Observation(mass=weights.sum(2)))
         return policies.evictions(policy.score(stats, seen), pos, jnp.asarray([2]))
@@ -71,7 +71,7 @@ def test_h2o_splits_what_is_kept():
     pos = np.arange(10)[None, None]
     mass = jnp.asarray(np.arange(10, 0, -1)[None, None], jnp.float32)
     gone = policies.evictions(
-        policies.h2o(recent=0.5).score(mass, view(pos, [6])),
+        policies.h2o(recent=0.5).score(Stats(mass), view(pos, [[6]])),
         jnp.asarray(pos),
         jnp.asarray([4]),
     )

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvjax.codecs import Codec
-from kvjax.types import EMPTY, ModelSpec, PyTree
+from kvjax.types import EMPTY, ModelSpec, PyTree, Stats
 
 
 @flax.struct.dataclass
@@ -70,13 +70,13 @@ def free_slots(pos: Int[Array, "B K C"], count: int) -> Int[Array, "B K T"]:
 
 def append(
     layer: DenseLayer,
-    stats: PyTree,
+    stats: Stats,
     codec: Codec,
     k: Array,
     v: Array,
     pos: Int[Array, "B T"],
     n: Int[Array, "B"],
-) -> tuple[DenseLayer, PyTree, Bool[Array, ""]]:
+) -> tuple[DenseLayer, Stats, Bool[Array, ""]]:
     """Writes the first `n` of T new pairs of every row into empty slots.
 
     Args:
@@ -107,7 +107,7 @@ def append(
         )
 
     def reset(leaf):
-        return write(leaf, jnp.zeros((), leaf.dtype)) if per_slot(leaf, layer) else leaf
+        return write(leaf, jnp.zeros((), leaf.dtype))
 
     new_pos = jnp.broadcast_to(pos[:, None], slots.shape)
     written = DenseLayer(
@@ -115,12 +115,11 @@ def append(
         v=jax.tree.map(write, layer.v, codec.encode(v)),
         pos=write(layer.pos, new_pos),
     )
-    return written, jax.tree.map(reset, stats), overflow
+    fresh = stats._replace(slots=jax.tree.map(reset, stats.slots))
+    return written, fresh, overflow
 
 
-def compact(
-    layer: DenseLayer, stats: PyTree, capacity: int
-) -> tuple[DenseLayer, PyTree]:
+def compact(layer: DenseLayer, stats: Stats, capacity: int) -> tuple[DenseLayer, Stats]:
     """Moves the live pairs, in the order of their positions, to the first slots.
 
     The result has `capacity` slots; a head must not hold more pairs than that.
@@ -136,17 +135,9 @@ def compact(
         pad[2] = (0, short)
         return jnp.pad(moved, pad, constant_values=fill) if short > 0 else moved
 
-    def move_stats(leaf):
-        return move(leaf) if per_slot(leaf, layer) else leaf
-
     moved = DenseLayer(
         k=jax.tree.map(move, layer.k),
         v=jax.tree.map(move, layer.v),
         pos=move(layer.pos, EMPTY),
     )
-    return moved, jax.tree.map(move_stats, stats)
-
-
-def per_slot(leaf: Array, layer: DenseLayer) -> bool:
-    """Whether a statistic belongs to slots: its shape leads with [B, K, C]."""
-    return leaf.shape[:3] == layer.pos.shape
+    return moved, stats._replace(slots=jax.tree.map(move, stats.slots))

@@ -21,6 +21,7 @@ matmul reads the weights faster at small batches. The KV-head axis of `qkv` and 
 and the F axis of `gate_up` and `down` are what tensor parallelism shards.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -29,7 +30,7 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from kvjax import nn
-from kvjax.types import ModelSpec, PyTree
+from kvjax.types import LayerOps, ModelSpec, PyTree
 
 Attend = Callable[..., tuple[Array, PyTree]]
 
@@ -45,9 +46,10 @@ def forward(
     """Runs the decoder over T new tokens of every row.
 
     The model knows nothing of how keys and values are kept. For every layer it calls
-    `attend(layer, q, k, v, cache) -> (out, cache)` with `layer` a Python int, `q`
-    [B, K, G, T, D], `k` and `v` [B, K, T, D] (rotary positions applied), and `out`
-    [B, K, G, T, D] in the dtype of `q`.
+    `attend(layer, q, k, v, ops, cache) -> (out, cache)` with `layer` a Python int, `q`
+    [B, K, G, T, D], `k` and `v` [B, K, T, D], `out` [B, K, G, T, D] in the dtype of
+    `q`, and `ops` a `LayerOps`. Queries and keys are handed over before their rotary
+    positions are applied: where a key stands is for the cache to say.
 
     Args:
       params: weights as in the module's docstring.
@@ -61,16 +63,32 @@ def forward(
       The final normalised hidden states, and the cache after the last layer.
     """
     x = params["embed"][tokens]
-    cos, sin = nn.rope_tables(positions, spec.head_dim, spec.rope_theta)
+    rotate = rotation(spec, positions)
     for index, layer in enumerate(params["layers"]):
         h = nn.rms_norm(x, layer["attn_norm"], spec.norm_eps)
         q, k, v = _project(h, layer["qkv"])
-        q, k = nn.rotate(q, cos, sin), nn.rotate(k, cos, sin)
-        mixed, cache = attend(index, q, k, v, cache)
+        ops = LayerOps(rotate, functools.partial(_contributions, layer["out"]))
+        mixed, cache = attend(index, q, k, v, ops, cache)
         x = x + _merge_heads(mixed, layer["out"])
         h = nn.rms_norm(x, layer["mlp_norm"], spec.norm_eps)
         x = x + nn.swiglu(h, layer["gate_up"], layer["down"])
     return nn.rms_norm(x, params["final_norm"], spec.norm_eps), cache
+
+
+def rotation(
+    spec: ModelSpec, here: Int[Array, "B T"] | None = None
+) -> Callable[..., Array]:
+    """`LayerOps.rotate`; the tables of the tokens being read are made once."""
+
+    def tables(positions):
+        return nn.rope_tables(positions, spec.head_dim, spec.rope_theta)
+
+    known = None if here is None else tables(here)
+
+    def rotate(x, positions=None):
+        return nn.rotate(x, *(known if positions is None else tables(positions)))
+
+    return rotate
 
 
 def logits(params: PyTree, hidden: Float[Array, "B M"]) -> Float[Array, "B V"]:
@@ -142,6 +160,13 @@ def _project(
     flat = h @ rearrange(qkv, "m k p d -> m (k p d)")
     split = rearrange(flat, "b t (k p d) -> b k p t d", k=heads, p=parts)
     return split[:, :, :-2], split[:, :, -2], split[:, :, -1]
+
+
+def _contributions(
+    out: Float[Array, "K G D M"], values: Float[Array, "B K T D"]
+) -> Float[Array, "B K G T M"]:
+    """`LayerOps.project`: every query head's part of the output projection."""
+    return jnp.einsum("bktd,kgdm->bkgtm", values, out)
 
 
 def _merge_heads(

@@ -8,19 +8,58 @@ A rule needs no model and no cache of ours::
     policy = policies.average_attention()
     stats = policy.init(spec, B, C)             # spec: num_kv_heads, group, head_dim
     view = View(pos, now, keep, keys=lambda: k, values=lambda: v)
-    stats = policy.observe(stats, view, Observation(mass=weights_summed, n=n))
+    stats = policy.observe(stats, view, Observation(n, mass=weights_summed))
     gone = policies.evictions(policy.score(stats, view), pos, drop)   # bool [B, K, C]
+
+`docs/policies_alone.md` has a whole attention layer; `docs/policies.md` shows what each
+rule keeps.
 """
 
-from kvjax.policies.base import Policy, checked, evictions, protect, stateless
-from kvjax.policies.keys import key_diff
-from kvjax.policies.mass import average_attention, h2o
-from kvjax.policies.recency import random, recency, streaming
+from kvjax.policies.base import Policy, checked, evictions, stateless
+from kvjax.policies.combine import (
+    chunked,
+    mix,
+    per_head,
+    protect,
+    shared_heads,
+    smooth,
+)
+from kvjax.policies.counts import scissorhands, scissorhands_released
+from kvjax.policies.expected import expected_attention
+from kvjax.policies.keys import key_diff, key_norm, lag_kv
+from kvjax.policies.mass import average_attention, h2o, h2o_sinks, roco
+from kvjax.policies.outputs import criticalkv
+from kvjax.policies.profile import fastgen, simlayerkv
+from kvjax.policies.recency import random, recency, sliding_window, streaming
+from kvjax.policies.redundancy import r_kv
+from kvjax.policies.window import chunk_kv, snapkv, tova
 from kvjax.types import UserError
 
 _REGISTRY = {
     factory.__name__: factory
-    for factory in (average_attention, h2o, key_diff, random, recency, streaming)
+    for factory in (
+        average_attention,
+        chunk_kv,
+        criticalkv,
+        expected_attention,
+        fastgen,
+        h2o,
+        h2o_sinks,
+        key_diff,
+        key_norm,
+        lag_kv,
+        r_kv,
+        random,
+        recency,
+        roco,
+        scissorhands,
+        scissorhands_released,
+        simlayerkv,
+        sliding_window,
+        snapkv,
+        streaming,
+        tova,
+    )
 }
 
 
@@ -39,7 +78,7 @@ def make(name: str, **options) -> Policy:
         raise UserError(f"policy {name!r} is unknown: use one of {', '.join(names())}")
     try:
         return _REGISTRY[name](**options)
-    except TypeError as error:
+    except TypeError as error:  # an option that it does not have, or of no use to it
         raise UserError(f"policy {name!r}: {error}") from None
 
 
@@ -47,14 +86,34 @@ __all__ = [
     "Policy",
     "average_attention",
     "checked",
+    "chunk_kv",
+    "chunked",
+    "criticalkv",
     "evictions",
+    "expected_attention",
+    "fastgen",
     "h2o",
+    "h2o_sinks",
     "key_diff",
+    "key_norm",
+    "lag_kv",
     "make",
+    "mix",
     "names",
+    "per_head",
     "protect",
+    "r_kv",
     "random",
     "recency",
+    "roco",
+    "scissorhands",
+    "scissorhands_released",
+    "shared_heads",
+    "simlayerkv",
+    "sliding_window",
+    "smooth",
+    "snapkv",
     "stateless",
     "streaming",
+    "tova",
 ]

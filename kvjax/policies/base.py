@@ -6,6 +6,7 @@ knows no model, no layout and no budget, so it runs in anybody's JAX code: see
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,31 +14,47 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.types import OBSERVABLE, Observation, PyTree, UserError, View
+from kvjax.types import OBSERVABLE, Observation, Stats, UserError, View
 
-once = functools.cache  # a factory called twice gives one policy: nothing recompiles
+
+def once(factory: Callable) -> Callable:
+    """A factory that gives the same policy for the same arguments, however written.
+
+    Policies are static arguments of compiled programs: another object compiles anew.
+    """
+    signature = inspect.signature(factory)
+    known = functools.cache(factory)
+
+    @functools.wraps(factory)
+    def build(*args, **options):
+        given = signature.bind(*args, **options)
+        given.apply_defaults()
+        values = given.arguments.values()
+        return known(*(tuple(v) if isinstance(v, list) else v for v in values))
+
+    return build
 
 
 class Policy(NamedTuple):
     """Three pure functions and what they ask of attention.
 
     Attributes:
-      init: (spec, B, C) -> stats. A pytree whose leaves all lead with B; those that
-        belong to slots lead with [B, K, C] and are zero for a fresh pair, because a
-        layout zeroes and moves them with their slots. `spec` is anything with
+      init: (spec, B, C) -> `Stats`, all zeros or empty. `spec` is anything with
         `num_kv_heads`, `group` and `head_dim`.
       observe: (stats, view, observation) -> stats, after each attention call.
-      score: (stats, view) -> f32[B, K, C]. The highest stay; +inf pins a pair; what
-        it says of empty slots is ignored. Ties keep the newer pair.
-      needs: what attention must hand over, of {'mass'}. An empty set gets the fastest
-        attention there is.
+      score: (stats, view) -> f32[B, K, C]. The highest stay. +inf pins a pair; -inf
+        lets it go whatever room there is, which is how a rule keeps fewer pairs in some
+        heads than in others. What it says of empty slots is ignored. Ties keep the
+        newer pair.
+      needs: what attention must hand over, of `kvjax.types.OBSERVABLE`. An empty set
+        gets the fastest attention there is.
       name: as in the registry, for reports.
       pinned: pairs per head that always stay; a budget must leave room for more.
     """
 
-    init: Callable[..., PyTree]
-    observe: Callable[[PyTree, View, Observation], PyTree]
-    score: Callable[[PyTree, View], Float[Array, "B K C"]]
+    init: Callable[..., Stats]
+    observe: Callable[[Stats, View, Observation], Stats]
+    score: Callable[[Stats, View], Float[Array, "B K C"]]
     needs: frozenset[str]
     name: str
     pinned: int = 0
@@ -46,7 +63,7 @@ class Policy(NamedTuple):
 def stateless(name: str, score: Callable[[View], Array], pinned: int = 0) -> Policy:
     """A policy that remembers nothing: its score is a function of the view alone."""
     return Policy(
-        init=lambda spec, batch, capacity: (),
+        init=lambda spec, batch, capacity: Stats(),
         observe=lambda stats, view, observation: stats,
         score=lambda stats, view: score(view),
         needs=frozenset(),
@@ -55,42 +72,51 @@ def stateless(name: str, score: Callable[[View], Array], pinned: int = 0) -> Pol
     )
 
 
-@once
-def protect(policy: Policy, sinks: int = 4, recent: int = 32) -> Policy:
-    """Pins the first `sinks` and the newest `recent` tokens of every row.
+def per_slot(spec, batch: int, capacity: int, *trailing: int) -> Array:
+    """f32[B, K, C, ...] zeros: a statistic of every pair."""
+    return jnp.zeros((batch, spec.num_kv_heads, capacity, *trailing), jnp.float32)
 
-    Attention sinks are StreamingLLM's observation (Xiao et al. 2024, section 3.1); a
-    window of recent pairs is common to most rules since H2O.
 
-    Args:
-      policy: chooses among the rest.
-      sinks: positions 0 .. sinks - 1 stay.
-      recent: positions now - recent + 1 .. now stay.
+def newest(view: View, count: int | Array) -> Bool[Array, "B K C"]:
+    """The pairs of the last `count` tokens (an int, or one per head [B, K])."""
+    if not isinstance(count, int):
+        count = count[..., None]
+    return view.pos > view.now[:, None, None] - count
 
-    Raises:
-      UserError: a negative number. That the pinned pairs fit a budget is checked where
-        the budget is known: before anything is compiled.
-    """
-    if sinks < 0 or recent < 0:
-        raise UserError(
-            f"protect(sinks={sinks}, recent={recent}): both must be 0 or more"
-        )
 
-    def score(stats, view):
-        pinned = (view.pos < sinks) | (view.pos > view.now[:, None, None] - recent)
-        return jnp.where(pinned, jnp.inf, policy.score(stats, view))
+def check_counts(where: str, least: int, **counts: int) -> None:
+    """Raises UserError unless all are whole numbers of `least` or more."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < least:
+            raise UserError(
+                f"{where}({name}={count!r}): a whole number, {least} or more"
+            )
 
-    return policy._replace(
-        score=score,
-        name=f"protect({policy.name}, sinks={sinks}, recent={recent})",
-        pinned=policy.pinned + sinks + recent,
-    )
+
+def check_range(where: str, low: float, high: float, **values: float) -> None:
+    """Raises UserError unless all are numbers from `low` to `high`."""
+    for name, value in values.items():
+        if not isinstance(value, int | float) or not low <= value <= high:
+            raise UserError(
+                f"{where}({name}={value!r}): a number from {low:g} to {high:g}"
+            )
+
+
+def check_choice(where: str, among: tuple[str, ...], **values: str) -> None:
+    """Raises UserError unless all are one of `among`."""
+    for name, value in values.items():
+        if value not in among:
+            raise UserError(f"{where}({name}={value!r}): one of {', '.join(among)}")
 
 
 def evictions(
-    score: Float[Array, "B K C"], pos: Int[Array, "B K C"], drop: Int[Array, "B"]
+    score: Float[Array, "B K C"],
+    pos: Int[Array, "B K C"],
+    drop: Int[Array, "B"] | Int[Array, "B K"],
 ) -> Bool[Array, "B K C"]:
     """Marks the `drop` live slots of every head with the lowest scores.
+
+    And those with a score of -inf beyond that number.
 
     Exact, and free of sorting: the threshold is found bit by bit, as in a radix
     descent, in one pass over the scores for each of the 32 bits; ties at the threshold
@@ -100,10 +126,11 @@ def evictions(
     Args:
       score: higher stays; NaN counts as highest.
       pos: position of the pair in each slot, -1 for empty slots (never marked).
-      drop: how many to mark per head; 0 leaves a row alone. At most the live ones.
+      drop: how many to mark per head, for a whole row or for each of its heads; at most
+        the live ones.
     """
     live = pos >= 0
-    drop = jnp.broadcast_to(drop[:, None], score.shape[:2])
+    drop = jnp.broadcast_to(drop.reshape(len(drop), -1), score.shape[:2])
     order = _sortable(score)
     threshold = _kth(order, live, drop)
     below = live & (order < threshold[..., None])
@@ -111,7 +138,7 @@ def evictions(
     left = drop - jnp.sum(below, axis=-1, dtype=jnp.int32)
     age = pos.astype(jnp.uint32)
     oldest = tied & (age < _kth(age, tied, left)[..., None])
-    return below | oldest
+    return below | oldest | (live & jnp.isneginf(score))
 
 
 def checked(policy: Policy) -> Policy:

@@ -1,9 +1,12 @@
-"""Rules that look at the keys; attention need hand over nothing."""
+"""Rules that look at keys and values; attention need hand over nothing."""
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from einops import rearrange
+from jaxtyping import Array, Float
 
-from kvjax.policies.base import Policy, once, stateless
+from kvjax.policies.ages import by_age, take
+from kvjax.policies.base import Policy, check_counts, once, stateless
 from kvjax.types import View
 
 
@@ -15,7 +18,7 @@ def key_diff() -> Policy:
 
     Keys that resemble the others are redundant; the distinctive ones carry what a
     later question may ask for, and this is known without asking it. Reads the keys
-    once per eviction, so about 1/p of attention's traffic while decoding.
+    once per eviction, so about 1 / (2 p) of attention's traffic while decoding.
 
     Source: KeyDiff (Park et al. 2025), section 4.
     """
@@ -32,3 +35,89 @@ def key_diff() -> Policy:
         return -jnp.einsum("bkcd,bkd->bkc", unit, anchor, precision="highest")
 
     return stateless("key_diff", score)
+
+
+@once
+def key_norm() -> Policy:
+    """Keeps the keys of the smallest norm.
+
+        score = -|key|
+
+    In trained decoders a small norm of a key goes with high attention to it.
+
+    Source: Devoto et al. 2024, "A simple and effective L2 norm-based strategy for KV
+      cache compression", section 3. The authors leave the first two layers alone; give
+      those layers a larger budget for that.
+    """
+
+    def score(view: View) -> Array:
+        keys = view.keys().astype(jnp.float32)
+        return -jnp.sqrt(jnp.sum(keys * keys, axis=-1))
+
+    return stateless("key_norm", score)
+
+
+@once
+def lag_kv(sinks: int = 16, lag: int = 128, ranked: bool = True) -> Policy:
+    """Keeps what stands out from the text that follows it.
+
+        x     = (pair - min of the next partition) / (its max - its min), per channel
+        score = softmax over the partition of the standard deviation of x over channels,
+                the mean of that for keys and for values
+
+    The live pairs after the sinks are cut into partitions of `lag`. A partition is
+    judged against the one after it, so the last whole one and what follows it have
+    nothing to be judged by: they score 1, and of them the newest stay. Looks at no
+    attention weight and no query; sorts keys and values by age once per eviction.
+
+    Args:
+      sinks: first tokens that stay; the paper's 16.
+      lag: pairs in a partition; the paper's 128.
+      ranked: score = rank within the partition / lag, so that every partition keeps
+        the same share, as in the paper; else partitions compete by the softmax itself.
+
+    Source: LagKV (Liang et al. 2025), section 3; deviations with D - 1, as the released
+      code has them. A channel on which the next partition is constant counts as it is,
+      where that code divides by zero.
+    Raises:
+      UserError: a negative number of sinks, a lag below 2.
+    """
+    check_counts("lag_kv", 0, sinks=sinks)
+    check_counts("lag_kv", 2, lag=lag)
+
+    def score(view: View) -> Array:
+        order = by_age(view.pos, view.pos >= 0)
+        count = -(-max(view.pos.shape[2] - sinks, 1) // lag)  # partitions at most
+
+        def partitions(x: Array) -> Float[Array, "B K P S D"]:
+            x = jnp.take_along_axis(x, order.slots[..., None], axis=2)[:, :, sinks:]
+            short = count * lag - x.shape[2]
+            x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, 0), (0, short), (0, 0)))
+            return rearrange(x, "b k (p s) d -> b k p s d", p=count)
+
+        both = [_stands_out(partitions(x())) for x in (view.keys, view.values)]
+        part = (both[0] + both[1]) / 2
+        if ranked:
+            rank = jnp.argsort(jnp.argsort(part, axis=-1), axis=-1)
+            part = rank.astype(jnp.float32) / lag
+        held = jnp.sum(view.pos >= 0, axis=-1)[..., None]
+        next_ends = sinks + lag * (jnp.arange(count)[None, None] + 2)
+        part = jnp.where((next_ends <= held)[..., None], part, 1.0)
+        part = rearrange(part, "b k p s -> b k (p s)")[..., : view.pos.shape[2] - sinks]
+        first = jnp.full((*part.shape[:2], sinks), jnp.inf)
+        both = jnp.concatenate([first, part], axis=-1)[..., : view.pos.shape[2]]
+        return take(both, order.ranks)
+
+    return stateless("lag_kv", score, pinned=sinks)
+
+
+def _stands_out(x: Float[Array, "B K P S D"]) -> Float[Array, "B K P S"]:
+    """Spread over channels on the scale of the next partition; softmax within its own.
+
+    The last partition is judged against the first; its score is not used.
+    """
+    following = jnp.roll(x, -1, axis=2)
+    low = jnp.min(following, axis=3, keepdims=True)
+    span = jnp.max(following, axis=3, keepdims=True) - low
+    scaled = (x - low) / jnp.where(span > 0, span, 1.0)
+    return jax.nn.softmax(jnp.std(scaled, axis=-1, ddof=1), axis=-1)

@@ -1,22 +1,33 @@
 """Rules that add up the attention every pair receives."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.policies.base import Policy, once
-from kvjax.types import UserError, View
+from kvjax.policies.base import (
+    Policy,
+    check_counts,
+    check_range,
+    evictions,
+    newest,
+    once,
+    per_slot,
+)
+from kvjax.types import Stats, View
 
 
-def _summed(name, score) -> Policy:
+def _summed(
+    name: str, score: Callable[[Array, View], Array], pinned: int = 0
+) -> Policy:
     """A policy over `mass`, the weights each slot has received so far."""
     return Policy(
-        init=lambda spec, batch, capacity: jnp.zeros(
-            (batch, spec.num_kv_heads, capacity), jnp.float32
-        ),
-        observe=lambda mass, view, observation: mass + observation.mass,
-        score=score,
+        init=lambda *shape: Stats(slots=per_slot(*shape)),
+        observe=lambda stats, view, seen: Stats(slots=stats.slots + seen.mass),
+        score=lambda stats, view: score(stats.slots, view),
         needs=frozenset({"mass"}),
         name=name,
+        pinned=pinned,
     )
 
 
@@ -29,41 +40,123 @@ def average_attention() -> Policy:
     A sum favours old pairs, which more queries have seen; the average does not. Ages
     count in the row's own positions. Grouped queries: mean over the G query heads.
 
-    Needs: mass.
+    Needs: mass, the column sums of the attention weights.
     Source: Batch-Max (Metel et al. 2024), section 3.2.
     """
 
     def score(mass: Float[Array, "B K C"], view: View) -> Array:
-        seen_by = (view.now[:, None, None] + 1 - view.pos).astype(jnp.float32)
-        return mass / seen_by
+        return mass / seen_by(view)
 
     return _summed("average_attention", score)
 
 
 @once
-def h2o(recent: float = 0.5) -> Policy:
+def h2o(recent: float = 0.5, sinks: int = 0) -> Policy:
     """Heavy hitters and a window: the largest summed weights, and the newest pairs.
 
-        score = +inf                          for the newest `recent` * keep pairs
-                sum of the weights received   for the others
+        score = +inf for the first `sinks` tokens and the newest
+                floor(recent * (keep - sinks)) pairs;
+                sum of the weights received for the others
 
     `keep` is what the choice leaves, so half of every kept set is recent.
 
     Args:
       recent: share of the kept pairs reserved for the newest; the paper's 0.5.
+      sinks: first tokens that stay.
 
-    Needs: mass.
+    Needs: mass, the column sums of the attention weights.
     Source: H2O (Zhang et al. 2023), section 4, Algorithm 1; a mean over the G query
       heads of a KV head extends it to grouped queries.
     Raises:
-      UserError: a share outside 0 .. 1.
+      UserError: a share outside 0 .. 1, a negative number of sinks.
     """
-    if not 0.0 <= recent <= 1.0:
-        raise UserError(f"h2o(recent={recent}): a share between 0 and 1")
+    check_range("h2o", 0, 1, recent=recent)
+    check_counts("h2o", 0, sinks=sinks)
 
     def score(mass: Float[Array, "B K C"], view: View) -> Array:
-        window = jnp.floor(recent * view.keep.astype(jnp.float32)).astype(jnp.int32)
-        newest = view.pos > (view.now - window)[:, None, None]
-        return jnp.where(newest, jnp.inf, mass)
+        window = jnp.floor(recent * (view.keep - sinks).astype(jnp.float32))
+        pinned = newest(view, window.astype(jnp.int32)) | (view.pos < sinks)
+        return jnp.where(pinned, jnp.inf, mass)
 
-    return _summed("h2o", score)
+    return _summed("h2o", score, pinned=sinks)
+
+
+@once
+def h2o_sinks(recent: float = 0.5, sinks: int = 4) -> Policy:
+    """H2O with attention sinks: the first tokens, heavy hitters, and a window.
+
+        score = as `h2o`, with the first `sinks` tokens at +inf
+
+    Summed weights keep the sinks by themselves while their sums last; pinned, they stay
+    at any budget, and the shares of the others are counted without them.
+
+    Args:
+      recent: share of the other kept pairs reserved for the newest.
+      sinks: first tokens that stay; StreamingLLM's 4.
+
+    Needs: mass, the column sums of the attention weights.
+    Source: H2O (Zhang et al. 2023), section 4, with the sinks of StreamingLLM (Xiao et
+      al. 2024), section 3.2.
+    Raises:
+      UserError: as `h2o`.
+    """
+    return h2o(recent, sinks)._replace(name="h2o_sinks")
+
+
+@once
+def roco(spread: float = 0.3, recent: int = 10, sinks: int = 0) -> Policy:
+    """Protects the pairs whose weights vary most, and drops the lowest means.
+
+        mean      = (sum of weights) / n,    n = now + 1 - position
+        deviation = sqrt((sum of squared weights) / n - mean ** 2)
+        score     = mean of the keep - floor(spread * keep) - sinks lowest deviations,
+                    +inf for all the others
+
+    A pair that some queries look at hard and most ignore has a low mean but a high
+    deviation: it waits for its query. Sinks and the newest pairs, whose deviations mean
+    little yet, count as highest.
+
+    Args:
+      spread: share of the kept pairs that the highest deviations protect; 0.3 in the
+        authors' decoding mode, 0.1 in their encoding mode.
+      recent: newest pairs whose deviations count as highest; the authors' 10.
+      sinks: first tokens that do too; the authors' 0 in decoding, 4 in encoding.
+
+    Needs: mass and mass_sq, column sums of the weights and of their squares.
+    Source: RoCo (Ren & Zhu 2024), section 4.2, and its code, EasyKV, which averages
+      weights over the G query heads before it squares them, as is done here.
+    Raises:
+      UserError: a share outside 0 .. 1, a negative number of pairs.
+    """
+    check_range("roco", 0, 1, spread=spread)
+    check_counts("roco", 0, recent=recent, sinks=sinks)
+
+    def observe(stats, view, seen):
+        total, squares = stats.slots
+        return Stats(slots=(total + seen.mass, squares + seen.mass_sq))
+
+    def score(stats, view):
+        total, squares = (sums / seen_by(view) for sums in stats.slots)
+        deviation = jnp.sqrt(jnp.maximum(squares - total * total, 0.0))
+        pinned = newest(view, recent) | (view.pos < sinks)
+        deviation = jnp.where(pinned, jnp.inf, deviation)
+        held = jnp.sum(view.pos >= 0, axis=-1, dtype=jnp.int32)
+        protected = jnp.floor(spread * view.keep.astype(jnp.float32))
+        count = view.keep - protected.astype(jnp.int32) - sinks
+        count = jnp.maximum(count, held - view.keep)  # as many as have to go
+        steady = evictions(deviation, view.pos, count)
+        return jnp.where(steady, total, jnp.inf)
+
+    return Policy(
+        init=lambda *shape: Stats(slots=(per_slot(*shape), per_slot(*shape))),
+        observe=observe,
+        score=score,
+        needs=frozenset({"mass", "mass_sq"}),
+        name="roco",
+        pinned=recent + sinks,
+    )
+
+
+def seen_by(view: View) -> Float[Array, "B K C"]:
+    """Queries that have seen each pair: as many as its age in tokens, and itself."""
+    return (view.now[:, None, None] + 1 - view.pos).astype(jnp.float32)

@@ -3,34 +3,69 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvjax.policies.base import Policy, once, protect, stateless
+from kvjax.policies.base import Policy, check_counts, newest, once, stateless
+from kvjax.policies.combine import protect
 from kvjax.types import View
 
 
 @once
 def recency() -> Policy:
-    """Keeps the newest pairs: score = position.
+    """Keeps the newest pairs.
 
-    The "sliding window" row of most comparisons; with a budget of 2 it is Batch-Max's
-    ED (Algorithm 2).
+        score = position
+
+    The "recent only" row of most comparisons, a sliding window as wide as the budget;
+    with a budget of 2 it is Batch-Max's ED.
+
+    Source: Batch-Max (Metel et al. 2024), Algorithm 2, for ED.
     """
     return stateless("recency", _position)
 
 
 @once
+def sliding_window(window: int = 4096) -> Policy:
+    """Keeps the last `window` tokens and nothing else.
+
+        score = position of the newest `window` pairs, -inf for the others
+
+    As `recency`, but the window is the rule's own: what lies further back goes whenever
+    a head drops anything, even if the budget has room for it. With a budget of
+    `window`, block and evict of 1, it is exactly the ring of models trained so.
+
+    Args:
+      window: tokens that stay; Mistral-7B's 4,096.
+
+    Source: Mistral 7B (Jiang et al. 2023), section 2, rolling buffer cache.
+    Raises:
+      UserError: a window below 1.
+    """
+    check_counts("sliding_window", 1, window=window)
+
+    def score(view: View) -> Array:
+        return jnp.where(newest(view, window), _position(view), -jnp.inf)
+
+    return stateless("sliding_window", score)
+
+
+@once
 def streaming(sinks: int = 4) -> Policy:
-    """Attention sinks and the newest pairs, at their true positions.
+    """Keeps attention sinks and the newest pairs.
 
         score = +inf for positions below `sinks`, else the position
+
+    The first tokens receive attention whatever they say; without them the model falls
+    apart, with them and a window it writes on forever.
 
     Args:
       sinks: how many of the first tokens stay; the paper's 4.
 
-    Source: StreamingLLM (Xiao et al. 2024), section 3.2. The paper renumbers the
-      positions inside the cache; here pairs keep the positions they were made with.
+    Source: StreamingLLM (Xiao et al. 2024), section 3.2. The paper renumbers positions
+      inside the cache: `kvjax.cache.compression(..., rope="slot")`. By default pairs
+      keep the positions they were made with.
     Raises:
       UserError: a negative number of sinks.
     """
+    check_counts("streaming", 0, sinks=sinks)
     return protect(recency(), sinks=sinks, recent=0)._replace(name="streaming")
 
 
@@ -38,12 +73,15 @@ def streaming(sinks: int = 4) -> Policy:
 def random(seed: int = 0) -> Policy:
     """Keeps a uniform random sample of the row: the null hypothesis.
 
-    Every (head, position) draws one priority from a hash of the seed; the highest
-    stay. The kept set is thus a uniform sample whatever the block size, and the same
+        score = hash(seed, head, position), uniform in 0 .. 1
+
+    The kept set is thus a uniform sample whatever the block size, and the same
     for a prompt alone or in a batch.
 
     Args:
       seed: draws another sample.
+
+    Source: the baseline that every rule has to beat.
     """
 
     def score(view: View) -> Array:

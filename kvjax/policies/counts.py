@@ -1,0 +1,139 @@
+"""Rules that count how often a pair mattered to the queries of a history window."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, UInt
+
+from kvjax.policies.base import Policy, check_counts, newest, once
+from kvjax.types import Observation, Stats
+
+
+@once
+def scissorhands(history: int = 400, recent: int = 10) -> Policy:
+    """Drops the pairs that most often got less than an even share of attention.
+
+        score = +inf for the newest `recent` pairs
+                -(queries among the last `history` whose weight on the pair
+                  was below 1 / t),  t = tokens the query could see
+
+    A pair that mattered once goes on to matter: the persistence of importance. The
+    history is kept as one bit per query and pair, `history` / 8 bytes per pair.
+
+    Args:
+      history: queries that count; the paper's 400.
+      recent: newest pairs that stay; the paper's 10.
+
+    Needs: weights, all of them, because each is compared with its own threshold.
+    Source: Scissorhands (Liu et al. 2023), Algorithms 1 and 2. The weights are averaged
+      over the G query heads first. What the authors released is another rule, see
+      `scissorhands_released`.
+    Raises:
+      UserError: a history below 1, a negative number of pairs.
+    """
+    _check("scissorhands", history, recent)
+
+    def low(weights, seen: Observation):
+        even = 1.0 / (seen.positions + 1).astype(jnp.float32)  # [B, T]
+        return weights < even[:, None, :, None]
+
+    def score(count, view):
+        return jnp.where(newest(view, recent), jnp.inf, -count)
+
+    return _counting("scissorhands", low, score, history, recent)
+
+
+@once
+def scissorhands_released(
+    heavy: int = 100, history: int = 100, recent: int = 10
+) -> Policy:
+    """Keeps only pairs that were among the heaviest of some recent query.
+
+        count = queries among the last `history` that had the pair among the `heavy`
+                largest of their weights
+        score = +inf  for the newest `recent` pairs
+                count for the others with count > 0
+                -inf  for the rest: they go whatever room there is
+
+    Args:
+      heavy: largest weights of a query that count; a tenth of the prompt in the
+        authors' code.
+      history: queries that count; the authors' 100.
+      recent: newest pairs that stay; the authors' 10.
+
+    Needs: weights, all of them, because each query has its own threshold.
+    Source: the code released for Scissorhands (Liu et al. 2023), which simulates the
+      cache on a prompt for each query head and has no budget; the paper's threshold of
+      1 / t is commented out in it. Here weights are averaged over the G query heads,
+      and the count decides where the budget is too small for all.
+    Raises:
+      UserError: a history or a number of weights below 1, a negative number of pairs.
+    """
+    _check("scissorhands_released", history, recent)
+    check_counts("scissorhands_released", 1, heavy=heavy)
+
+    def high(weights, seen: Observation):
+        most = min(heavy + 1, weights.shape[-1])
+        beaten = jax.lax.top_k(weights, most)[0][..., -1:]  # largest that is too small
+        return (weights > beaten) if most > heavy else weights > 0
+
+    def score(count, view):
+        kept = jnp.where(count > 0, count, -jnp.inf)
+        return jnp.where(newest(view, recent), jnp.inf, kept)
+
+    return _counting("scissorhands_released", high, score, history, recent)
+
+
+def _counting(name: str, mark: Callable, score: Callable, history, recent) -> Policy:
+    """A policy over how many of the last `history` queries marked each pair.
+
+    `mark` takes weights [B, K, T, C] and the observation, `score` counts and the view.
+    """
+    words = -(-history // 32)
+
+    def observe(stats, view, seen):
+        weights = jnp.mean(seen.weights, axis=2)
+        born = jnp.where(view.pos < 0, jnp.iinfo(jnp.int32).max, view.pos)
+        visible = born[:, :, None] <= seen.positions[:, None, :, None]
+        marked = mark(weights, seen) & visible
+        return Stats(slots=_write(stats.slots, marked, seen, history))
+
+    def count(stats):
+        ones = jax.lax.population_count(stats.slots)
+        return jnp.sum(ones, axis=-1).astype(jnp.float32)
+
+    return Policy(
+        init=lambda spec, batch, capacity: Stats(
+            slots=jnp.zeros((batch, spec.num_kv_heads, capacity, words), jnp.uint32)
+        ),
+        observe=observe,
+        score=lambda stats, view: score(count(stats), view),
+        needs=frozenset({"weights"}),
+        name=name,
+        pinned=recent,
+    )
+
+
+def _write(
+    bits: UInt[Array, "B K C W"],
+    marked: Bool[Array, "B K T C"],
+    seen: Observation,
+    history: int,
+) -> UInt[Array, "B K C W"]:
+    """Overwrites the bits of the oldest queries with those of the new ones."""
+    step = jnp.arange(marked.shape[2], dtype=jnp.int32)[None]
+    last = (step < seen.n[:, None]) & (step >= seen.n[:, None] - history)
+    place = seen.positions % history
+    word = jnp.arange(bits.shape[-1], dtype=jnp.int32)[None, None]
+    bit = jnp.uint32(1) << (place % 32).astype(jnp.uint32)
+    own = last[..., None] & (place[..., None] // 32 == word)
+    bit = jnp.where(own, bit[..., None], jnp.uint32(0))  # [B, T, W], no two the same
+    stale = jnp.sum(bit, axis=1, dtype=jnp.uint32)[:, None, None]
+    fresh = jnp.einsum("bktc,btw->bkcw", marked.astype(jnp.uint32), bit)
+    return (bits & ~stale) | fresh
+
+
+def _check(name: str, history: int, recent: int) -> None:
+    check_counts(name, 1, history=history)
+    check_counts(name, 0, recent=recent)

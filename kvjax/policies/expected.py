@@ -1,0 +1,151 @@
+"""Rules that foresee the attention of queries yet to come."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float
+
+from kvjax.policies.base import Policy, check_counts, check_range, once
+from kvjax.types import Observation, Stats, View
+
+
+@once
+def expected_attention(
+    future: int = 512,
+    sinks: int = 4,
+    covariance: bool = True,
+    value_norm: bool = True,
+    epsilon: float = 0.0,
+) -> Policy:
+    """Keeps what the next queries can be expected to attend to.
+
+        mu, cov = mean and covariance of the queries so far, before rotary positions,
+                  turned to the average of the next `future` positions
+        logit   = mu . key / sqrt(D) + key . cov . key / (2 D)
+        score   = (softmax(logit) averaged over G + epsilon) * |value|
+
+    Queries of a head are close to a Gaussian, and for a Gaussian query the mean of
+    exp(q . k) has that closed form. The statistics are gathered block by block, exactly
+    (Chan et al. 1979); they take G * D * (D + 1) numbers per KV head and row, and each
+    eviction multiplies every key by a D x D matrix per query head.
+
+    Args:
+      future: positions to average over; the paper's 512.
+      sinks: first tokens, whose queries are outliers: they do not count in the
+        statistics, take no part in the softmax, and always stay.
+      covariance: False leaves out the second term.
+      value_norm: False leaves out |value|.
+      epsilon: weight that every pair is granted before |value| is applied.
+
+    Needs: raw_queries.
+    Source: Expected Attention (Devoto et al. 2025), section 3, with the statistics and
+      defaults of its implementation in kvpress.
+    Raises:
+      UserError: no future, a negative number of sinks or epsilon.
+    """
+    check_counts("expected_attention", 1, future=future)
+    check_counts("expected_attention", 0, sinks=sinks)
+    check_range("expected_attention", 0, float("inf"), epsilon=epsilon)
+
+    def score(stats, view):
+        keys = view.keys().astype(jnp.float32)
+        turn = _average_rotation(view, future, keys.shape[-1])
+        logit = _logits(stats.rows, turn, keys, covariance)
+        among = ((view.pos >= 0) & (view.pos >= sinks))[:, :, None]
+        weight = jax.nn.softmax(jnp.where(among, logit, -1e30), axis=-1)
+        weight = jnp.mean(weight, axis=2)
+        if value_norm:
+            values = view.values().astype(jnp.float32)
+            weight = (weight + epsilon) * jnp.sqrt(jnp.sum(values * values, axis=-1))
+        return jnp.where(view.pos < sinks, jnp.inf, weight)
+
+    return Policy(
+        init=lambda spec, batch, capacity: Stats(rows=_no_moments(spec, batch)),
+        observe=lambda stats, view, seen: Stats(rows=_gather(stats.rows, seen, sinks)),
+        score=score,
+        needs=frozenset({"raw_queries"}),
+        name="expected_attention",
+        pinned=sinks,
+    )
+
+
+class Moments(NamedTuple):
+    """Of the queries of every row so far.
+
+    Attributes:
+      count: how many.
+      mean: their mean.
+      scatter: sum of the outer products of their distances from the mean.
+    """
+
+    count: Float[Array, "B"]
+    mean: Float[Array, "B K G D"]
+    scatter: Float[Array, "B K G D D"]
+
+
+def _no_moments(spec, batch: int) -> Moments:
+    shape = (batch, spec.num_kv_heads, spec.group, spec.head_dim)
+    return Moments(
+        count=jnp.zeros((batch,), jnp.float32),
+        mean=jnp.zeros(shape, jnp.float32),
+        scatter=jnp.zeros((*shape, spec.head_dim), jnp.float32),
+    )
+
+
+def _gather(old: Moments, seen: Observation, sinks: int) -> Moments:
+    """Joins the moments of a block's real queries to those of all before them."""
+    step = jnp.arange(seen.positions.shape[1], dtype=jnp.int32)[None]
+    real = (step < seen.n[:, None]) & (seen.positions >= sinks)
+    count = jnp.sum(real, axis=1).astype(jnp.float32)
+    queries = rearrange(seen.raw_queries, "b k g t d -> b t k g d").astype(jnp.float32)
+    queries = jnp.where(real[..., None, None, None], queries, 0.0)
+    mean = jnp.sum(queries, axis=1) / _heads(jnp.maximum(count, 1.0))
+    apart = jnp.where(real[..., None, None, None], queries - mean[:, None], 0.0)
+    scatter = jnp.einsum("btkgd,btkge->bkgde", apart, apart, precision="highest")
+    total = old.count + count
+    share = _heads(count / jnp.maximum(total, 1.0))
+    shift = mean - old.mean
+    outer = shift[..., :, None] * shift[..., None, :]
+    return Moments(
+        count=total,
+        mean=old.mean + shift * share,
+        scatter=old.scatter + scatter + outer * (_heads(old.count) * share)[..., None],
+    )
+
+
+def _heads(x: Float[Array, "B"]) -> Float[Array, "B 1 1 1"]:
+    return x[:, None, None, None]
+
+
+def _average_rotation(view: View, future: int, depth: int) -> Float[Array, "B D D"]:
+    """The mean of the rotations to the next `future` positions, as x @ matrix.
+
+    A rotation to now + 1 + f is one to f and then one to now + 1, so the mean is taken
+    once for all rows.
+    """
+    unit = jnp.broadcast_to(jnp.eye(depth)[None, :, None], (1, depth, future, depth))
+    ahead = jnp.arange(future, dtype=jnp.int32)[None]
+    mean = jnp.mean(view.rotate(unit, ahead), axis=2)  # [1, D, D]
+    mean = jnp.broadcast_to(mean[:, :, None], (len(view.now), depth, 1, depth))
+    return view.rotate(mean, view.now[:, None] + 1)[:, :, 0]
+
+
+def _logits(
+    moments: Moments,
+    turn: Float[Array, "B D D"],
+    keys: Float[Array, "B K C D"],
+    covariance: bool,
+) -> Float[Array, "B K G C"]:
+    """log E exp(q . k / sqrt(D)) for Gaussian queries q."""
+    depth = keys.shape[-1]
+    product = {"precision": "highest"}
+    mean = jnp.einsum("bkgd,bde->bkge", moments.mean, turn, **product)
+    logit = jnp.einsum("bkge,bkce->bkgc", mean, keys, **product) * depth**-0.5
+    if not covariance:
+        return logit
+    spread = moments.scatter / _heads(jnp.maximum(moments.count, 1.0))[..., None]
+    spread = jnp.einsum("bde,bkgdf,bfh->bkgeh", turn, spread, turn, **product)
+    turned = jnp.einsum("bkce,bkgeh->bkgch", keys, spread, **product)
+    return logit + jnp.sum(turned * keys[:, :, None], axis=-1) / (2 * depth)

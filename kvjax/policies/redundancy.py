@@ -1,0 +1,92 @@
+"""Rules that let go of what other pairs already say."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.policies.ages import pooled
+from kvjax.policies.base import Policy, check_counts, check_range, newest, once
+from kvjax.policies.combine import check_pooling
+from kvjax.policies.window import no_queries, products, remember
+from kvjax.types import Stats, View
+
+
+@once
+def r_kv(
+    window: int = 8, kernel: int = 7, weight: float = 0.1, alike: float = 0.5
+) -> Policy:
+    """Keeps what the last queries look at and what other keys do not repeat.
+
+        importance = mean over the last `window` queries of softmax over the other
+                     pairs of max over G of q . key / sqrt(D), max-pooled
+        redundancy = softmax over all pairs of the mean cosine of a key with the others
+        score      = +inf for the newest `window` pairs
+                     weight * importance - (1 - weight) * redundancy for the others
+
+    Reasoning models repeat themselves, and attention finds every repetition important.
+    Of a group of alike keys (cosine above `alike`) the newest is not counted as a
+    repetition, so that one of them stays. The cosines take C * C numbers per head, one
+    row of the batch at a time.
+
+    Not in every list of rules yet; chosen because long reasoning is where caches are
+    now largest, and because it decodes under a budget, as Batch-Max does.
+
+    Args:
+      window: queries that are asked, and pairs that always stay; the authors' 8.
+      kernel: pairs over which importance is pooled, odd; the authors' 7.
+      weight: of importance, from 0 to 1; the paper's 0.1, the released code's 0.07.
+      alike: cosine above which keys say the same, from -1 to 1; the authors' 0.5.
+
+    Needs: queries.
+    Source: R-KV (Cai et al. 2025), section 3; the maximum over G is the code's.
+      Where no key is alike, that code forgets the cosine with the first one; here
+      nothing is forgotten.
+    Raises:
+      UserError: a window below 1, an even kernel, a weight or cosine out of range.
+    """
+    check_counts("r_kv", 1, window=window)
+    check_pooling("r_kv", kernel, "max")
+    check_range("r_kv", 0, 1, weight=weight)
+    check_range("r_kv", -1, 1, alike=alike)
+
+    def score(stats, view):
+        recent = newest(view, window)
+        among = (view.pos >= 0) & ~recent
+        logits = jnp.max(products(stats.rows, view), axis=2)  # [B, K, W, C]
+        share = jax.nn.softmax(jnp.where(among[:, :, None], logits, -1e30), axis=-1)
+        there = (stats.rows.after > 0).astype(jnp.float32)  # [B, W]
+        count = jnp.maximum(jnp.sum(there, axis=1), 1.0)[:, None, None]
+        importance = jnp.einsum("bkwc,bw->bkc", share, there) / count
+        importance = pooled(importance, view.pos, among, kernel, "max")
+        mixed = weight * importance - (1 - weight) * _redundancy(view, alike)
+        return jnp.where(recent, jnp.inf, mixed)
+
+    return Policy(
+        init=lambda spec, batch, capacity: Stats(rows=no_queries(spec, batch, window)),
+        observe=lambda stats, view, seen: Stats(rows=remember(stats.rows, seen)),
+        score=score,
+        needs=frozenset({"queries"}),
+        name="r_kv",
+        pinned=window,
+    )
+
+
+def _redundancy(view: View, alike: float) -> Float[Array, "B K C"]:
+    """Softmax over the live pairs of the mean cosine that the others have with each."""
+
+    def of_row(row: tuple[Array, Array]) -> Float[Array, "K C"]:
+        keys, pos = row
+        live = pos >= 0
+        itself = jnp.eye(pos.shape[1], dtype=bool)[None]
+        both = live[:, :, None] & live[:, None, :] & ~itself
+        norm = jnp.sqrt(jnp.sum(keys * keys, axis=-1, keepdims=True))
+        unit = keys / jnp.maximum(norm, 1e-12)
+        cosine = jnp.einsum("kcd,ked->kce", unit, unit, precision="highest")
+        same = jnp.where(both & (cosine > alike), pos[:, None, :], -1)
+        newest_same = (same == jnp.max(same, axis=-1, keepdims=True)) & (same >= 0)
+        cosine = jnp.where(both & ~newest_same, cosine, 0.0)
+        count = jnp.maximum(jnp.sum(live, axis=-1, keepdims=True), 1)
+        mean = jnp.sum(cosine, axis=1) / count.astype(jnp.float32)
+        return jax.nn.softmax(jnp.where(live, mean, -1e30), axis=-1)
+
+    return jax.lax.map(of_row, (view.keys().astype(jnp.float32), view.pos))
