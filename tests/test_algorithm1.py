@@ -32,7 +32,7 @@ def run(model, made, prompt, steps=STEPS):
     kept = [cache.kept_positions(state)[0]]
     if made.schedule.compacts:
         capacity = made.decode_capacity(spec, ROOM, steps)
-        state = compact(state, made=made, capacity=capacity)
+        state = compact(state, spec=spec, made=made, capacity=capacity)
     kept.append(cache.kept_positions(state)[0])
     active, keys = jnp.ones((1,), bool), jax.random.split(jax.random.key(0), 1)
     state, out, _ = decode(
@@ -56,7 +56,7 @@ def test_kept_positions(tiny, rule, p, budget):
         prompt = rng.integers(0, tiny.spec.vocab_size, length)
         at_prompt, _, at_end, tokens = run(tiny, made, prompt)
         by_hand = oracle.Decoder(
-            tiny.spec, tiny.params, getattr(oracle, rule), budget, p
+            tiny.spec, tiny.params, getattr(oracle, rule)(), budget, p
         )
         logits = by_hand.prefill(prompt)
         assert as_lists(at_prompt) == by_hand.kept(), f"prompt of {length}"
@@ -72,7 +72,7 @@ def test_several_blocks_step_by_step(tiny):
     made = cache.compression(tiny.spec, policy, budget, Schedule(block=p, evict=p))
     prompt = np.arange(30) % tiny.spec.vocab_size
     by_hand = oracle.Decoder(
-        tiny.spec, tiny.params, oracle.average_attention, budget, p
+        tiny.spec, tiny.params, oracle.average_attention(), budget, p
     )
     logits = by_hand.prefill(prompt)
     state, ours = after_prompt(tiny, made, prompt)
@@ -132,9 +132,10 @@ def test_one_compaction_after_the_prompt(tiny):
     _, compacted, at_end, _ = run(tiny, made, prompt, 9)
     by_hand = oracle.Decoder(tiny.spec, tiny.params, None, None, 8)
     by_hand.prefill(prompt)
-    for layer, heads in enumerate(by_hand.cache):
-        for head, pairs in enumerate(heads):
-            scores = oracle.average_attention(pairs, 36, 10)
+    for layer, held in enumerate(by_hand.layers):
+        keep = [10] * len(held.heads)
+        scores_of_heads = oracle.average_attention()(held.heads, 36, keep)
+        for head, scores in enumerate(scores_of_heads):
             best = sorted(np.argsort(scores)[-10:].tolist())
             assert compacted[layer][head].tolist() == best
             assert at_end[layer][head].tolist() == best + list(range(37, 45))

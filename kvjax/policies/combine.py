@@ -18,7 +18,7 @@ from kvjax.policies.base import (
     newest,
     once,
 )
-from kvjax.types import Stats, UserError, View
+from kvjax.types import EMPTY, Stats, UserError, View
 
 
 @once
@@ -146,6 +146,7 @@ def shared_heads(policy: Policy) -> Policy:
     """One choice for all heads: the mean of their scores.
 
     The heads of a row then hold the same positions, as in rules that drop whole tokens.
+    The rule must not pin a pair in one head and let it go in another.
     """
 
     def score(stats, view):
@@ -159,10 +160,10 @@ def shared_heads(policy: Policy) -> Policy:
 def per_head(policy: Policy, total: float = 0.5, floor: float = 0.2) -> Policy:
     """Heads share a layer's budget: the best pairs stay, whichever head they are in.
 
-    The heads of a row together keep `total` of what their budgets hold; all their pairs
-    compete, except that every head keeps at least `floor` of its part. No head can hold
-    more than its budget, which is the fixed shape: budgets say what is allocated,
-    `total` how much of it stays live.
+    When something has to go, the heads of a row together keep floor(total * n) pairs
+    times their number, n being what a full head is left with. All pairs compete, except
+    that every head keeps its best floor(floor * that) and none keeps more than n, which
+    is the fixed shape: budgets say what is allocated, `total` how much of it is live.
 
     Args:
       policy: the rule; its scores must compare across heads, as attention weights do.
@@ -177,16 +178,21 @@ def per_head(policy: Policy, total: float = 0.5, floor: float = 0.2) -> Policy:
 
     def score(stats, view):
         raw = policy.score(stats, view)
-        held = jnp.sum(view.pos >= 0, axis=-1, dtype=jnp.int32)
-        part = (total * view.keep.astype(jnp.float32)).astype(jnp.int32)
-        sure = (floor * part.astype(jnp.float32)).astype(jnp.int32)
-        own = ~evictions(raw, view.pos, held - sure)  # a head's own best
+        held = jnp.sum(view.pos >= 0, axis=-1, dtype=jnp.int32)  # [B, K]
+        over = held > view.keep
+        most = jnp.max(view.keep, axis=1, keepdims=True).astype(jnp.float32)
+        part = jnp.floor(total * most)
+        sure = jnp.floor(floor * part).astype(jnp.int32)
+        out = evictions(raw, view.pos, held - view.keep)  # of a head's own room
+        rivals = jnp.where(out, EMPTY, view.pos)
+        own = ~evictions(raw, view.pos, jnp.maximum(held - sure, 0))  # a head's best
+        spare = jnp.sum(jnp.minimum(held, view.keep) - part.astype(jnp.int32), axis=1)
+        spare = jnp.where(jnp.any(over, axis=1), jnp.maximum(spare, 0), 0)
         flat = (len(raw), 1, -1)
-        spare = jnp.sum(jnp.maximum(held - part, 0), axis=1)
         gone = evictions(
-            jnp.where(own, jnp.inf, raw).reshape(flat), view.pos.reshape(flat), spare
+            jnp.where(own, jnp.inf, raw).reshape(flat), rivals.reshape(flat), spare
         )
-        return jnp.where(gone.reshape(raw.shape), -jnp.inf, raw)
+        return jnp.where(out | gone.reshape(raw.shape), -jnp.inf, raw)
 
     name = f"per_head({policy.name}, total={total}, floor={floor})"
     return policy._replace(score=score, name=name)

@@ -16,7 +16,7 @@ def scissorhands(history: int = 400, recent: int = 10) -> Policy:
 
         score = +inf for the newest `recent` pairs
                 -(queries among the last `history` whose weight on the pair
-                  was below 1 / t),  t = tokens the query could see
+                  was below 1 / t),  t = tokens of the text up to the query's own
 
     A pair that mattered once goes on to matter: the persistence of importance. The
     history is kept as one bit per query and pair, `history` / 8 bytes per pair.

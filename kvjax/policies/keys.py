@@ -77,8 +77,8 @@ def lag_kv(sinks: int = 16, lag: int = 128, ranked: bool = True) -> Policy:
         the same share, as in the paper; else partitions compete by the softmax itself.
 
     Source: LagKV (Liang et al. 2025), section 3; deviations with D - 1, as the released
-      code has them. A channel on which the next partition is constant counts as it is,
-      where that code divides by zero.
+      code has them. On a channel where the next partition is constant that code divides
+      by zero; here the range counts as 1.
     Raises:
       UserError: a negative number of sinks, a lag below 2.
     """

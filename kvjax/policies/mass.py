@@ -109,8 +109,8 @@ def roco(spread: float = 0.3, recent: int = 10, sinks: int = 0) -> Policy:
 
         mean      = (sum of weights) / n,    n = now + 1 - position
         deviation = sqrt((sum of squared weights) / n - mean ** 2)
-        score     = mean of the keep - floor(spread * keep) - sinks lowest deviations,
-                    +inf for all the others
+        score     = mean of the keep - floor(spread * keep) - sinks lowest deviations
+                    (at least as many as have to go), +inf for all the others
 
     A pair that some queries look at hard and most ignore has a low mean but a high
     deviation: it waits for its query. Sinks and the newest pairs, whose deviations mean

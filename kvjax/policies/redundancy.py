@@ -19,7 +19,8 @@ def r_kv(
 
         importance = mean over the last `window` queries of softmax over the other
                      pairs of max over G of q . key / sqrt(D), max-pooled
-        redundancy = softmax over all pairs of the mean cosine of a key with the others
+        redundancy = softmax over all pairs of the sum of the cosines of a key with the
+                     others / the number of all pairs
         score      = +inf for the newest `window` pairs
                      weight * importance - (1 - weight) * redundancy for the others
 
