@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom and draws its pictures."""
+"""The notebooks run from top to bottom and draw their pictures."""
 
 import pathlib
 
@@ -6,33 +6,51 @@ import nbclient
 import nbformat
 import pytest
 
-NOTEBOOK = pathlib.Path(__file__).parents[1] / "colab" / "quickstart.ipynb"
+COLAB = pathlib.Path(__file__).parents[1] / "colab"
 
-# What the test puts behind the cells with these tags: the same run, made short.
-SHORT = {
-    "settings": "PROMPT_TOKENS, BUDGET, NEW_TOKENS = 300, 160, 4",
-    "model": (
+
+def first_layers(count: int) -> str:
+    return (
         "import dataclasses\n"
-        "layers = model.params['layers'][:4]\n"
+        f"layers = model.params['layers'][:{count}]\n"
         "model = model._replace(\n"
         "    spec=dataclasses.replace(model.spec, num_layers=len(layers)),\n"
         "    params=model.params | {'layers': layers},\n"
         ")\n"
-    ),
+    )
+
+
+# What the test puts behind the cells with these tags: the same run, made short.
+SHORT = {
+    "quickstart.ipynb": {
+        "settings": "PROMPT_TOKENS, BUDGET, NEW_TOKENS = 300, 160, 4",
+        "model": first_layers(4),
+    },
+    "write_a_policy.ipynb": {
+        "settings": "PROMPTS, PROMPT_TOKENS, BUDGET, NEW_TOKENS = 2, 200, 130, 2",
+        "model": first_layers(1),
+        "known": "del known['streaming'], known['key_diff']",
+    },
 }
 
 
-def test_notebook_is_stored_without_outputs():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+def test_every_notebook_is_run():
+    assert {path.name for path in COLAB.glob("*.ipynb")} == set(SHORT)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_notebook_is_stored_without_outputs(name):
+    notebook = nbformat.read(COLAB / name, as_version=4)
     nbformat.validate(notebook)
     assert all(not cell.outputs for cell in code_cells(notebook))
 
 
 @pytest.mark.model
-def test_notebook_runs(smollm2, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", SHORT)
+def test_notebook_runs(name, smollm2, tmp_path, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")  # one device, as the reader has
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
-    notebook = shortened(nbformat.read(NOTEBOOK, as_version=4))
+    notebook = shortened(nbformat.read(COLAB / name, as_version=4), SHORT[name])
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
@@ -41,13 +59,13 @@ def test_notebook_runs(smollm2, tmp_path, monkeypatch):
     assert len(pictures) >= 2
 
 
-def shortened(notebook):
+def shortened(notebook, short):
     cells = []
     for cell in notebook.cells:
         cells.append(cell)
         for tag in cell.metadata.get("tags", ()):
-            cells.append(nbformat.v4.new_code_cell(SHORT[tag]))
-    assert len(cells) == len(notebook.cells) + len(SHORT)
+            cells.append(nbformat.v4.new_code_cell(short[tag]))
+    assert len(cells) == len(notebook.cells) + len(short)
     notebook.cells = cells
     return notebook
 
