@@ -157,8 +157,8 @@ class View(NamedTuple):
     Attributes:
       pos: position of the pair in each slot, -1 where the slot is empty.
       now: position of the newest token that the row has seen.
-      keep: pairs per head that stay after the choice being made; in `observe`, the
-        pairs per head that are live.
+      keep: pairs per head that stay after the choice that `score` is asked for; in
+        `observe`, where nothing is chosen, all that are live.
       keys: returns the keys as attention sees them (stored keys may have to be decoded
         first).
       values: the same for the values.

@@ -15,7 +15,15 @@ A rule needs no model and no cache of ours::
 rule keeps.
 """
 
-from kvjax.policies.base import Policy, checked, evictions, stateless
+from kvjax.policies.base import (
+    Policy,
+    checked,
+    evictions,
+    newest,
+    of_new,
+    per_slot,
+    stateless,
+)
 from kvjax.policies.combine import (
     chunked,
     mix,
@@ -100,7 +108,10 @@ __all__ = [
     "make",
     "mix",
     "names",
+    "newest",
+    "of_new",
     "per_head",
+    "per_slot",
     "protect",
     "r_kv",
     "random",

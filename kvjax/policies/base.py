@@ -40,7 +40,8 @@ class Policy(NamedTuple):
 
     Attributes:
       init: (spec, B, C) -> `Stats`, all zeros or empty. `spec` is anything with
-        `num_kv_heads`, `group` and `head_dim`.
+        `num_kv_heads`, `group` and `head_dim`. Whoever calls a policy has to zero the
+        `slots` of a fresh pair and to move them with their pairs.
       observe: (stats, view, observation) -> stats, after each attention call.
       score: (stats, view) -> f32[B, K, C]. The highest stay. +inf pins a pair; -inf
         lets it go whatever room there is, which is how a rule keeps fewer pairs in some
@@ -82,6 +83,19 @@ def newest(view: View, count: int | Array) -> Bool[Array, "B K C"]:
     if not isinstance(count, int):
         count = count[..., None]
     return view.pos > view.now[:, None, None] - count
+
+
+def of_new(
+    view: View,
+    seen: Observation,
+    new: Float[Array, "B K T"],
+    old: Float[Array, "B K C"],
+) -> Float[Array, "B K C"]:
+    """`old` with the numbers of the new tokens put at the slots of their pairs."""
+    step = view.pos - seen.positions[:, :1, None]  # which of the new tokens
+    fresh = (step >= 0) & (step < seen.n[:, None, None])
+    step = jnp.clip(step, 0, new.shape[-1] - 1)
+    return jnp.where(fresh, jnp.take_along_axis(new, step, axis=2), old)
 
 
 def check_counts(where: str, least: int, **counts: int) -> None:

@@ -2,7 +2,14 @@
 
 import jax.numpy as jnp
 
-from kvjax.policies.base import Policy, check_range, evictions, once, per_slot
+from kvjax.policies.base import (
+    Policy,
+    check_range,
+    evictions,
+    of_new,
+    once,
+    per_slot,
+)
 from kvjax.policies.window import snapkv
 from kvjax.types import Stats
 
@@ -63,11 +70,3 @@ def criticalkv(
         name="criticalkv" if policy is snapkv() else f"criticalkv({policy.name})",
         pinned=policy.pinned,
     )
-
-
-def of_new(view, seen, new, old):
-    """Puts new tokens' numbers [B, K, T] at their pairs' slots in `old` [B, K, C]."""
-    step = view.pos - seen.positions[:, :1, None]  # which of the new tokens
-    fresh = (step >= 0) & (step < seen.n[:, None, None])
-    step = jnp.clip(step, 0, new.shape[-1] - 1)
-    return jnp.where(fresh, jnp.take_along_axis(new, step, axis=2), old)

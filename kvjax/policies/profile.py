@@ -9,11 +9,11 @@ from kvjax.policies.base import (
     check_range,
     evictions,
     newest,
+    of_new,
     once,
     per_slot,
 )
 from kvjax.policies.mass import seen_by
-from kvjax.policies.outputs import of_new
 from kvjax.policies.window import asked, no_queries, remember
 from kvjax.types import Observation, Stats, View
 
