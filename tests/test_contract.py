@@ -1,298 +1,253 @@
-"""The contract: every policy under every schedule means the same thing everywhere."""
+"""The contract: every policy under every schedule means the same thing everywhere.
 
-import dataclasses
+One layer on random data, see layer.py; test_engine.py has the same for whole models. A
+policy of the registry is covered as soon as it is registered; VARIANTS adds settings
+under which the rules that keep fewer pairs do so, and the combinators.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
+import layer
 import numpy as np
 import pytest
-from conftest import tiny_model, tiny_spec
 
-import kvjax
 from kvjax import Schedule, cache, policies
-from kvjax.completions import run_batch
-from kvjax.generate import decode, prefill
-from kvjax.programs import Job, bucket, programs, tree_bytes
 
-BUDGET, BLOCK = 24, 8
-LENGTHS = (5, 24, 25, 40, 63, 90)  # below, at and above the budget; ragged
+BUDGET, BLOCK, PROMPT, NEW = 56, 8, 104, 30
+LENGTHS = (5, 56, 57, 70, 0, 101)  # below, at and above the budget; one row unused
 SCHEDULES = ("prefill+decode", "after_prefill", "decode")
+VARIANTS = {
+    "tova per head": policies.tova(shared=False),
+    "snapkv averaged": policies.snapkv(8, 5, "average", "mean_first"),
+    "lag_kv short": policies.lag_kv(sinks=2, lag=8, ranked=False),
+    "fastgen small": policies.fastgen(
+        0.7, special=(3,), punctuation=(5, 6), heavy=6, local=6
+    ),
+    "simlayerkv lazy": policies.simlayerkv(0.2, recent=9, queries=3),
+    "sliding_window 20": policies.sliding_window(20),
+    "scissorhands_released few": policies.scissorhands_released(3, 20, 4),
+    "criticalkv of sums": policies.criticalkv(policies.average_attention()),
+    "protect": policies.protect(policies.average_attention(), 3, 5),
+    "mix": policies.mix(policies.key_diff(), policies.snapkv(8), 0.3),
+    "smooth": policies.smooth(policies.h2o(), 5),
+    "chunked": policies.chunked(policies.key_norm(), 4),
+    "per_head": policies.per_head(policies.average_attention(), 0.6, 0.3),
+}
+POLICIES = {name: policies.make(name) for name in policies.names()} | VARIANTS
+FEWER = {  # they may hold fewer pairs than the budget lets them
+    *("fastgen", "fastgen small", "simlayerkv", "simlayerkv lazy", "per_head"),
+    *("sliding_window", "sliding_window 20"),
+    *("scissorhands_released", "scissorhands_released few"),
+}
+SPEC = layer.spec_of(heads=2, group=3, depth=8)
+DATA = layer.random_data(SPEC, len(LENGTHS), PROMPT + NEW, seed=0)
 CASES = [(name, phases) for name in policies.names() for phases in SCHEDULES]
-CASES.append((None, "full"))
+CASES += [(name, SCHEDULES[0]) for name in VARIANTS]
 
 
-def prompts(seed=0, vocab=50):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, vocab, length).tolist() for length in LENGTHS]
-
-
-def job_for(spec, name, phases, batch, new=20, **changes):
+@functools.cache
+def compression(policy, phases, spec=SPEC, **options):
     schedule = Schedule(phases, block=BLOCK, evict=BLOCK)
-    policy, budget = (policies.make(name), BUDGET) if name else (None, None)
-    made = cache.compression(spec, policy, budget, schedule)
-    made = dataclasses.replace(made, **changes)
-    return Job(spec, made, batch, bucket(spec, made, max(LENGTHS), new), new)
+    return cache.compression(spec, policy, BUDGET, schedule, **options)
 
 
-def same_pairs(a, b):
+def run(made, data=DATA, lengths=LENGTHS, spec=SPEC, spoil=lambda state: state):
+    """The states after the prompt, after compaction and at the end."""
+    lengths = jnp.asarray(lengths, jnp.int32)
+    prompts, new = layer.split(data, PROMPT)
+    state = cache.init(
+        spec,
+        made,
+        len(lengths),
+        made.prefill_capacity(spec, PROMPT, NEW),
+        jnp.asarray(data.k).dtype,
+    )
+    read = layer.read(spec, made, state, prompts, lengths, BLOCK)
+    small = read
+    if made.schedule.compacts:
+        small = layer.shrink(spec, made, read, made.decode_capacity(spec, PROMPT, NEW))
+    end = layer.write(spec, made, spoil(small), new, lengths > 0)
+    cache.raise_errors(end)
+    return read, small, end
+
+
+def kept(state):
+    """`[row][head]` -> sorted positions."""
+    return [row[0] for row in cache.kept_positions(state)]
+
+
+def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
 def case(request):
-    """One policy under one schedule; its programs go when its tests are done."""
-    yield request.param
-    programs.cache_clear()
-    jax.clear_caches()
+    """One policy under one schedule, and what it keeps of the six rows together."""
+    name, phases = request.param
+    made = compression(POLICIES[name], phases)
+    return name, made, run(made)
 
 
-def test_batched_equals_single(tiny, case):
-    """Six prompts of different lengths in one batch give what each gives alone."""
-    together = run_batch(
-        tiny.params, job_for(tiny.spec, *case, len(LENGTHS)), prompts(), range(6)
-    )
-    kept = cache.kept_positions(together.state)
-    for index, prompt in enumerate(prompts()):
-        job = job_for(tiny.spec, *case, 1)
-        alone = run_batch(tiny.params, job, [prompt], [index])
-        assert alone.tokens[0] == together.tokens[index]
-        same_pairs(cache.kept_positions(alone.state)[0], kept[index])
-
-
-def test_rows_permute(tiny, case):
-    job = job_for(tiny.spec, *case, len(LENGTHS))
-    order = [3, 0, 5, 1, 4, 2]
-    straight = run_batch(tiny.params, job, prompts(), range(6))
-    shuffled = run_batch(tiny.params, job, [prompts()[i] for i in order], order)
-    kept = cache.kept_positions(straight.state)
-    kept_shuffled = cache.kept_positions(shuffled.state)
-    for row, index in enumerate(order):
-        assert shuffled.tokens[row] == straight.tokens[index]
-        same_pairs(kept_shuffled[row], kept[index])
-
-
-def test_budget_and_shapes(tiny, case):
-    """Never over budget; as many pairs as the schedule says; shapes as allocated."""
-    phases = case[1]
-    job = job_for(tiny.spec, *case, len(LENGTHS))
-    result = run_batch(tiny.params, job, prompts(), range(6))
-    for layer in result.state.layers:
-        assert layer.pos.shape[2] == job.decode_capacity[0]
-        assert layer.k.shape == (*layer.pos.shape, tiny.spec.head_dim)
-    for length, row in zip(LENGTHS, cache.kept_positions(result.state), strict=True):
-        seen = length + job.new - 1
-        for head in (head for layer in row for head in layer):
-            assert len(set(head.tolist())) == len(head)
-            assert head.min() >= 0 and head[-1] == seen - 1
-            if phases == "full":
-                assert len(head) == seen
-            elif phases == "after_prefill":
-                assert len(head) == min(length, BUDGET) + job.new - 1
+def test_budget_shapes_and_dtypes(case):
+    """Never over budget; as many pairs as the schedule says; as allocated."""
+    name, made, (read, small, end) = case
+    phases = made.schedule.phases
+    assert end.layers[0].pos.shape[2] == made.decode_capacity(SPEC, PROMPT, NEW)[0]
+    assert end.layers[0].k.shape == (*end.layers[0].pos.shape, SPEC.head_dim)
+    like = jax.tree.map(lambda x: (x.shape, x.dtype), end.stats)
+    fresh = cache.init(SPEC, made, len(LENGTHS), (end.layers[0].pos.shape[2],))
+    assert like == jax.tree.map(lambda x: (x.shape, x.dtype), fresh.stats)
+    for row, length in enumerate(LENGTHS):
+        for state in (read, small, end):
+            for head in kept(state)[row]:
+                assert len(set(head.tolist())) == len(head)
+                assert np.all((head >= 0) & (head < length + NEW))
+        if length == 0:
+            assert not any(map(len, kept(end)[row]))
+            continue
+        seen = length + NEW
+        for before, head in zip(kept(small)[row], kept(end)[row], strict=True):
+            assert head[-1] == seen - 1
+            if phases == "after_prefill":
+                assert len(before) <= min(length, BUDGET)
+                assert head.tolist() == [*before.tolist(), *range(length, seen)]
+                assert name in FEWER or len(before) == min(length, BUDGET)
             else:
                 assert len(head) <= BUDGET
-                assert len(head) > BUDGET - BLOCK or len(head) == seen
+                least = BUDGET - BLOCK + 1
+                assert name in FEWER or len(head) >= min(least, seen)
 
 
-@pytest.mark.parametrize(
-    ("name", "phases"),
-    [
-        *((name, "prefill+decode") for name in policies.names()),
-        ("h2o", "decode"),
-        ("key_diff", "after_prefill"),
-    ],
-)
-def test_pinned_pairs_survive(tiny, name, phases):
-    policy = policies.protect(policies.make(name), sinks=3, recent=5)
-    job = job_for(tiny.spec, name, phases, len(LENGTHS))
-    made = dataclasses.replace(job.made, policy=policy)
-    job = dataclasses.replace(job, made=made)
-    result = run_batch(tiny.params, job, prompts(), range(6))
-    for length, row in zip(LENGTHS, cache.kept_positions(result.state), strict=True):
-        newest = length + job.new - 2
-        pinned = {0, 1, 2, *range(newest - 4, newest + 1)}
-        assert all(pinned <= set(head.tolist()) for layer in row for head in layer)
+def test_a_row_does_not_see_its_neighbours(case):
+    """Alone, and in another order, every row keeps what it keeps in this batch."""
+    _, made, states = case
+    order = np.asarray([3, 0, 5, 4, 1, 2])
+    rows = {"q", "k", "v", "tokens"}
+    moved = DATA._replace(**{f: getattr(DATA, f)[order] for f in rows})
+    shuffled = run(made, moved, [LENGTHS[i] for i in order])
+    for state, other in zip(states, shuffled, strict=True):
+        together = kept(state)
+        same(kept(other), [together[i] for i in order])
+    for row in (1, 3, 5):
+        lengths = [n if i == row else 0 for i, n in enumerate(LENGTHS)]
+        for state, alone in zip(states, run(made, DATA, lengths), strict=True):
+            same(kept(alone)[row], kept(state)[row])
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        *((name, {"room": "gather"}) for name in policies.names()),
-        ("average_attention", {"rows": 1}),
-        ("key_diff", {"rows": 64}),
-    ],
-)
-def test_ways_to_make_room_agree(tiny, name, change):
-    """Which pairs stay does not depend on how a layer makes room for new ones."""
-    plain = job_for(tiny.spec, name, "prefill+decode", 6)
-    other = job_for(tiny.spec, name, "prefill+decode", 6, **change)
-    a = run_batch(tiny.params, plain, prompts(), range(6))
-    b = run_batch(tiny.params, other, prompts(), range(6))
-    assert a.tokens == b.tokens
-    same_pairs(cache.kept_positions(a.state), cache.kept_positions(b.state))
+def test_heads_permute(case):
+    """A rule treats heads alike; `random` alone draws by the head's number."""
+    name, made, states = case
+    turned = DATA._replace(
+        q=DATA.q[:, ::-1], k=DATA.k[:, ::-1], v=DATA.v[:, ::-1], out=DATA.out[::-1]
+    )
+    for state, other in zip(states, run(made, turned), strict=True):
+        straight = [row[::-1] for row in kept(state)]
+        if name != "random":
+            same(kept(other), straight)
+    if name == "random":
+        assert any(map(len, straight)) and not equal(kept(other), straight)
 
 
-@pytest.mark.parametrize(
-    ("name", "phases"),
-    [
-        ("average_attention", "prefill+decode"),
-        ("key_diff", "prefill+decode"),
-        ("h2o", "decode"),
-        ("streaming", "after_prefill"),
-        (None, "full"),
-    ],
-)
-def test_donated_and_small_temporaries(name, phases):
-    """The state lives in place; no program copies the cache."""
-    spec = tiny_spec(head_dim=64, context_length=2048, num_layers=6)
-    schedule = Schedule(phases, block=16, evict=16)
-    policy, budget = (policies.make(name), 512) if name else (None, None)
-    made = cache.compression(spec, policy, budget, schedule)
-    job = Job(spec, made, 4, bucket(spec, made, 1024, 16), 16)
-    compiled = programs(job)
-    for program, capacity in (
-        (compiled.prefill, job.prefill_capacity),
-        (compiled.decode, job.decode_capacity),
-    ):
-        state = jax.eval_shape(lambda c=capacity: cache.init(spec, made, 4, c))
-        size = tree_bytes(state)
-        memory = program.memory_analysis()
-        assert abs(memory.alias_size_in_bytes - size) < 0.01 * size
-        assert memory.temp_size_in_bytes < 0.25 * size
+def test_empty_slots_are_never_looked_at(case):
+    """Whatever lies in the empty slots changes nothing."""
+    _, made, states = case
+    state = states[1]
+
+    def spoil(state):
+        held = state.layers[0]
+        empty = held.pos < 0
+
+        def junk(leaf):
+            mask = empty.reshape(empty.shape + (1,) * (leaf.ndim - 3))
+            return jnp.where(mask, jnp.ones((), leaf.dtype) * 77, leaf)
+
+        pairs = held.replace(k=junk(held.k), v=junk(held.v))
+        stats = state.stats[0]
+        stats = stats._replace(slots=jax.tree.map(junk, stats.slots))
+        return state.replace(layers=(pairs,), stats=(stats,))
+
+    *_, end = run(made, spoil=spoil)
+    same(kept(end), kept(states[2]))
+    assert any(np.any(layer.pos < 0) for layer in state.layers)
+
+
+def test_ways_to_make_room_agree(case):
+    """Which pairs stay does not depend on where they lie, not even among equals.
+
+    With all queries, keys and values alike, every score that does not come from
+    positions ties.
+    """
+    name, made, states = case
+    if made.schedule.phases != "prefill+decode":
+        pytest.skip("room is made the same way under every schedule")
+    gather = compression(POLICIES[name], "prefill+decode", room="gather")
+    same(kept(run(gather)[2]), kept(states[2]))
+    alike = DATA._replace(
+        q=np.ones_like(DATA.q), k=np.ones_like(DATA.k), v=np.ones_like(DATA.v)
+    )
+    same(kept(run(gather, alike)[2]), kept(run(made, alike)[2]))
 
 
 @pytest.mark.parametrize(("group", "dtype"), [(1, "float32"), (8, "bfloat16")])
 @pytest.mark.parametrize("name", policies.names())
-def test_groups_and_dtypes(name, group, dtype):
-    model = tiny_model(num_layers=1, num_heads=2 * group)
-    params = jax.tree.map(lambda x: x.astype(dtype), model.params)
-    job = job_for(model.spec, name, "prefill+decode", 2, new=12)
-    job = dataclasses.replace(job, dtype=dtype)
-    result = run_batch(params, job, prompts()[3:5], (3, 4))
-    assert [len(tokens) for tokens in result.tokens] == [12, 12]
-    assert str(result.state.layers[0].k.dtype) == dtype
-    kept = cache.kept_positions(result.state)
-    assert all(len(h) <= BUDGET for row in kept for layer in row for h in layer)
+def test_groups_dtypes_and_pinned_pairs(name, group, dtype):
+    """Under any rule `protect` keeps its pairs; any G and dtype is served."""
+    spec = layer.spec_of(heads=2, group=group, depth=8)
+    data = layer.random_data(spec, 2, PROMPT + NEW, seed=1)
+    data = jax.tree.map(
+        lambda x: jnp.asarray(x, dtype) if x.dtype == np.float32 else x, data
+    )
+    small = policies.make(name, **SMALL.get(name, {}))
+    made = compression(policies.protect(small, 3, 5), "prefill+decode", spec)
+    lengths = (40, 101)
+    *_, end = run(made, data, lengths, spec)
+    assert str(end.layers[0].k.dtype) == dtype
+    for length, row in zip(lengths, kept(end), strict=True):
+        newest = length + NEW - 1
+        pinned = {0, 1, 2, *range(newest - 4, newest + 1)}
+        assert all(pinned <= set(head.tolist()) for head in row)
+        assert all(len(head) <= BUDGET for head in row)
 
 
 @pytest.mark.parametrize("name", policies.names())
-def test_heads_permute(name):
-    """A rule treats heads alike; `random` alone draws by the head's number."""
-    if name == "random":
-        heads = policies.random().score((), view_of(np.zeros((1, 2, 9, 4))))
-        assert not np.array_equal(heads[:, 0], heads[:, 1])
-        return
-    rng = np.random.default_rng(3)
-    keys, mass = rng.normal(size=(1, 2, 9, 4)), rng.random((1, 2, 9))
-    policy = policies.make(name)
-    stats = jnp.asarray(mass, jnp.float32) if policy.needs else ()
-    flipped = stats[:, ::-1] if policy.needs else ()
-    straight = policy.score(stats, view_of(keys))
-    turned = policy.score(flipped, view_of(keys[:, ::-1]))
-    np.testing.assert_allclose(straight[:, ::-1], turned, rtol=1e-6)
+def test_jit_equals_eager(name):
+    """Two blocks with an eviction between them."""
+    small = policies.make(name, **SMALL.get(name, {}))
+    schedule = Schedule(block=BUDGET - 6, evict=BUDGET - 6)
+    made = cache.compression(SPEC, small, BUDGET, schedule)
+    prompts, _ = layer.split(DATA, 2 * (BUDGET - 6))
 
+    def read():
+        state = cache.init(SPEC, made, len(LENGTHS), made.budget)
+        lengths = jnp.asarray(LENGTHS, jnp.int32)
+        return layer.read(SPEC, made, state, prompts, lengths, BUDGET - 6)
 
-def view_of(keys):
-    pos = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (1, 2, 9))
-    one = jnp.ones((1,), jnp.int32)
-    keys = jnp.asarray(keys, jnp.float32)
-    return kvjax.types.View(pos, 8 * one, 6 * one, lambda: keys, lambda: keys)
-
-
-@pytest.mark.parametrize("name", ["average_attention", "key_diff"])
-def test_jit_equals_eager(tiny, name):
-    job = job_for(tiny.spec, name, "prefill+decode", 2, new=4)
-    fast = run_batch(tiny.params, job, prompts()[2:4], (0, 1))
-    spec, made = job.spec, job.made
-    state = cache.init(spec, made, 2, job.prefill_capacity)
-    rng_keys = jax.random.split(jax.random.key(0), 2)
-    tokens = np.zeros((2, 40), np.int32)
-    for row, prompt in enumerate(prompts()[2:4]):
-        tokens[row, : len(prompt)] = prompt
-    lengths = jnp.asarray([25, 40], jnp.int32)
+    fast = read()
     with jax.disable_jit():
-        state, logits = prefill(
-            tiny.params, state, jnp.asarray(tokens), lengths, spec=spec, made=made
-        )
-        state, out, _ = decode(
-            tiny.params,
-            state,
-            logits,
-            lengths > 0,
-            rng_keys,
-            spec=spec,
-            made=made,
-            steps=4,
-        )
-    assert out.tolist() == fast.tokens
-    same_pairs(cache.kept_positions(state), cache.kept_positions(fast.state))
-
-
-def test_second_call_does_not_compile(tiny):
-    """Other prompts of the same bucket run the programs that are there."""
-
-    def options():
-        return {
-            "policy": policies.key_diff(),
-            "schedule": Schedule(block=BLOCK, evict=BLOCK),
-            "budget": BUDGET,
-            "max_new_tokens": 7,
-        }
-
-    kvjax.generate(tiny, prompts(0), **options())
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: compiled.append(event)
+        slow = read()
+    same(kept(fast), kept(slow))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), fast, slow
     )
-    kvjax.generate(tiny, prompts(1), **options())
-    jax.monitoring.clear_event_listeners()
-    assert [event for event in compiled if "backend_compile" in event] == []
 
 
-def test_memory_is_the_same_for_short_and_long_prompts():
-    """Under Batch-Max, 1,000 and 8,000 prompt tokens take the same bytes."""
-    spec = tiny_spec(context_length=8192)
-    made = cache.compression(spec, policies.average_attention(), 512, Schedule())
-    jobs = [Job(spec, made, 2, bucket(spec, made, n, 64), 64) for n in (1000, 8000)]
-    short, long = (
-        [program.memory_analysis() for program in (p.prefill, p.decode)]
-        for p in map(programs, jobs)
-    )
-    for a, b in zip(short, long, strict=True):
-        assert a.temp_size_in_bytes == b.temp_size_in_bytes
-        assert a.argument_size_in_bytes == b.argument_size_in_bytes
-        assert a.output_size_in_bytes == b.output_size_in_bytes
+SMALL = {  # for budgets that leave few pairs
+    "chunk_kv": {"size": 2, "window": 3},
+    "criticalkv": {"policy": policies.snapkv(3)},
+    "lag_kv": {"sinks": 2, "lag": 8},
+    "r_kv": {"window": 3},
+    "roco": {"recent": 3},
+    "scissorhands": {"recent": 3},
+    "scissorhands_released": {"recent": 3},
+    "snapkv": {"window": 3},
+}
 
 
-def test_layer_budgets_take_different_memory(tiny):
-    """One budget per layer: capacities, kept pairs and bytes follow it."""
-    made = cache.compression(
-        tiny.spec, policies.key_diff(), (16, 32), Schedule(block=8, evict=8)
-    )
-    state = cache.init(tiny.spec, made, 1, made.budget)
-    assert [layer.pos.shape[2] for layer in state.layers] == [16, 32]
-    assert 2 * state.layers[0].k.nbytes == state.layers[1].k.nbytes
-    (done,) = kvjax.generate(
-        tiny,
-        [prompts()[5]],
-        policy=policies.key_diff(),
-        budget=(16, 32),
-        schedule=Schedule(block=8, evict=8),
-        max_new_tokens=30,
-    )
-    assert all(8 < len(h) <= 16 for h in done.kept[0])
-    assert all(24 < len(h) <= 32 for h in done.kept[1])
-
-
-def test_end_token_stops_a_row(tiny):
-    """A row that has ended appends nothing and does not disturb the others."""
-    job = job_for(tiny.spec, "average_attention", "prefill+decode", 6)
-    free = run_batch(tiny.params, job, prompts(), range(6))
-    end = free.tokens[2][4]
-    stopped = run_batch(
-        tiny.params, dataclasses.replace(job, eos=(end,)), prompts(), range(6)
-    )
-    for length, full, cut in zip(LENGTHS, free.tokens, stopped.tokens, strict=True):
-        upto = full.index(end) + 1 if end in full else len(full)
-        assert cut == full[:upto]
-        row = LENGTHS.index(length)
-        assert int(stopped.state.next_pos[row]) == length + upto - 1
+def equal(a, b) -> bool:
+    try:
+        same(a, b)
+    except AssertionError:
+        return False
+    return True

@@ -1,0 +1,137 @@
+"""One layer without a model: random queries, keys and values through the cache.
+
+What the contract and the oracles drive; compiles in a second or two.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import cache
+from kvjax.models import llama
+from kvjax.types import LayerOps, ModelSpec
+
+
+class Data(NamedTuple):
+    """What a layer would be given: `t` counts tokens, prompt and new ones.
+
+    Attributes:
+      q: [B, K, G, t, D], before rotary positions, like k.
+      k, v: [B, K, t, D].
+      out: [K, G, D, M], the output projection.
+      tokens: [B, t].
+    """
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    out: np.ndarray
+    tokens: np.ndarray
+
+
+def spec_of(heads: int, group: int, depth: int) -> ModelSpec:
+    """One layer of that shape."""
+    return ModelSpec(
+        name="layer",
+        num_layers=1,
+        num_heads=heads * group,
+        num_kv_heads=heads,
+        head_dim=depth,
+        model_dim=12,
+        ff_dim=1,
+        vocab_size=20,
+        context_length=4096,
+        rope_theta=10_000.0,
+        norm_eps=1e-5,
+        tied_head=True,
+    )
+
+
+def random_data(spec: ModelSpec, batch: int, count: int, seed: int) -> Data:
+    """Gaussian, with queries long enough that attention is not even."""
+    rng = np.random.default_rng(seed)
+    heads, group, depth = spec.num_kv_heads, spec.group, spec.head_dim
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    return Data(
+        q=2.5 * normal(batch, heads, group, count, depth),
+        k=normal(batch, heads, count, depth),
+        v=normal(batch, heads, count, depth),
+        out=normal(heads, group, depth, spec.model_dim),
+        tokens=rng.integers(0, spec.vocab_size, (batch, count)).astype(np.int32),
+    )
+
+
+_jit = functools.partial(  # these programs are compiled once and run for milliseconds
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "made", "prompt"))
+def step(spec, made, state, data: Data, n, prompt):
+    """T tokens, of which each row's first n are real; outputs [B, K, G, T, D]."""
+    positions = cache.next_positions(state, data.q.shape[3])
+    ops = LayerOps(
+        rotate=llama.rotation(spec, positions),
+        project=lambda v: jnp.einsum("bktd,kgdm->bkgtm", v, data.out.astype(v.dtype)),
+    )
+    out, state = cache.step_layer(
+        0,
+        data.q,
+        data.k,
+        data.v,
+        ops,
+        state,
+        made=made,
+        n=n,
+        tokens=data.tokens,
+        prompt=prompt,
+    )
+    return out, cache.advance(state, n)
+
+
+@functools.partial(_jit, static_argnames=("spec", "made", "block"))
+def read(spec, made, state, data: Data, lengths, block):
+    """The prompts, block by block; the count of tokens is a multiple of the block."""
+
+    def one(i, state):
+        part = _part(data, i * block, block)
+        n = jnp.clip(lengths - i * block, 0, block)
+        return step(spec, made, state, part, n, prompt=True)[1]
+
+    return jax.lax.fori_loop(0, data.tokens.shape[1] // block, one, state)
+
+
+@functools.partial(_jit, static_argnames=("spec", "made"))
+def write(spec, made, state, data: Data, active):
+    """Every token of `data` in turn, as decoding would."""
+
+    def one(i, state):
+        n = active.astype(jnp.int32)
+        return step(spec, made, state, _part(data, i, 1), n, prompt=False)[1]
+
+    return jax.lax.fori_loop(0, data.tokens.shape[1], one, state)
+
+
+@functools.partial(_jit, static_argnames=("spec", "made", "capacity"))
+def shrink(spec, made, state, capacity):
+    """The compaction between prompt and decoding."""
+    return cache.compact(state, made, capacity, llama.rotation(spec))
+
+
+def split(data: Data, at: int) -> tuple[Data, Data]:
+    """The prompt's tokens and the others."""
+    return _part(data, 0, at), _part(data, at, data.tokens.shape[1] - at)
+
+
+def _part(data: Data, start, size) -> Data:
+    def cut(x, axis):
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, size, axis)
+
+    q, k, v = cut(data.q, 3), cut(data.k, 2), cut(data.v, 2)
+    return Data(q, k, v, data.out, cut(data.tokens, 1))
