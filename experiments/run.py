@@ -2,8 +2,9 @@
 
     python experiments/run.py --config=configs/quickstart.py --workdir=runs/quickstart
 
-Prints the table and, as the last line on stdout, one JSON object. Interrupted and
-started again with the same --workdir, it goes on where it stopped.
+Prints the table (of a sweep, its best rows) and, as the last line on stdout, one JSON
+object. Interrupted and started again with the same --workdir, it goes on where it
+stopped.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ def main(_):
 
         records = evaluate.run(experiment, _WORKDIR.value, progress)
     path = report.write_report(records, _WORKDIR.value)
-    print(report.table(records), f"\n{path}\n", sep="\n")
+    print(report.overview(records), f"\n{path}\n", sep="\n")
     print(json.dumps(report.summary(records)))
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvjax import cache, completions, policies, programs, report
 from kvjax.generate import compact, prefill, score_tokens
-from kvjax.plan import Plan, check_one_row, device_memory, plan_job
+from kvjax.plan import Plan, check_one_row, device_memory, plan_job, state_bytes
 from kvjax.programs import Job
 from kvjax.tasks import fidelity, needle, text
 from kvjax.types import Model, ModelSpec, Schedule, UserError
@@ -44,6 +44,9 @@ class Method:
       options: the policy's parameters.
       phases, block, evict: the `Schedule`; `evict` None is the block.
       budget: |kv|, one int or one per layer; None for the full cache.
+      rope: where a key stands for its rotary angle, see `cache.Compression`.
+      label: what the methods have in common that differ only in budget and schedule,
+        the name of their row in a sweep's tables and pictures; None is the name.
     """
 
     name: str
@@ -53,11 +56,13 @@ class Method:
     block: int = 64
     evict: int | None = None
     budget: int | tuple[int, ...] | None = None
+    rope: str = "true"
+    label: str | None = None
 
     def compression(self, spec: ModelSpec) -> cache.Compression:
         """Raises UserError where the parts do not fit each other."""
         policy, schedule = self.check()
-        return cache.compression(spec, policy, self.budget, schedule)
+        return cache.compression(spec, policy, self.budget, schedule, rope=self.rope)
 
     def check(self) -> tuple[policies.Policy | None, Schedule]:
         """Policy and schedule, or a UserError for what is wrong in any model."""
@@ -102,13 +107,18 @@ def from_config(config: dict[str, Any], overrides: dict[str, Any]) -> Experiment
     Args:
       config: fields of `Experiment`, and `block`, `evict` and `budget` for the methods
         that do not set their own. A `memory_gb` of 0 is the device's limit; an empty
-        `haystack` is the default text.
+        `haystack` is the default text. If `quick` is there and true, the fields in
+        `quick_fields` replace those of the same name, `methods` among them.
       overrides: fields to replace where the value is not None.
 
     Raises:
       UserError: a field that is missing or unknown.
     """
-    given = config | {key: v for key, v in overrides.items() if v is not None}
+    given = dict(config)
+    quick_fields = given.pop("quick_fields", {})
+    if given.pop("quick", False):
+        given |= quick_fields
+    given |= {key: v for key, v in overrides.items() if v is not None}
     shared = {
         key: given.pop(key) for key in ("block", "evict", "budget") if key in given
     }
@@ -192,7 +202,14 @@ def run(
         record = _record(experiment, method, plan, workdir, len(examples))
         report.append_record(workdir / "records.jsonl", record)
         finished[method.name] = record
+        _forget()
     return [finished[method.name] for method in experiment.methods]
+
+
+def _forget() -> None:
+    """Lets go of compiled programs: no other method runs them, and they add up."""
+    programs.programs.cache_clear()
+    jax.clear_caches()
 
 
 def _say(progress: Progress, name: str, what: str, units: int) -> None:
@@ -230,7 +247,7 @@ def _open(experiment: Experiment, workdir: pathlib.Path) -> pathlib.Path:
     if changed:
         raise UserError(
             f"workdir {workdir} holds results of another configuration ({changed[0]} "
-            f"was {before.get(changed[0])!r}): name another folder or delete it"
+            f"was {before.get(changed[0])!r:.80}): name another folder or delete it"
         )
     return workdir
 
@@ -260,6 +277,7 @@ def _needle(model, plan, examples, method, workdir, seed, say) -> None:
         with _peak_memory(plan.weights_bytes) as measured:
             result = completions.run_batch(model.params, plan.job, prompts, rows, seed)
         texts = [model.tokenizer.decode(new) for new in result.tokens]
+        live, allocated = cache.pair_bytes(result.state)
         batch = {
             "method": method.name,
             "task": "needle",
@@ -274,6 +292,8 @@ def _needle(model, plan, examples, method, workdir, seed, say) -> None:
             "prefill_seconds": result.prefill_seconds,
             "decode_seconds": result.decode_seconds,
             "measured_bytes": measured[0] if measured else None,
+            "kv_bytes_live": live,
+            "kv_bytes_allocated": allocated * len(rows) // plan.batch,
         }
         report.append_record(path, batch)
         say("needle", len(rows))
@@ -334,7 +354,7 @@ def _forced_batch(model: Model, windows, made: cache.Compression) -> np.ndarray:
     state, first = prefill(params, state, tokens, lengths, spec=spec, made=made)
     if made.schedule.compacts:
         capacity = made.decode_capacity(spec, bucket, new)
-        state = compact(state, made=made, capacity=capacity)
+        state = compact(state, spec=spec, made=made, capacity=capacity)
     state, rest = score_tokens(params, state, given, spec=spec, made=made)
     cache.raise_errors(state)
     logits = np.concatenate([np.asarray(first)[None], np.asarray(rest)])
@@ -354,9 +374,11 @@ def _record(experiment, method, plan, workdir, count) -> report.Record:
     measured = [b["measured_bytes"] for b in batches if b["measured_bytes"]]
     return {
         "method": method.name,
+        "label": method.label or method.name,
         "policy": plan.job.made.policy.name if plan.job.made.policy else None,
         "schedule": plan.job.made.schedule.phases,
         "budget": method.budget,
+        "rope": method.rope,
         "batch": plan.batch,
         "batch_limit": plan.limit,
         "accuracy": sum(sum(batch["scores"]) for batch in batches) / count,
@@ -369,6 +391,9 @@ def _record(experiment, method, plan, workdir, count) -> report.Record:
         "decode_tokens_per_s": total("new_tokens") / writing,
         "tokens_per_s": total("new_tokens") / (reading + writing),
         "kv_bytes_per_row": plan.row_bytes,
+        "kv_bytes_decode": state_bytes(plan.job)["decode"] // plan.batch,
+        "kv_bytes_live": total("kv_bytes_live") / count,
+        "kv_bytes_allocated": total("kv_bytes_allocated") / count,
         "planned_bytes": plan.peak_bytes,
         "measured_bytes": max(measured, default=None),
         "memory_bytes": plan.memory_bytes,

@@ -4,7 +4,10 @@ A record is a dict, one per method and one JSON line in a file. What it may hold
 missing value counts as unknown and shows as "-"):
 
     method, policy, schedule    names; `method` is what tables and pictures call it
+    label                       what methods have in common that differ in budget and
+                                schedule only: the name of their row in a sweep
     budget                      slots per KV head: an int, one per layer, or None (all)
+    rope                        "true" or "slot": where keys stand
     batch, batch_limit          prompts at a time, and what limits them
     accuracy, examples          share of needles found, among how many
     kl, loss, reference_loss    nats per token
@@ -12,8 +15,15 @@ missing value counts as unknown and shows as "-"):
     prefill_tokens_per_s, decode_tokens_per_s
     tokens_per_s                end to end: generated tokens by total time
     kv_bytes_per_row            most bytes of KV cache that one prompt takes at any time
+    kv_bytes_decode             the same while tokens are generated
+    kv_bytes_live, kv_bytes_allocated    of it, bytes of one prompt's keys and values at
+                                the end: of the pairs kept, and of all slots
     planned_bytes, measured_bytes, memory_bytes    of the whole run; the last, its limit
     seconds, seed, prompt_tokens, max_new_tokens, model, device, versions
+
+Records are a *sweep* if two labels or more come with several budgets or schedules. A
+report of a sweep begins with the best method per budget and schedule, and draws a heat
+map and the Pareto front.
 """
 
 import json
@@ -210,10 +220,68 @@ def _batch(record: Record) -> str:
     return _text(record.get("batch")) + (f" ({limit})" if limit else "")
 
 
+def _live(record: Record) -> str:
+    """Bytes of a prompt's pairs, and of the slots that they lie in."""
+    live, allocated = record.get("kv_bytes_live"), record.get("kv_bytes_allocated")
+    return "-" if live is None else f"{_megabytes(live)} / {_megabytes(allocated)}"
+
+
 def _end_to_end(record: Record, full: Record) -> str:
     ratio = _ratio(record, full, "tokens_per_s")
     times = "" if ratio is None else f" ({ratio:.2f}x)"
     return _rate(record.get("tokens_per_s")) + times
+
+
+# --- sweeps -------------------------------------------------------------------------
+
+
+def is_sweep(records: Sequence[Record]) -> bool:
+    """Whether two labels or more come with several budgets or schedules."""
+    found: dict[str, set] = {}
+    for record in records:
+        found.setdefault(_label(record), set()).add(_setting_of(record))
+    return sum(len(settings) > 1 for settings in found.values()) > 1
+
+
+def _label(record: Record) -> str:
+    return _text(record.get("label") or record.get("method"))
+
+
+def _row_labels(records: Sequence[Record]) -> list[str]:
+    """First cells of a table: in a sweep, columns tell budget and schedule."""
+    return [_label(r) for r in records] if is_sweep(records) else _labels(records)
+
+
+def _sweep_columns(
+    records: Sequence[Record],
+) -> dict[str, Callable[[Record], str]]:
+    return {"Schedule": _schedule, "KV slots": _slots} if is_sweep(records) else {}
+
+
+def _setting_of(record: Record) -> tuple[str, str]:
+    return _schedule(record), _slots(record)
+
+
+def _settings(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """Schedules and budgets of a sweep, the full cache's left out, budgets rising."""
+    found = {
+        _setting_of(r): _mean_budget(r) for r in records if r.get("budget") is not None
+    }
+    phases = list(dict.fromkeys(schedule for schedule, _ in found))
+    return sorted(found, key=lambda each: (phases.index(each[0]), found[each]))
+
+
+def _mean_budget(record: Record) -> float:
+    return float(np.mean(record["budget"]))
+
+
+def _rank(record: Record) -> tuple[float, float]:
+    """Smaller is better: the needles missed, then KL; unknown is worst."""
+    accuracy, kl = _finite(record.get("accuracy")), _finite(record.get("kl"))
+    return (
+        math.inf if accuracy is None else -accuracy,
+        math.inf if kl is None else kl,
+    )
 
 
 # --- tables -------------------------------------------------------------------------
@@ -237,8 +305,42 @@ def table(records: Sequence[Record]) -> str:
     return _markdown(records, columns)
 
 
+def overview(records: Sequence[Record]) -> str:
+    """Returns the table that fits on a screen: of a sweep, the best methods."""
+    return _best_table(records) if is_sweep(records) else table(records)
+
+
+def _best_table(records: Sequence[Record]) -> str:
+    """The full cache, and the best method of each column of a sweep.
+
+    The best has found the most needles and, among those that found as many, has the
+    smallest KL.
+    """
+    full = _full(records)
+    best, equals = [full] if full else [], {}
+    for setting in _settings(records):
+        peers = [r for r in records if _setting_of(r) == setting]
+        best.append(min(peers, key=_rank))
+        found = best[-1].get("accuracy")
+        equals[id(best[-1])] = sum(r.get("accuracy") == found for r in peers) - 1
+    columns: dict[str, Callable[[Record], str]] = {
+        "Schedule": _schedule,
+        "KV slots": _slots,
+        "Needle": lambda r: _number(r.get("accuracy")),
+        "As many": lambda r: _text(equals.get(id(r))),
+        "KL": lambda r: _kl(r.get("kl")),
+        "Top-1": lambda r: _number(r.get("top1_agreement")),
+        "Decode tok/s": lambda r: _rate(r.get("decode_tokens_per_s")),
+        "KV MB/prompt": lambda r: _megabytes(r.get("kv_bytes_per_row")),
+        "decoding": lambda r: _megabytes(r.get("kv_bytes_decode")),
+    }
+    return _markdown(best, columns, [_label(r) for r in best])
+
+
 def _memory_table(records: Sequence[Record]) -> str:
     columns: dict[str, Callable[[Record], str]] = {
+        **_sweep_columns(records),
+        "KV MB live / allocated": _live,
         "Planned MB": lambda r: _megabytes(r.get("planned_bytes")),
         "Measured MB": lambda r: _megabytes(r.get("measured_bytes")),
         "Limit MB": lambda r: _megabytes(r.get("memory_bytes")),
@@ -251,13 +353,15 @@ def _memory_table(records: Sequence[Record]) -> str:
 
 
 def _markdown(
-    records: Sequence[Record], columns: dict[str, Callable[[Record], str]]
+    records: Sequence[Record],
+    columns: dict[str, Callable[[Record], str]],
+    labels: Sequence[str] | None = None,
 ) -> str:
     """One row per record, the label first; text to the left, numbers to the right."""
     head = ["Method", *columns]
     body = [
         [label, *(cell(record) for cell in columns.values())]
-        for label, record in zip(_labels(records), records, strict=True)
+        for label, record in zip(labels or _row_labels(records), records, strict=True)
     ]
     cells = [[cell.replace("|", "\\|") for cell in row] for row in [head, *body]]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
@@ -284,17 +388,42 @@ _READING = """\
 - **Needle** is the share of prompts whose hidden pass key was found{examples}.
 - **KL** is KL(full cache || method) in nats per token and **Top-1** the share of tokens
   where both find the same next token likeliest, both on a text given token by token.
-  In the picture, a KL of 0 (below 0.0001) has its place under the dotted line.
+  Where it is an axis, a KL of 0 (below 0.0001) has its place under the dotted line.
 - **End-to-end** is generated tokens by total time, prefill included; in brackets, how
   many times the full cache.
 - **KV MB/prompt** is the most KV cache one prompt takes at any time, 1 MB being 10^6
-  bytes. A method that compresses once the prompt is in takes the whole prompt's. The
-  pictures show this memory; points that would cover each other stand side by side.
+  bytes. A method that compresses once the prompt is in takes the whole
+  prompt's.{points}
 - A dash stands for what was not measured."""
 
 
+_POINTS = """
+  The pictures show this memory; points that would cover each other stand side by
+  side."""
+
+_READING_SWEEP = """\
+- The first table has the best method of each schedule and budget: most needles, then
+  smallest KL. **As many** is how many others found as many needles; **decoding**, the
+  KV cache per prompt once the prompt is in.
+- In the heat map methods are sorted by their mean needle accuracy, then by KL; brighter
+  is better in both panels, and a dash stands for what was not measured.
+- The Pareto pictures have a column per schedule, since one that compresses after the
+  prompt saves memory only from then on. A method on the line has the best quality that
+  its memory, statistics included, or less can buy."""
+
+_MEMORY_NOTE = """\
+**KV MB live / allocated** are the keys and values of one prompt at the end: those of
+the pairs kept, and of all slots. A rule that keeps fewer pairs than the budget in some
+heads (fastgen, simlayerkv, scissorhands_released, a narrow sliding window) leaves slots
+empty and frees nothing that is allocated: quality at a smaller live size is not memory
+saved."""
+
+
 def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathlib.Path:
-    """Writes report.md, quality_vs_memory.png and throughput_vs_memory.png.
+    """Writes report.md and its pictures.
+
+    They are heat_map.png and pareto.png for a sweep, and otherwise
+    quality_vs_memory.png and throughput_vs_memory.png.
 
     Args:
       records: what to show, in this order.
@@ -309,7 +438,12 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
     if not records:
         raise ValueError("there are no records to report")
     workdir = pathlib.Path(workdir)
-    pictures.draw(records, _labels(records), _full(records), workdir)
+    if is_sweep(records):
+        columns = [_setting_of(r) for r in records]
+        rows, settings = [_label(r) for r in records], _settings(records)
+        pictures.draw_sweep(records, rows, columns, settings, _full(records), workdir)
+    else:
+        pictures.draw(records, _labels(records), _full(records), workdir)
     path = workdir / "report.md"
     path.write_text(_report(records), encoding="utf-8")
     return path
@@ -318,24 +452,42 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
 def _report(records: Sequence[Record]) -> str:
     examples = [r["examples"] for r in records if r.get("examples")]
     among = f"; of {min(examples)} prompts, one counts {1 / min(examples):.2f}"
-    return (
-        "\n\n".join(
-            [
-                "# KV-cache compression: quality, speed and memory",
-                _setting(records),
-                table(records),
-                "![Quality against KV memory](quality_vs_memory.png)",
-                "![Throughput against KV memory](throughput_vs_memory.png)",
-                "## How to read it",
-                _READING.format(examples=among if examples else ""),
-                "## Memory, loss and time",
-                _memory_table(records),
-                "## Versions",
-                _versions(records),
-            ]
-        )
-        + "\n"
-    )
+    sweep = is_sweep(records)
+    parts = [
+        "# KV-cache compression: quality, speed and memory",
+        _setting(records),
+        *(_sweep_parts(records) if sweep else _parts(records)),
+        "## How to read it",
+        _READING.format(
+            examples=among if examples else "", points="" if sweep else _POINTS
+        ),
+        *([_READING_SWEEP] if sweep else []),
+        "## Memory, loss and time",
+        _MEMORY_NOTE,
+        _memory_table(records),
+        "## Versions",
+        _versions(records),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _parts(records: Sequence[Record]) -> list[str]:
+    return [
+        table(records),
+        "![Quality against KV memory](quality_vs_memory.png)",
+        "![Throughput against KV memory](throughput_vs_memory.png)",
+    ]
+
+
+def _sweep_parts(records: Sequence[Record]) -> list[str]:
+    return [
+        "## The best of each schedule and budget",
+        _best_table(records),
+        "![Needle accuracy and KL of every method](heat_map.png)",
+        "![Quality against KV memory, and the best for each](pareto.png)",
+        "## All methods",
+        table(records),
+    ]
 
 
 def _setting(records: Sequence[Record]) -> str:

@@ -1,12 +1,17 @@
 """Runs of the whole experiment on a tiny model, interrupted and taken up again."""
 
 import json
+import pathlib
+import runpy
 
 import pytest
-from conftest import tiny_model
+from conftest import tiny_model, tiny_spec
 from test_tasks import HAYSTACK, make_tokenizer
 
-from kvjax import evaluate, report
+from kvjax import evaluate, policies, report
+from kvjax.types import UserError
+
+SWEEP = pathlib.Path(__file__).parents[1] / "configs" / "policy_sweep.py"
 
 CONFIG = {
     "model": "tiny",
@@ -26,6 +31,7 @@ CONFIG = {
             "budget": 2,
             "evict": 1,
         },
+        {"name": "slots 48", "label": "slots", "policy": "streaming", "rope": "slot"},
     ],
     "examples": 5,
     "prompt_tokens": 100,
@@ -60,7 +66,7 @@ def test_records_and_resumption(experiment, tmp_path):
     whole = evaluate.run(
         experiment, tmp_path / "whole", lambda *step: steps.append(step)
     )
-    assert [r["method"] for r in whole] == ["Full cache", "KeyDiff", "ED"]
+    assert [r["method"] for r in whole] == ["Full cache", "KeyDiff", "ED", "slots 48"]
     assert sum(units for _, units in steps) == experiment.units
     full, key_diff = whole[:2]
     assert full["kl"] == 0 and full["top1_agreement"] == 1
@@ -68,13 +74,20 @@ def test_records_and_resumption(experiment, tmp_path):
     assert 1 <= full["batch"] <= 4 and full["batch_limit"] == "prefill"
     assert key_diff["kv_bytes_per_row"] < 0.6 * full["kv_bytes_per_row"]
     assert all(r["planned_bytes"] <= 2_000_000 for r in whole)
+    for record in whole:
+        live, allocated = record["kv_bytes_live"], record["kv_bytes_allocated"]
+        assert 0 < live <= allocated <= record["kv_bytes_decode"]
+    assert full["kv_bytes_decode"] == full["kv_bytes_per_row"]
+    slot = whole[3]
+    assert (slot["rope"], key_diff["rope"]) == ("slot", "true")
+    assert slot["label"] == "slots" and key_diff["label"] == "KeyDiff"
 
     class Stop(KeyboardInterrupt):
         pass
 
     interrupted = tmp_path / "interrupted"
     stops = 0
-    for limit in range(2, 40, 3):
+    for limit in range(2, 50, 3):
         seen = []
 
         def stop(what, units, seen=seen, limit=limit):
@@ -90,7 +103,7 @@ def test_records_and_resumption(experiment, tmp_path):
     assert stops >= 3
     assert without_times(again) == without_times(whole)
     batches = report.read_records(interrupted / "batches.jsonl")
-    for method in ("Full cache", "KeyDiff", "ED"):
+    for method in ("Full cache", "KeyDiff", "ED", "slots 48"):
         ran = [
             i
             for b in batches
@@ -100,3 +113,38 @@ def test_records_and_resumption(experiment, tmp_path):
         assert sorted(ran) == list(range(5)), "each prompt was run once"
     json.dumps(report.summary(again))
     assert report.write_report(again, interrupted).exists()
+
+
+def sweep(quick):
+    config = runpy.run_path(str(SWEEP))["get_config"]().to_dict()
+    return evaluate.from_config(config | {"quick": quick}, {})
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_sweep_fits_smollm2(quick):
+    """Its layers and heads, under every budget and schedule."""
+    evaluate._check(sweep(quick))
+    spec = tiny_spec(num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
+    for method in sweep(quick).methods:
+        made = method.compression(spec)
+        assert (made.rope, made.schedule.block) == (method.rope, 128)
+
+
+def test_the_sweep_holds_every_policy():
+    methods = sweep(False).methods
+    labels = {method.label for method in methods if method.policy}
+    assert {method.policy for method in methods} == {*policies.names(), None}
+    assert len(labels) == len(policies.names()) + 1  # streaming has two rows
+    assert len(methods) == len(labels) * 2 * 3 + 1
+    assert len(sweep(True).methods) == 5 * 2 + 1
+    assert sweep(True).examples < sweep(False).examples
+
+
+def test_quick_fields_replace_others():
+    quick = {"methods": [{"name": "Full cache"}], "examples": 1}
+    config = CONFIG | {"quick": True, "quick_fields": quick}
+    assert len(evaluate.from_config(config, {}).methods) == 1
+    assert evaluate.from_config(config, {"examples": 3}).examples == 3
+    assert evaluate.from_config(config | {"quick": False}, {}).examples == 5
+    with pytest.raises(UserError, match="unknown field 'exampels'"):
+        evaluate.from_config(config | {"quick_fields": {"exampels": 1}}, {})

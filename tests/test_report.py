@@ -174,6 +174,70 @@ def test_summary_holds_ratios_and_is_json():
     assert report.summary(RECORDS[1:])["methods"]["KeyDiff"]["speedup"] is None
 
 
+# --- sweeps -------------------------------------------------------------------------
+
+
+def sweep_records(**changes):
+    """Two policies at two budgets under two schedules; one of them was not measured."""
+    records = [FULL]
+    for label, skill in (("good", 1.0), ("poor", 0.25)):
+        for phases in ("prefill+decode", "after_prefill"):
+            for budget in (768, 1152):
+                fields = {
+                    "label": label,
+                    "schedule": phases,
+                    "budget": budget,
+                    "accuracy": skill * budget / 1152,
+                    "kl": 10.0 / budget,
+                    "kv_bytes_decode": budget * 46e3,
+                    "kv_bytes_live": budget * 23e3,
+                    "kv_bytes_allocated": budget * 46e3,
+                }
+                name = f"{label}, {budget}, {phases}"
+                records.append(make_record(name, **(fields | changes)))
+    records[-1]["accuracy"] = records[-1]["kl"] = None
+    return records
+
+
+def test_a_sweep_is_one_of_budgets_or_schedules():
+    assert report.is_sweep(sweep_records())
+    assert not report.is_sweep(RECORDS)
+    assert not report.is_sweep([make_record("A"), make_record("A", budget=256), FULL])
+
+
+def test_the_best_of_each_setting_comes_first():
+    head, _, full, *best = report.overview(sweep_records()).split("\n")
+    assert cells(head)[:5] == ["Method", "Schedule", "KV slots", "Needle", "As many"]
+    assert cells(full)[0] == "Full cache"
+    assert [cells(line)[:3] for line in best] == [
+        ["good", phases, budget]
+        for phases in ("prefill+decode", "after_prefill")
+        for budget in ("768", "1,152")
+    ]
+    tied = report.overview(sweep_records(accuracy=1.0, kl=0.1)).split("\n")[3]
+    assert cells(tied)[4] == "1"
+
+
+def test_a_sweeps_report_has_its_pictures(tmp_path):
+    records = sweep_records()
+    text = report.write_report(records, tmp_path).read_text(encoding="utf-8")
+    assert report.overview(records) in text and report.table(records) in text
+    assert "26.5 / 53.0" in text and "frees nothing" in text
+    assert text.index("heat_map.png") < text.index(report.table(records))
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        "heat_map.png",
+        "pareto.png",
+    ]
+    report.write_report([r | {"kl": None} for r in records[1:]], tmp_path)
+
+
+def test_pareto_fronts():
+    points = np.array([[1, 0.5], [1, 0.5], [2, 0.4], [3, 0.9], [3, 0.2], [np.nan, 1]])
+    assert pictures._front(points, 1) == [0, 1, 3]
+    assert pictures._front(points, -1) == [0, 1, 2, 4]
+    assert pictures._front(points[-1:], 1) == []
+
+
 # --- report and pictures ------------------------------------------------------------
 
 
