@@ -84,16 +84,16 @@ def get_config() -> ConfigDict:
             "dtype": "float32",
             "memory_gb": 4.0,  # enough for all prompts at once; 0: the device's limit
             "seed": 0,
+            "layerwise": True,  # compiles a layer for each method, not a model
             "haystack": "",  # a folder of texts; empty: Python's own reference
             "block": _BLOCK,
             "methods": _methods((*_POLICIES, _SLOTS), _BUDGETS),
             # Needle: the pass key, at these depths of the text in turn.
-            "examples": 4,
+            "examples": 8,
             "prompt_tokens": 1500,
-            "depths": (0.1, 0.35, 0.65, 0.9),
+            "depths": (0.1, 0.35, 0.65, 0.9),  # two prompts each
             "max_new_tokens": 12,
-            # Fidelity: the full cache's predictions on long text, teacher-forced. As
-            # many texts as needles: they share the program that reads prompts.
+            # Fidelity: the full cache's predictions on long text, teacher-forced.
             "windows": 4,
             "window_prompt_tokens": 1500,
             "window_continuation_tokens": 64,

@@ -16,16 +16,23 @@ import json
 import os
 import pathlib
 import platform
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import cache, completions, policies, programs, report
+from kvjax import cache, completions, layerwise, policies, programs, report
 from kvjax.generate import compact, prefill, score_tokens
-from kvjax.plan import Plan, check_one_row, device_memory, plan_job, state_bytes
+from kvjax.plan import (
+    Plan,
+    check_one_row,
+    device_memory,
+    plan_by_shapes,
+    plan_job,
+    state_bytes,
+)
 from kvjax.programs import Job
 from kvjax.tasks import fidelity, needle, text
 from kvjax.types import Model, ModelSpec, Schedule, UserError
@@ -79,7 +86,11 @@ class Method:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """All that a run depends on; see `configs/quickstart.py` for the fields."""
+    """All that a run depends on; see `configs/quickstart.py` for the fields.
+
+    With `layerwise`, prompts run as in `kvjax.layerwise`: for sweeps over many methods.
+    Nothing is timed then, and memory is planned from shapes, for one method at a time.
+    """
 
     model: str
     dtype: str
@@ -94,6 +105,7 @@ class Experiment:
     windows: int
     window_prompt_tokens: int
     window_continuation_tokens: int
+    layerwise: bool = False
 
     @property
     def units(self) -> int:
@@ -188,6 +200,7 @@ def run(
         experiment.seed,
         haystack,
     )
+    engine = _layers(model, jobs.values()) if experiment.layerwise else _whole(model)
     records = report.read_records(workdir / "records.jsonl")
     finished = {record["method"]: record for record in records}
     for method in experiment.methods:
@@ -196,20 +209,55 @@ def run(
             continue
         say = functools.partial(_say, progress, method.name)
         say("planning and compiling", 0)
-        plan = plan_job(jobs[method.name], memory, len(examples))
-        _needle(model, plan, examples, method, workdir, experiment.seed, say)
-        _fidelity(model, plan, windows, method, workdir, say)
+        plan = engine.plan(jobs[method.name], memory, len(examples))
+        run_batch = functools.partial(engine.run_batch, plan.job, experiment.seed)
+        _needle(model, plan, run_batch, examples, method, workdir, say)
+        _fidelity(model, plan, engine.forced, windows, method, workdir, say)
         record = _record(experiment, method, plan, workdir, len(examples))
         report.append_record(workdir / "records.jsonl", record)
         finished[method.name] = record
-        _forget()
+        engine.forget()
     return [finished[method.name] for method in experiment.methods]
 
 
-def _forget() -> None:
-    """Lets go of compiled programs: no other method runs them, and they add up."""
-    programs.programs.cache_clear()
-    jax.clear_caches()
+class _Engine(NamedTuple):
+    """How prompts are run: by whole compiled programs, or layer by layer."""
+
+    plan: Callable[[Job, int, int], Plan]
+    run_batch: Callable[..., completions.BatchResult]  # of job, seed, prompts, rows
+    forced: Callable[..., np.ndarray]  # of windows, what is kept
+    forget: Callable[[], None]
+
+
+def _whole(model: Model) -> _Engine:
+    def run_batch(job, seed, prompts, rows):
+        return completions.run_batch(model.params, job, prompts, rows, seed)
+
+    def forget():  # no other method runs these programs, and they add up
+        programs.programs.cache_clear()
+        jax.clear_caches()
+
+    forced = functools.partial(_forced_batch, model)
+    return _Engine(plan_job, run_batch, forced, forget)
+
+
+def _layers(model: Model, jobs: Iterable[Job]) -> _Engine:
+    jobs = list(jobs)
+    readings = layerwise.Readings(model, (job.made for job in jobs))
+
+    def run_batch(job, seed, prompts, rows):
+        reading = readings.after(job.made, prompts, job.new)
+        steps = (job.new, completions.end_tokens(model))
+        reading, tokens = layerwise.write(model, job.made, reading, *steps)
+        return completions.BatchResult(tokens, layerwise.joined(reading), None, None)
+
+    def forced(windows, made):
+        given = np.asarray([window.continuation for window in windows])
+        prompts = [window.prompt for window in windows]
+        reading = readings.after(made, prompts, given.shape[1])
+        return layerwise.score_tokens(model, made, reading, given[:, :-1])
+
+    return _Engine(plan_by_shapes, run_batch, forced, lambda: None)
 
 
 def _say(progress: Progress, name: str, what: str, units: int) -> None:
@@ -264,7 +312,7 @@ def _job(experiment: Experiment, model: Model, method: Method) -> Job:
     return Job(model.spec, made, 1, prompt, new, experiment.dtype)
 
 
-def _needle(model, plan, examples, method, workdir, seed, say) -> None:
+def _needle(model, plan, run_batch, examples, method, workdir, say) -> None:
     """Runs the examples that no finished batch holds."""
     path = workdir / "batches.jsonl"
     done = {i for batch in _finished(path, method, "needle") for i in batch["examples"]}
@@ -275,7 +323,7 @@ def _needle(model, plan, examples, method, workdir, seed, say) -> None:
         say(f"needle, {len(rows)} prompts at once", 0)
         prompts = [examples[i].tokens for i in rows]
         with _peak_memory(plan.weights_bytes) as measured:
-            result = completions.run_batch(model.params, plan.job, prompts, rows, seed)
+            result = run_batch(prompts, rows)
         texts = [model.tokenizer.decode(new) for new in result.tokens]
         live, allocated = cache.pair_bytes(result.state)
         batch = {
@@ -299,16 +347,18 @@ def _needle(model, plan, examples, method, workdir, seed, say) -> None:
         say("needle", len(rows))
 
 
-def _fidelity(model, plan, windows, method, workdir, say) -> None:
+def _fidelity(model, plan, forced, windows, method, workdir, say) -> None:
     """Compares the method's next-token distributions to the full cache's."""
     path = workdir / "batches.jsonl"
     if _finished(path, method, "fidelity"):
         say("fidelity, taken up again", len(windows))
         return
-    reference = _reference(model, windows, workdir, plan, say)
+    rows = min(plan.batch, len(windows))
+    run = functools.partial(_forced, forced, windows, rows)
+    reference = _reference(model, run, workdir, say)
     say(f"fidelity, {len(windows)} texts", 0)
     full = plan.job.made.policy is None
-    logits = reference if full else _forced(model, windows, plan.job.made, plan)
+    logits = reference if full else run(plan.job.made)
     targets = np.asarray([window.continuation for window in windows]).reshape(-1)
     width = logits.shape[-1]
     scores = fidelity.compare(
@@ -318,23 +368,22 @@ def _fidelity(model, plan, windows, method, workdir, say) -> None:
     say("fidelity", len(windows))
 
 
-def _reference(model, windows, workdir, plan, say) -> np.ndarray:
+def _reference(model, run, workdir, say) -> np.ndarray:
     path = workdir / "reference.npy"
     if not path.exists():
         say("the full cache's predictions", 0)
         full = cache.compression(model.spec, None, None)
-        logits = _forced(model, windows, full, plan)
+        logits = run(full)
         partial = path.with_suffix(".part.npy")
         np.save(partial, logits)
         partial.replace(path)
     return np.load(path)
 
 
-def _forced(model: Model, windows, made: cache.Compression, plan: Plan) -> np.ndarray:
+def _forced(forced, windows, rows: int, made: cache.Compression) -> np.ndarray:
     """Teacher-forced logits f32[windows, continuation, V], a few windows at a time."""
-    rows = min(plan.batch, len(windows))
     parts = [
-        _forced_batch(model, [windows[i] for i in part], made)
+        forced([windows[i] for i in part], made)
         for part in completions.batches(range(len(windows)), rows)
     ]
     return np.concatenate(parts)
@@ -368,9 +417,15 @@ def _record(experiment, method, plan, workdir, count) -> report.Record:
     (quality,) = _finished(path, method, "fidelity")
 
     def total(key):
-        return sum(batch[key] for batch in batches)
+        values = [batch[key] for batch in batches]
+        return None if None in values else sum(values)
 
     reading, writing = total("prefill_seconds"), total("decode_seconds")
+    seconds = None if reading is None else reading + writing
+
+    def rate(key, seconds):
+        return None if seconds is None else total(key) / seconds
+
     measured = [b["measured_bytes"] for b in batches if b["measured_bytes"]]
     return {
         "method": method.name,
@@ -387,9 +442,9 @@ def _record(experiment, method, plan, workdir, count) -> report.Record:
             key: quality[key]
             for key in ("loss", "reference_loss", "kl", "top1_agreement")
         },
-        "prefill_tokens_per_s": total("prompt_tokens") / reading,
-        "decode_tokens_per_s": total("new_tokens") / writing,
-        "tokens_per_s": total("new_tokens") / (reading + writing),
+        "prefill_tokens_per_s": rate("prompt_tokens", reading),
+        "decode_tokens_per_s": rate("new_tokens", writing),
+        "tokens_per_s": rate("new_tokens", seconds),
         "kv_bytes_per_row": plan.row_bytes,
         "kv_bytes_decode": state_bytes(plan.job)["decode"] // plan.batch,
         "kv_bytes_live": total("kv_bytes_live") / count,
@@ -397,7 +452,7 @@ def _record(experiment, method, plan, workdir, count) -> report.Record:
         "planned_bytes": plan.peak_bytes,
         "measured_bytes": max(measured, default=None),
         "memory_bytes": plan.memory_bytes,
-        "seconds": reading + writing,
+        "seconds": seconds,
         "seed": experiment.seed,
         "prompt_tokens": experiment.prompt_tokens,
         "max_new_tokens": experiment.max_new_tokens,

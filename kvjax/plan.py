@@ -111,6 +111,23 @@ def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
     raise UserError(_too_small(job, memory_bytes, worst, needed[worst]))
 
 
+def plan_by_shapes(job: Job, memory_bytes: int, max_batch: int) -> Plan:
+    """A batch that fits with as much room for temporaries as the state takes.
+
+    Compiles nothing. At most `max_batch` rows.
+
+    Raises:
+      UserError: not even one row fits.
+    """
+    row = 2 * max(state_bytes(dataclasses.replace(job, batch=1)).values())
+    batch = min(max_batch, (memory_bytes - _weights(job)) // row)
+    if batch < 1:
+        raise UserError(_too_small(job, memory_bytes, "it", _weights(job) + row))
+    limit = "prompts" if batch == max_batch else "prefill"
+    peak = _weights(job) + batch * row
+    return _plan(dataclasses.replace(job, batch=batch), limit, memory_bytes, peak)
+
+
 def check_one_row(job: Job, memory_bytes: int) -> None:
     """Raises UserError if weights and one row's state alone are too much; instant."""
     if _least(job) > memory_bytes:

@@ -24,6 +24,7 @@ MAY = {
     "generate": {"types", "cache", "sampling", "models"},
     "programs": {"types", "cache", "sampling", "models", "generate", "weights"},
     "plan": {"types", "cache", "models", "policies", "programs"},
+    "layerwise": {"types", "nn", "cache", "models", "policies", "generate"},
 }
 
 

@@ -64,15 +64,28 @@ def forward(
     """
     x = params["embed"][tokens]
     rotate = rotation(spec, positions)
-    for index, layer in enumerate(params["layers"]):
-        h = nn.rms_norm(x, layer["attn_norm"], spec.norm_eps)
-        q, k, v = _project(h, layer["qkv"])
-        ops = LayerOps(rotate, functools.partial(_contributions, layer["out"]))
-        mixed, cache = attend(index, q, k, v, ops, cache)
-        x = x + _merge_heads(mixed, layer["out"])
-        h = nn.rms_norm(x, layer["mlp_norm"], spec.norm_eps)
-        x = x + nn.swiglu(h, layer["gate_up"], layer["down"])
+    for index, weights in enumerate(params["layers"]):
+        x, cache = layer(weights, spec, index, x, rotate, cache, attend)
     return nn.rms_norm(x, params["final_norm"], spec.norm_eps), cache
+
+
+def layer(
+    weights: PyTree,
+    spec: ModelSpec,
+    index: int,
+    x: Float[Array, "B T M"],
+    rotate: Callable[..., Array],
+    cache: PyTree,
+    attend: Attend,
+) -> tuple[Float[Array, "B T M"], PyTree]:
+    """One layer of `forward`: attention and MLP, each added to the residual stream."""
+    h = nn.rms_norm(x, weights["attn_norm"], spec.norm_eps)
+    q, k, v = _project(h, weights["qkv"])
+    ops = LayerOps(rotate, functools.partial(_contributions, weights["out"]))
+    mixed, cache = attend(index, q, k, v, ops, cache)
+    x = x + _merge_heads(mixed, weights["out"])
+    h = nn.rms_norm(x, weights["mlp_norm"], spec.norm_eps)
+    return x + nn.swiglu(h, weights["gate_up"], weights["down"]), cache
 
 
 def rotation(

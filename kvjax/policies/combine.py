@@ -25,14 +25,16 @@ from kvjax.types import EMPTY, Stats, UserError, View
 def protect(policy: Policy, sinks: int = 4, recent: int = 32) -> Policy:
     """Pins the first `sinks` and the newest `recent` tokens of every row.
 
-    Attention sinks are StreamingLLM's observation (Xiao et al. 2024, section 3.1); a
-    window of recent pairs is common to most rules since H2O.
+        score = +inf for positions < sinks and positions > now - recent, else the rule's
+
+    A window of recent pairs is common to most rules since H2O.
 
     Args:
       policy: chooses among the rest.
       sinks: positions 0 .. sinks - 1 stay.
       recent: positions now - recent + 1 .. now stay.
 
+    Source: StreamingLLM (Xiao et al. 2024), section 3.1, for attention sinks.
     Raises:
       UserError: a negative number. That the pinned pairs fit a budget is checked where
         the budget is known: before anything is compiled.
@@ -52,14 +54,17 @@ def protect(policy: Policy, sinks: int = 4, recent: int = 32) -> Policy:
 
 @once
 def mix(a: Policy, b: Policy, weight: float = 0.5) -> Policy:
-    """Weighs two rules: weight * a + (1 - weight) * b, each on a scale from 0 to 1.
+    """Weighs two rules against each other.
+
+        score = weight * a's + (1 - weight) * b's, each stretched over 0 .. 1
 
     Scores of different rules have different units, so each is first stretched over the
     range of its own live pairs, head by head. A pair that either pins stays; one that
     either lets go for good goes, unless the other pins it.
 
     Args:
-      a, b: the rules.
+      a: one rule.
+      b: the other.
       weight: of `a`, from 0 to 1.
 
     Raises:
@@ -90,6 +95,8 @@ def mix(a: Policy, b: Policy, weight: float = 0.5) -> Policy:
 @once
 def smooth(policy: Policy, kernel: int = 7, pool: str = "average") -> Policy:
     """Pools the scores along the text, so that a pair's neighbours stay with it.
+
+        score = mean or maximum of the rule's scores over `kernel` neighbours
 
     Neighbours are the live pairs next to it in the order of positions. Pinned pairs are
     nobody's neighbours, and stay pinned.
@@ -143,10 +150,15 @@ def chunked(policy: Policy, size: int = 10) -> Policy:
 
 @once
 def shared_heads(policy: Policy) -> Policy:
-    """One choice for all heads: the mean of their scores.
+    """One choice for all heads.
+
+        score = mean of the rule's scores over the K heads
 
     The heads of a row then hold the same positions, as in rules that drop whole tokens.
     The rule must not pin a pair in one head and let it go in another.
+
+    Args:
+      policy: the rule.
     """
 
     def score(stats, view):
@@ -159,6 +171,8 @@ def shared_heads(policy: Policy) -> Policy:
 @once
 def per_head(policy: Policy, total: float = 0.5, floor: float = 0.2) -> Policy:
     """Heads share a layer's budget: the best pairs stay, whichever head they are in.
+
+        score = the rule's for what stays, -inf for the rest
 
     When something has to go, the heads of a row together keep floor(total * n) pairs
     times their number, n being what a full head is left with. All pairs compete, except

@@ -12,7 +12,7 @@ from kvjax.types import Observation, Stats
 
 @once
 def scissorhands(history: int = 400, recent: int = 10) -> Policy:
-    """Drops the pairs that most often got less than an even share of attention.
+    """Keeps the pairs that recent queries seldom gave less than an even share.
 
         score = +inf for the newest `recent` pairs
                 -(queries among the last `history` whose weight on the pair

@@ -39,7 +39,7 @@ def expected_attention(
       value_norm: False leaves out |value|.
       epsilon: weight that every pair is granted before |value| is applied.
 
-    Needs: raw_queries.
+    Needs: raw_queries, whose mean and covariance are kept.
     Source: Expected Attention (Devoto et al. 2025), section 3, with the statistics and
       defaults of its implementation in kvpress.
     Raises:

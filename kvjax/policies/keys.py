@@ -45,9 +45,9 @@ def key_norm() -> Policy:
 
     In trained decoders a small norm of a key goes with high attention to it.
 
-    Source: Devoto et al. 2024, "A simple and effective L2 norm-based strategy for KV
-      cache compression", section 3. The authors leave the first two layers alone; give
-      those layers a larger budget for that.
+    Source: L2 norm (Devoto et al. 2024, "A simple and effective L2 norm-based strategy
+      for KV cache compression"), section 3. The authors leave the first two layers
+      alone; give those layers a larger budget for that.
     """
 
     def score(view: View) -> Array:

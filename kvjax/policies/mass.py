@@ -52,7 +52,7 @@ def average_attention() -> Policy:
 
 @once
 def h2o(recent: float = 0.5, sinks: int = 0) -> Policy:
-    """Heavy hitters and a window: the largest summed weights, and the newest pairs.
+    """Keeps heavy hitters and a window: the largest summed weights, the newest pairs.
 
         score = +inf for the first `sinks` tokens and the newest
                 floor(recent * (keep - sinks)) pairs;
@@ -83,7 +83,7 @@ def h2o(recent: float = 0.5, sinks: int = 0) -> Policy:
 
 @once
 def h2o_sinks(recent: float = 0.5, sinks: int = 4) -> Policy:
-    """H2O with attention sinks: the first tokens, heavy hitters, and a window.
+    """Keeps attention sinks, heavy hitters and a window.
 
         score = as `h2o`, with the first `sinks` tokens at +inf
 
@@ -105,7 +105,7 @@ def h2o_sinks(recent: float = 0.5, sinks: int = 4) -> Policy:
 
 @once
 def roco(spread: float = 0.3, recent: int = 10, sinks: int = 0) -> Policy:
-    """Protects the pairs whose weights vary most, and drops the lowest means.
+    """Keeps the pairs whose weights vary most, and of the others the highest means.
 
         mean      = (sum of weights) / n,    n = now + 1 - position
         deviation = sqrt((sum of squared weights) / n - mean ** 2)

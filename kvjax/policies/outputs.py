@@ -18,7 +18,7 @@ from kvjax.types import Stats
 def criticalkv(
     policy: Policy | None = None, first: float = 0.5, epsilon: float = 1e-4
 ) -> Policy:
-    """Weighs another rule's choice by the size of what each value adds to the output.
+    """Keeps what another rule values, weighed by how much it adds to the output.
 
         size  = mean over G of the L1 norm of value . W_o
         score = +inf                               for the floor(first * keep) pairs
@@ -33,7 +33,8 @@ def criticalkv(
       first: share of the kept pairs that the first stage takes; the paper's 0.5.
       epsilon: what a pair without any attention is granted.
 
-    Needs: output_norm, and what `policy` needs.
+    Needs: output_norm, one number for each new pair, and what `policy` needs (queries,
+      for `snapkv`).
     Source: CriticalKV (Feng et al. 2025), Algorithm 1; epsilon from the released code.
     Raises:
       UserError: a share outside 0 .. 1, a negative epsilon.

@@ -27,7 +27,7 @@ def fastgen(
     heavy: int = 64,
     local: int = 64,
 ) -> Policy:
-    """Gives each head the cheapest cache that recovers its attention on the prompt.
+    """Keeps, in each head, the cheapest set that recovers its attention on the prompt.
 
         S1 = the first `sinks` tokens and those in `special`
         S2 = S1 and those in `punctuation`
@@ -121,7 +121,7 @@ def fastgen(
 def simlayerkv(
     threshold: float = 0.9, sinks: int = 4, recent: int = 1024, queries: int = 32
 ) -> Policy:
-    """Trims lazy layers to sinks and a window, and leaves the others alone.
+    """Keeps only sinks and a window in lazy layers, and leaves the others alone.
 
         laziness = weight of the last `queries` queries on the first `sinks` tokens and
                    on the `recent` tokens up to their own; mean over queries and heads
@@ -141,7 +141,7 @@ def simlayerkv(
       queries: last queries that are asked; the paper's 32. With 1 it is the rule that
         the released code applies at the first decode step.
 
-    Needs: queries.
+    Needs: queries, of which the last are remembered.
     Source: SimLayerKV (Zhang et al. 2024), section 3. The released code counts a pair
       twice that is both sink and recent; here it counts once.
     Raises:

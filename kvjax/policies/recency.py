@@ -81,7 +81,7 @@ def random(seed: int = 0) -> Policy:
     Args:
       seed: draws another sample.
 
-    Source: the baseline that every rule has to beat.
+    Source: none; what every other rule has to beat.
     """
 
     def score(view: View) -> Array:

@@ -29,16 +29,13 @@ def r_kv(
     repetition, so that one of them stays. The cosines take C * C numbers per head, one
     row of the batch at a time.
 
-    Not in every list of rules yet; chosen because long reasoning is where caches are
-    now largest, and because it decodes under a budget, as Batch-Max does.
-
     Args:
       window: queries that are asked, and pairs that always stay; the authors' 8.
       kernel: pairs over which importance is pooled, odd; the authors' 7.
       weight: of importance, from 0 to 1; the paper's 0.1, the released code's 0.07.
       alike: cosine above which keys say the same, from -1 to 1; the authors' 0.5.
 
-    Needs: queries.
+    Needs: queries, of which the last are remembered.
     Source: R-KV (Cai et al. 2025), section 3; the maximum over G is the code's.
       Where no key is alike, that code forgets the cosine with the first one; here
       nothing is forgotten.

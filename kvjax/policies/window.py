@@ -75,7 +75,7 @@ def snapkv(
         the released code does; 'mean_first' the other way round. Max pooling tells them
         apart, average pooling does not.
 
-    Needs: queries.
+    Needs: queries, of which the last are remembered.
     Source: SnapKV (Li et al. 2024), sections 3 and 4; released code for pooling before
       the mean, and for zeros beyond the ends.
     Raises:
@@ -118,7 +118,7 @@ def chunk_kv(size: int = 10, window: int = 32) -> Policy:
       size: tokens in a chunk; the paper's 10.
       window: queries that are asked, and pairs that always stay.
 
-    Needs: queries.
+    Needs: queries, of which the last are remembered.
     Source: ChunkKV (Liu et al. 2025), section 3.2, Algorithm 1.
     Raises:
       UserError: a size or a window below 1.

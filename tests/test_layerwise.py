@@ -1,0 +1,97 @@
+"""Layer by layer, a model says and keeps what it does in one program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import Schedule, cache, layerwise, policies
+from kvjax.completions import run_batch
+from kvjax.generate import compact, prefill, score_tokens
+from kvjax.programs import Job, bucket
+
+NEW = 9
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(0, 50, length).tolist() for length in (30, 64, 47)]
+METHODS = [
+    (None, "full", {}),
+    (policies.average_attention(), "prefill+decode", {}),
+    (policies.key_diff(), "decode", {}),
+    (policies.snapkv(window=5), "after_prefill", {}),
+    (policies.h2o(), "after_prefill", {}),
+    (policies.expected_attention(), "after_prefill", {}),
+    (policies.streaming(), "after_prefill", {"rope": "slot"}),
+]
+
+
+def compressions(spec):
+    return [
+        cache.compression(
+            spec, policy, 24 if policy else None, Schedule(phases, 8, 8), **options
+        )
+        for policy, phases, options in METHODS
+    ]
+
+
+@pytest.fixture(scope="module")
+def readings(tiny):
+    """Shared by all methods, as in a sweep."""
+    return layerwise.Readings(tiny, compressions(tiny.spec))
+
+
+@pytest.mark.parametrize("index", range(len(METHODS)))
+def test_same_tokens_and_pairs(tiny, readings, index):
+    made = compressions(tiny.spec)[index]
+    size = bucket(tiny.spec, made, 64, NEW)
+    whole = run_batch(
+        tiny.params, Job(tiny.spec, made, 3, size, NEW), PROMPTS, range(3)
+    )
+    reading = readings.after(made, PROMPTS, NEW)
+    reading, tokens = layerwise.write(tiny, made, reading, NEW, (-1,))
+    assert tokens == whole.tokens
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        cache.kept_positions(layerwise.joined(reading)),
+        cache.kept_positions(whole.state),
+    )
+
+
+@pytest.mark.parametrize("index", [1, 3])
+def test_same_logits(tiny, readings, index):
+    """Teacher forcing, with evictions while writing and without."""
+    made, spec = compressions(tiny.spec)[index], tiny.spec
+    prompts, given = [PROMPTS[1]], RNG.integers(0, 50, (1, NEW))
+    tokens = jnp.asarray(prompts, jnp.int32)
+    state = cache.init(spec, made, 1, made.prefill_capacity(spec, 64, NEW))
+    lengths = jnp.asarray([64], jnp.int32)
+    state, first = prefill(tiny.params, state, tokens, lengths, spec=spec, made=made)
+    if made.schedule.compacts:
+        capacity = made.decode_capacity(spec, 64, NEW)
+        state = compact(state, spec=spec, made=made, capacity=capacity)
+    forced = jnp.asarray(given, jnp.int32)
+    _, rest = score_tokens(tiny.params, state, forced, spec=spec, made=made)
+    whole = np.concatenate([np.asarray(first)[None], np.asarray(rest)])[:, 0]
+    reading = readings.after(made, prompts, NEW)
+    found = layerwise.score_tokens(tiny, made, reading, given)
+    np.testing.assert_allclose(found[0], whole, atol=1e-5)
+
+
+def test_the_prompt_is_read_once(tiny, monkeypatch):
+    """However many rules look at it once it is in."""
+    made = compressions(tiny.spec)[3:6]
+    fresh, count = layerwise.Readings(tiny, made), []
+    read = layerwise.read
+    monkeypatch.setattr(layerwise, "read", lambda *args: count.append(1) or read(*args))
+    for each in made:
+        fresh.after(each, PROMPTS, NEW)
+    assert len(count) == 1
+
+
+def test_an_end_token_stops_a_row(tiny, readings):
+    made = compressions(tiny.spec)[1]
+    free = layerwise.write(tiny, made, readings.after(made, PROMPTS, NEW), NEW, (-1,))
+    end = free[1][0][3]
+    cut = layerwise.write(tiny, made, readings.after(made, PROMPTS, NEW), NEW, (end,))
+    for whole, short in zip(free[1], cut[1], strict=True):
+        stop = whole.index(end) + 1 if end in whole else NEW
+        assert short == whole[:stop]
