@@ -5,7 +5,7 @@
         --config.quick
 
 SmolLM2-135M-Instruct reads prompts of 1,500 tokens with a hidden pass key, and goes on
-with four texts of that length token by token, once for each of 133 methods: the 21
+with two texts of that length token by token, once for each of 133 methods: the 21
 registered policies and StreamingLLM with renumbered positions, at 25%, 50% and 75% of
 the prompt, evicting while they read and write (`prefill+decode`) or once after the
 prompt (`after_prefill`). Stop it at any moment and start it again: it goes on where it
@@ -89,12 +89,12 @@ def get_config() -> ConfigDict:
             "block": _BLOCK,
             "methods": _methods((*_POLICIES, _SLOTS), _BUDGETS),
             # Needle: the pass key, at these depths of the text in turn.
-            "examples": 8,
+            "examples": 6,
             "prompt_tokens": 1500,
-            "depths": (0.1, 0.35, 0.65, 0.9),  # two prompts each
+            "depths": (0.1, 0.25, 0.4, 0.6, 0.75, 0.9),
             "max_new_tokens": 12,
             # Fidelity: the full cache's predictions on long text, teacher-forced.
-            "windows": 4,
+            "windows": 2,
             "window_prompt_tokens": 1500,
             "window_continuation_tokens": 64,
         }
