@@ -22,14 +22,13 @@ peer cannot run, one line says why and the exit code is 2.
 
 import functools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from typing import Any, NamedTuple
 
-from absl import app, flags, logging
+import peers
+from absl import flags, logging
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("model", "smollm2-135m-instruct", "a name that kvjax.load knows")
@@ -58,20 +57,16 @@ class Case(NamedTuple):
         return self.batch * (self.new - 1 if self.new else self.prompt)
 
 
-class PeerError(Exception):
-    """The transformers side cannot run; one line."""
-
-
 def main(_):
     logging.set_verbosity(logging.WARNING)
     if FLAGS.worker:
-        return work()
+        return peers.serve(("torch", "transformers"), answer)
     cases = (
         Case("decode, batch 1", 1, FLAGS.prompt, FLAGS.new),
         Case("decode, batch 16", 16, FLAGS.prompt, FLAGS.new),
         Case("prefill, 4 x 512", 4, 512, 0),
     )
-    peer = Peer()
+    peer = peers.Peer(FLAGS.peer_python, __file__)
     ours = kvjax_side(peer)
     figures = {
         case.name: race(case, ours, peer)
@@ -88,7 +83,8 @@ def race(case: Case, ours, peer) -> dict[str, Any]:
     prompts = ours.prompts(case)
     sides = {"kvjax": lambda: ours.run(case, prompts)}
     for way in PEER_WAYS if case.new else PEER_WAYS[:1]:
-        sides[way] = functools.partial(peer.run, case, prompts, way)
+        request = {"prompts": prompts, "new": case.new, "way": way}
+        sides[way] = functools.partial(peer.ask, request)
     for run in sides.values():
         run()
     rates, tokens = {name: [] for name in sides}, []
@@ -112,7 +108,7 @@ def race(case: Case, ours, peer) -> dict[str, Any]:
 # ------------------------------------------------------------------------- kvjax
 
 
-def kvjax_side(peer: "Peer"):
+def kvjax_side(peer: peers.Peer):
     """Our side; imported here because the worker's environment need not have JAX."""
     import kvjax
     from kvjax import cache, completions
@@ -140,77 +136,15 @@ def kvjax_side(peer: "Peer"):
     return Ours()
 
 
-# ------------------------------------------------------------- transformers, from here
+# ------------------------------------------------------------------- transformers
 
 
-class Peer:
-    """The worker's process, as kvjax's process sees it."""
+def answer(model, request):
+    """The worker's: seconds and tokens of one turn."""
+    import torch
 
-    def __init__(self):
-        command = [FLAGS.peer_python, __file__, "--worker"]
-        env = os.environ | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        try:
-            self.process = subprocess.Popen(command, env=env, text=True, **pipes)
-        except OSError as error:
-            raise PeerError(f"--peer_python: {error}") from None
-        self.versions = self.answer()
-
-    def load(self, path):
-        self.ask({"folder": str(path.parent), "file": path.name})
-
-    def run(self, case, prompts, way):
-        return self.ask({"prompts": prompts, "new": case.new, "way": way})
-
-    def ask(self, request):
-        print(json.dumps(request), file=self.process.stdin, flush=True)
-        return self.answer()
-
-    def answer(self):
-        line = self.process.stdout.readline()
-        answer = json.loads(line) if line else {"error": "the worker died, see above"}
-        if "error" in answer:
-            raise PeerError(f"{FLAGS.peer_python}: {answer['error']}")
-        return answer
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait()
-
-
-# ------------------------------------------------------------ transformers, from there
-
-
-def work():
-    """Answers each line on stdin by one line on stdout, until stdin ends."""
-    lines = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not mix with the answers
-
-    def answer(content):
-        print(json.dumps(content), file=lines, flush=True)
-
-    try:
-        import torch
-        import transformers
-
-        answer({"torch": torch.__version__, "transformers": transformers.__version__})
-        with torch.inference_mode():
-            source = json.loads(sys.stdin.readline())
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                source["folder"],
-                gguf_file=source["file"],
-                dtype=torch.float32,
-                attn_implementation="sdpa",
-            )
-            model.generation_config.eos_token_id = None  # decode to the end
-            answer({})
-            for line in sys.stdin:
-                request = json.loads(line)
-                prompts = torch.tensor(request["prompts"])
-                call = {"generate": by_generate, "loop": by_loop}[request["way"]]
-                answer(call(model, prompts, request["new"]))
-    except Exception as error:
-        answer({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+    call = {"generate": by_generate, "loop": by_loop}[request["way"]]
+    return call(model, torch.tensor(request["prompts"]), request["new"])
 
 
 def by_generate(model, prompts, new):
@@ -279,8 +213,4 @@ def summary(figures, versions) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    try:
-        app.run(main)
-    except PeerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    peers.run(main)
