@@ -34,7 +34,7 @@ def protect(policy: Policy, sinks: int = 4, recent: int = 32) -> Policy:
       sinks: positions 0 .. sinks - 1 stay.
       recent: positions now - recent + 1 .. now stay.
 
-    Source: StreamingLLM (Xiao et al. 2024), section 3.1, for attention sinks.
+    Source: StreamingLLM (Xiao et al. 2024), arXiv 2309.17453, for attention sinks.
     Raises:
       UserError: a negative number. That the pinned pairs fit a budget is checked where
         the budget is known: before anything is compiled.
@@ -106,7 +106,7 @@ def smooth(policy: Policy, kernel: int = 7, pool: str = "average") -> Policy:
       kernel: pairs that are pooled; odd, the pair itself in the middle.
       pool: 'average' (zeros beyond the ends count) or 'max'.
 
-    Source: SnapKV (Li et al. 2024), section 4.2, does it to attention weights.
+    Source: SnapKV (Li et al. 2024), arXiv 2404.14469, does it to attention weights.
     Raises:
       UserError: an even kernel or one below 1; an unknown pooling.
     """
@@ -136,7 +136,7 @@ def chunked(policy: Policy, size: int = 10) -> Policy:
       policy: the rule.
       size: tokens in a chunk; the paper's 10.
 
-    Source: ChunkKV (Liu et al. 2025), section 3.2, algorithm 1.
+    Source: ChunkKV (Liu et al. 2025), arXiv 2502.00299.
     Raises:
       UserError: a size below 1.
     """
@@ -184,7 +184,7 @@ def per_head(policy: Policy, total: float = 0.5, floor: float = 0.2) -> Policy:
       total: share of all the heads' slots that stays; 1 leaves nothing to share out.
       floor: share of a head's part, total * budget, that it keeps whatever it scores.
 
-    Source: Ada-KV (Feng et al. 2024), algorithm 1, whose safeguard is `floor`.
+    Source: Ada-KV (Feng et al. 2024), arXiv 2407.11550, whose safeguard is `floor`.
     Raises:
       UserError: a share outside 0 .. 1.
     """

@@ -26,9 +26,9 @@ def scissorhands(history: int = 400, recent: int = 10) -> Policy:
       recent: newest pairs that stay; the paper's 10.
 
     Needs: weights, all of them, because each is compared with its own threshold.
-    Source: Scissorhands (Liu et al. 2023), Algorithms 1 and 2. The weights are averaged
-      over the G query heads first. What the authors released is another rule, see
-      `scissorhands_released`.
+    Source: Scissorhands (Liu et al. 2023), arXiv 2305.17118, Algorithms 1 and 2. The
+      weights are averaged over the G query heads first. What the authors released is
+      another rule, see `scissorhands_released`.
     Raises:
       UserError: a history below 1, a negative number of pairs.
     """

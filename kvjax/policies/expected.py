@@ -40,8 +40,8 @@ def expected_attention(
       epsilon: weight that every pair is granted before |value| is applied.
 
     Needs: raw_queries, whose mean and covariance are kept.
-    Source: Expected Attention (Devoto et al. 2025), section 3, with the statistics and
-      defaults of its implementation in kvpress.
+    Source: Expected Attention (Devoto et al. 2025), arXiv 2510.00636, with the
+      statistics and defaults of its implementation in kvpress.
     Raises:
       UserError: no future, a negative number of sinks or epsilon.
     """

@@ -20,7 +20,7 @@ def key_diff() -> Policy:
     later question may ask for, and this is known without asking it. Reads the keys
     once per eviction, so about 1 / (2 p) of attention's traffic while decoding.
 
-    Source: KeyDiff (Park et al. 2025), section 4.
+    Source: KeyDiff (Park et al. 2025), arXiv 2504.15364.
     """
 
     def score(view: View) -> Array:
@@ -45,9 +45,8 @@ def key_norm() -> Policy:
 
     In trained decoders a small norm of a key goes with high attention to it.
 
-    Source: L2 norm (Devoto et al. 2024, "A simple and effective L2 norm-based strategy
-      for KV cache compression"), section 3. The authors leave the first two layers
-      alone; give those layers a larger budget for that.
+    Source: L2 norm (Devoto et al. 2024), arXiv 2406.11430. The authors leave the first
+      two layers alone; give those layers a larger budget for that.
     """
 
     def score(view: View) -> Array:
@@ -76,9 +75,9 @@ def lag_kv(sinks: int = 16, lag: int = 128, ranked: bool = True) -> Policy:
       ranked: score = rank within the partition / lag, so that every partition keeps
         the same share, as in the paper; else partitions compete by the softmax itself.
 
-    Source: LagKV (Liang et al. 2025), section 3; deviations with D - 1, as the released
-      code has them. On a channel where the next partition is constant that code divides
-      by zero; here the range counts as 1.
+    Source: LagKV (Liang et al. 2025), arXiv 2504.04704; deviations with D - 1, as the
+      released code has them. On a channel where the next partition is constant that
+      code divides by zero; here the range counts as 1.
     Raises:
       UserError: a negative number of sinks, a lag below 2.
     """

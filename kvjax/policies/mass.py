@@ -41,7 +41,7 @@ def average_attention() -> Policy:
     count in the row's own positions. Grouped queries: mean over the G query heads.
 
     Needs: mass, the column sums of the attention weights.
-    Source: Batch-Max (Metel et al. 2024), section 3.2.
+    Source: Batch-Max (Metel et al. 2024), arXiv 2412.05693, section 3.2.
     """
 
     def score(mass: Float[Array, "B K C"], view: View) -> Array:
@@ -65,8 +65,8 @@ def h2o(recent: float = 0.5, sinks: int = 0) -> Policy:
       sinks: first tokens that stay.
 
     Needs: mass, the column sums of the attention weights.
-    Source: H2O (Zhang et al. 2023), section 4, Algorithm 1; a mean over the G query
-      heads of a KV head extends it to grouped queries.
+    Source: H2O (Zhang et al. 2023), arXiv 2306.14048, Algorithm 1; a mean over the G
+      query heads of a KV head extends it to grouped queries.
     Raises:
       UserError: a share outside 0 .. 1, a negative number of sinks.
     """
@@ -95,8 +95,8 @@ def h2o_sinks(recent: float = 0.5, sinks: int = 4) -> Policy:
       sinks: first tokens that stay; StreamingLLM's 4.
 
     Needs: mass, the column sums of the attention weights.
-    Source: H2O (Zhang et al. 2023), section 4, with the sinks of StreamingLLM (Xiao et
-      al. 2024), section 3.2.
+    Source: H2O (Zhang et al. 2023), arXiv 2306.14048, with the sinks of StreamingLLM
+      (Xiao et al. 2024), arXiv 2309.17453.
     Raises:
       UserError: as `h2o`.
     """
@@ -123,8 +123,8 @@ def roco(spread: float = 0.3, recent: int = 10, sinks: int = 0) -> Policy:
       sinks: first tokens that do too; the authors' 0 in decoding, 4 in encoding.
 
     Needs: mass and mass_sq, column sums of the weights and of their squares.
-    Source: RoCo (Ren & Zhu 2024), section 4.2, and its code, EasyKV, which averages
-      weights over the G query heads before it squares them, as is done here.
+    Source: RoCo (Ren & Zhu 2024), arXiv 2402.06262, and its code, EasyKV, which
+      averages weights over the G query heads before it squares them, as is done here.
     Raises:
       UserError: a share outside 0 .. 1, a negative number of pairs.
     """

@@ -35,7 +35,8 @@ def criticalkv(
 
     Needs: output_norm, one number for each new pair, and what `policy` needs (queries,
       for `snapkv`).
-    Source: CriticalKV (Feng et al. 2025), Algorithm 1; epsilon from the released code.
+    Source: CriticalKV (Feng et al. 2025), arXiv 2502.03805; epsilon from the released
+      code.
     Raises:
       UserError: a share outside 0 .. 1, a negative epsilon.
     """

@@ -51,9 +51,9 @@ def fastgen(
       local: window, tokens; the paper has 30% of the prompt.
 
     Needs: mass, tokens, and weights, for what falls into each query's own window.
-    Source: FastGen (Ge et al. 2024), section 4, Algorithms 1 and 2; the sinks from
-      cold-compress. Shares are of the attention that live pairs have received, which
-      after a prompt read without eviction is all of it.
+    Source: FastGen (Ge et al. 2024), arXiv 2310.01801, Algorithms 1 and 2; the sinks
+      from cold-compress. Shares are of the attention that live pairs have received,
+      which after a prompt read without eviction is all of it.
     Raises:
       UserError: a share outside 0 .. 1, a negative number of pairs, an id that is none.
     """
@@ -142,8 +142,8 @@ def simlayerkv(
         the released code applies at the first decode step.
 
     Needs: queries, of which the last are remembered.
-    Source: SimLayerKV (Zhang et al. 2024), section 3. The released code counts a pair
-      twice that is both sink and recent; here it counts once.
+    Source: SimLayerKV (Zhang et al. 2024), arXiv 2410.13846. The released code counts a
+      pair twice that is both sink and recent; here it counts once.
     Raises:
       UserError: a threshold outside 0 .. 1, numbers that are too small.
     """

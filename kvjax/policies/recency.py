@@ -17,7 +17,7 @@ def recency() -> Policy:
     The "recent only" row of most comparisons, a sliding window as wide as the budget;
     with a budget of 2 it is Batch-Max's ED.
 
-    Source: Batch-Max (Metel et al. 2024), Algorithm 2, for ED.
+    Source: Batch-Max (Metel et al. 2024), arXiv 2412.05693, Algorithm 2, for ED.
     """
     return stateless("recency", _position)
 
@@ -35,7 +35,7 @@ def sliding_window(window: int = 4096) -> Policy:
     Args:
       window: tokens that stay; Mistral-7B's 4,096.
 
-    Source: Mistral 7B (Jiang et al. 2023), section 2, rolling buffer cache.
+    Source: Mistral 7B (Jiang et al. 2023), arXiv 2310.06825, rolling buffer cache.
     Raises:
       UserError: a window below 1.
     """
@@ -59,9 +59,9 @@ def streaming(sinks: int = 4) -> Policy:
     Args:
       sinks: how many of the first tokens stay; the paper's 4.
 
-    Source: StreamingLLM (Xiao et al. 2024), section 3.2. The paper renumbers positions
-      inside the cache: `kvjax.cache.compression(..., rope="slot")`. By default pairs
-      keep the positions they were made with.
+    Source: StreamingLLM (Xiao et al. 2024), arXiv 2309.17453, section 3.2. The paper
+      renumbers positions inside the cache: `kvjax.cache.compression(..., rope="slot")`.
+      By default pairs keep the positions they were made with.
     Raises:
       UserError: a negative number of sinks.
     """

@@ -36,7 +36,7 @@ def r_kv(
       alike: cosine above which keys say the same, from -1 to 1; the authors' 0.5.
 
     Needs: queries, of which the last are remembered.
-    Source: R-KV (Cai et al. 2025), section 3; the maximum over G is the code's.
+    Source: R-KV (Cai et al. 2025), arXiv 2505.24133; the maximum over G is the code's.
       Where no key is alike, that code forgets the cosine with the first one; here
       nothing is forgotten.
     Raises:

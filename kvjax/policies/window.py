@@ -34,7 +34,7 @@ def tova(shared: bool = True) -> Policy:
         the paper's ablation.
 
     Needs: last, one row of the attention weights.
-    Source: TOVA (Oren et al. 2024), section 3.2.
+    Source: TOVA (Oren et al. 2024), arXiv 2401.06104, section 3.2.
     """
 
     def observe(stats, view, seen):
@@ -76,7 +76,7 @@ def snapkv(
         apart, average pooling does not.
 
     Needs: queries, of which the last are remembered.
-    Source: SnapKV (Li et al. 2024), sections 3 and 4; released code for pooling before
+    Source: SnapKV (Li et al. 2024), arXiv 2404.14469; released code for pooling before
       the mean, and for zeros beyond the ends.
     Raises:
       UserError: a window below 1, an even kernel, an unknown pooling or order.
@@ -119,7 +119,7 @@ def chunk_kv(size: int = 10, window: int = 32) -> Policy:
       window: queries that are asked, and pairs that always stay.
 
     Needs: queries, of which the last are remembered.
-    Source: ChunkKV (Liu et al. 2025), section 3.2, Algorithm 1.
+    Source: ChunkKV (Liu et al. 2025), arXiv 2502.00299.
     Raises:
       UserError: a size or a window below 1.
     """
