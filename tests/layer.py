@@ -95,7 +95,9 @@ def step(spec, made, state, data: Data, n, prompt):
     return out, cache.advance(state, n)
 
 
-@functools.partial(_jit, static_argnames=("spec", "made", "block"))
+@functools.partial(
+    _jit, static_argnames=("spec", "made", "block"), donate_argnames=("state",)
+)
 def read(spec, made, state, data: Data, lengths, block):
     """The prompts, block by block; the count of tokens is a multiple of the block."""
 
@@ -107,7 +109,7 @@ def read(spec, made, state, data: Data, lengths, block):
     return jax.lax.fori_loop(0, data.tokens.shape[1] // block, one, state)
 
 
-@functools.partial(_jit, static_argnames=("spec", "made"))
+@functools.partial(_jit, static_argnames=("spec", "made"), donate_argnames=("state",))
 def write(spec, made, state, data: Data, active):
     """Every token of `data` in turn, as decoding would."""
 
