@@ -226,14 +226,14 @@ class _Engine(NamedTuple):
     plan: Callable[[Job, int, int], Plan]
     run_batch: Callable[..., completions.BatchResult]  # of job, seed, prompts, rows
     forced: Callable[..., np.ndarray]  # of windows, what is kept
-    forget: Callable[[], None]
+    forget: Callable[[], None]  # what was compiled: many programs exhaust memory maps
 
 
 def _whole(model: Model) -> _Engine:
     def run_batch(job, seed, prompts, rows):
         return completions.run_batch(model.params, job, prompts, rows, seed)
 
-    def forget():  # no other method runs these programs, and they add up
+    def forget():
         programs.programs.cache_clear()
         jax.clear_caches()
 
@@ -257,7 +257,7 @@ def _layers(model: Model, jobs: Iterable[Job]) -> _Engine:
         reading = readings.after(made, prompts, given.shape[1])
         return layerwise.score_tokens(model, made, reading, given[:, :-1])
 
-    return _Engine(plan_by_shapes, run_batch, forced, lambda: None)
+    return _Engine(plan_by_shapes, run_batch, forced, jax.clear_caches)
 
 
 def _say(progress: Progress, name: str, what: str, units: int) -> None:
