@@ -111,8 +111,8 @@ def test_donated_and_small_temporaries(name, phases):
     """The state lives in place; no program copies the cache."""
     spec = tiny_spec(head_dim=64, context_length=2048, num_layers=6)
     schedule = Schedule(phases, block=16, evict=16)
-    policy, budget = (policies.make(name), 512) if name else (None, None)
-    made = cache.compression(spec, policy, budget, schedule)
+    policy = policies.make(name, **OPTIONS.get(name, {})) if name else None
+    made = cache.compression(spec, policy, 512 if name else None, schedule)
     job = Job(spec, made, 4, bucket(spec, made, 1024, 16), 16)
     compiled = programs(job)
     for program, capacity in (
