@@ -11,11 +11,13 @@ the prompt, evicting while they read and write (`prefill+decode`) or once after 
 prompt (`after_prefill`). Stop it at any moment and start it again: it goes on where it
 was. `heat_map.png` shows all of them, `pareto.png` the best for their memory.
 
-On two CPU cores it takes about 2 hours, of which 40 minutes go into compiling and are
-saved the next time; `--config.quick`, five policies at 50%, takes 9 minutes, and 4
-the next time. These times are projected from parts; the first full run fills them in.
+Layer by layer (`kvjax.layerwise`): nothing is timed. About an hour on two shared CPU
+cores: 40 seconds for a method that evicts while it reads, 8 for one that waits, since
+those share one reading. `--config.quick` has five policies at 50%.
 
-Expected numbers: to be filled in from the first full run.
+Expected: the full cache finds all keys. At 50%, evicting while reading, key_diff finds
+6 of 6, average_attention, h2o, lag_kv and r_kv 5, snapkv 2; after the prompt, chunk_kv,
+criticalkv, h2o, key_diff, lag_kv and r_kv 6. The figures are in docs/policies.md.
 
 A quick run takes the fields in `quick_fields` in the place of those of the same name.
 Any other field can be overridden, as in `--config.examples=24`, and in a quick run
