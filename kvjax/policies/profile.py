@@ -14,7 +14,7 @@ from kvjax.policies.base import (
     per_slot,
 )
 from kvjax.policies.mass import seen_by
-from kvjax.policies.window import asked, no_queries, remember
+from kvjax.policies.window import asked, asking
 from kvjax.types import Observation, Stats, View
 
 
@@ -151,9 +151,9 @@ def simlayerkv(
     check_counts("simlayerkv", 0, sinks=sinks)
     check_counts("simlayerkv", 1, recent=recent, queries=queries)
 
-    def score(stats, view):
+    def score(ring, view):
         near = newest(view, recent) | (view.pos < sinks)
-        kept = near | ~_lazy(stats.rows, view)[:, None, None]
+        kept = near | ~_lazy(ring, view)[:, None, None]
         position = jnp.where(kept, view.pos.astype(jnp.float32), -jnp.inf)
         return jnp.where(view.pos < sinks, jnp.inf, position)
 
@@ -166,14 +166,7 @@ def simlayerkv(
         count = jnp.maximum(jnp.sum(ring.after > 0, axis=1), 1) * heads
         return total / count.astype(jnp.float32) > threshold
 
-    return Policy(
-        init=lambda spec, batch, capacity: Stats(rows=no_queries(spec, batch, queries)),
-        observe=lambda stats, view, seen: Stats(rows=remember(stats.rows, seen)),
-        score=score,
-        needs=frozenset({"queries"}),
-        name="simlayerkv",
-        pinned=sinks,
-    )
+    return asking("simlayerkv", queries, score, pinned=sinks)
 
 
 _SPECIAL, _PUNCTUATION = 1.0, 2.0  # kinds of token; 0 is any other

@@ -7,8 +7,8 @@ from jaxtyping import Array, Float
 from kvjax.policies.ages import pooled
 from kvjax.policies.base import Policy, check_counts, check_range, newest, once
 from kvjax.policies.combine import check_pooling
-from kvjax.policies.window import no_queries, products, remember
-from kvjax.types import Stats, View
+from kvjax.policies.window import asking, products
+from kvjax.types import View
 
 
 @once
@@ -47,26 +47,19 @@ def r_kv(
     check_range("r_kv", 0, 1, weight=weight)
     check_range("r_kv", -1, 1, alike=alike)
 
-    def score(stats, view):
+    def score(ring, view):
         recent = newest(view, window)
         among = (view.pos >= 0) & ~recent
-        logits = jnp.max(products(stats.rows, view), axis=2)  # [B, K, W, C]
+        logits = jnp.max(products(ring, view), axis=2)  # [B, K, W, C]
         share = jax.nn.softmax(jnp.where(among[:, :, None], logits, -1e30), axis=-1)
-        there = (stats.rows.after > 0).astype(jnp.float32)  # [B, W]
+        there = (ring.after > 0).astype(jnp.float32)  # [B, W]
         count = jnp.maximum(jnp.sum(there, axis=1), 1.0)[:, None, None]
         importance = jnp.einsum("bkwc,bw->bkc", share, there) / count
         importance = pooled(importance, view.pos, among, kernel, "max")
         mixed = weight * importance - (1 - weight) * _redundancy(view, alike)
         return jnp.where(recent, jnp.inf, mixed)
 
-    return Policy(
-        init=lambda spec, batch, capacity: Stats(rows=no_queries(spec, batch, window)),
-        observe=lambda stats, view, seen: Stats(rows=remember(stats.rows, seen)),
-        score=score,
-        needs=frozenset({"queries"}),
-        name="r_kv",
-        pinned=window,
-    )
+    return asking("r_kv", window, score, pinned=window)
 
 
 def _redundancy(view: View, alike: float) -> Float[Array, "B K C"]:

@@ -1,5 +1,6 @@
 """Rules that ask the newest queries which pairs they look at."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -85,23 +86,16 @@ def snapkv(
     check_pooling("snapkv", kernel, pool)
     check_choice("snapkv", ("pool_first", "mean_first"), group=group)
 
-    def score(stats, view):
+    def score(ring, view):
         recent = newest(view, window)
-        weight = jnp.mean(asked(stats.rows, view), axis=3)  # [B, K, G, C]
+        weight = jnp.mean(asked(ring, view), axis=3)  # [B, K, G, C]
         if group == "mean_first":
             weight = jnp.mean(weight, axis=2, keepdims=True)
         among = (view.pos >= 0) & ~recent
         weight = jnp.mean(pooled(weight, view.pos, among, kernel, pool), axis=2)
         return jnp.where(recent, jnp.inf, weight)
 
-    return Policy(
-        init=lambda spec, batch, capacity: Stats(rows=no_queries(spec, batch, window)),
-        observe=lambda stats, view, seen: Stats(rows=remember(stats.rows, seen)),
-        score=score,
-        needs=frozenset({"queries"}),
-        name="snapkv",
-        pinned=window,
-    )
+    return asking("snapkv", window, score, pinned=window)
 
 
 @once
@@ -140,13 +134,27 @@ class Queries(NamedTuple):
     after: Int[Array, "B W"]
 
 
-def no_queries(spec, batch: int, window: int) -> Queries:
-    """An empty ring."""
-    shape = (batch, window, spec.num_kv_heads, spec.group, spec.head_dim)
-    return Queries(jnp.zeros(shape, jnp.float32), jnp.zeros(shape[:2], jnp.int32))
+def asking(
+    name: str, window: int, score: Callable[[Queries, View], Array], pinned: int
+) -> Policy:
+    """A policy over the last `window` queries of every row."""
+
+    def init(spec, batch, capacity):
+        shape = (batch, window, spec.num_kv_heads, spec.group, spec.head_dim)
+        after = jnp.zeros(shape[:2], jnp.int32)
+        return Stats(rows=Queries(jnp.zeros(shape, jnp.float32), after))
+
+    return Policy(
+        init=init,
+        observe=lambda stats, view, seen: Stats(rows=_remember(stats.rows, seen)),
+        score=lambda stats, view: score(stats.rows, view),
+        needs=frozenset({"queries"}),
+        name=name,
+        pinned=pinned,
+    )
 
 
-def remember(ring: Queries, seen: Observation) -> Queries:
+def _remember(ring: Queries, seen: Observation) -> Queries:
     """Writes the newest real queries over the oldest ones."""
     batch, window = ring.after.shape
     step = jnp.arange(seen.positions.shape[1], dtype=jnp.int32)[None]
