@@ -119,7 +119,9 @@ def compression(
                 "policy=None is the full cache, without a budget and with the schedule "
                 f"'full': got budget {budget} and {schedule.phases!r}; name a policy"
             )
-        return Compression(None, schedule, None, **options)
+        made = Compression(None, schedule, None, **options)
+        _check_options(made)
+        return made
     schedule = schedule or Schedule()
     if schedule.phases == "full" or budget is None:
         raise UserError(
@@ -151,7 +153,7 @@ def _check_options(made: Compression) -> None:
         return
     if made.room != "gather":
         raise UserError(f"rope='slot' needs room='gather', got {made.room!r}")
-    past = made.policy.needs & {"queries", "raw_queries"}
+    past = made.needs(prompt=True) & {"queries", "raw_queries"}
     if past:
         raise UserError(
             f"rope='slot' moves the keys under past queries, which policy "

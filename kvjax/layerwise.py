@@ -21,7 +21,7 @@ from kvjax import cache, nn
 from kvjax.generate import compact
 from kvjax.models import llama
 from kvjax.policies import Policy
-from kvjax.types import Model, ModelSpec, PyTree, Schedule, Stats
+from kvjax.types import Model, ModelSpec, PyTree, Schedule, Stats, UserError
 
 Prompts = Sequence[Sequence[int]]
 
@@ -42,9 +42,19 @@ class Readings:
     """Prompts read under any method; those of `after_prefill` methods only once.
 
     Holds the full caches of what it has read once, and the statistics of every rule.
+
+    Raises:
+      UserError: a method whose budgets differ between layers: all run one program.
     """
 
     def __init__(self, model: Model, methods: Iterable[cache.Compression]):
+        methods = list(methods)
+        for budget in (made.budget for made in methods if made.budget):
+            if len(set(budget)) > 1:
+                raise UserError(
+                    f"layer by layer, all layers share one program: give one budget, "
+                    f"not {budget}, or run whole models"
+                )
         self._model = model
         late = (made for made in methods if _is_late(made))
         self._watching = tuple(dict.fromkeys(made.policy for made in late))
@@ -61,7 +71,8 @@ class Readings:
         if not _is_late(made):
             alone = read(self._model, made, prompts, new)
             return _shrunk(self._model, made, alone, new)
-        key = tuple(map(tuple, prompts))
+        alike = dataclasses.replace(made, policy=None, budget=None)
+        key = (alike, *map(tuple, prompts))
         if key not in self._known:
             all_of_them = dataclasses.replace(made, policy=_together(self._watching))
             self._known[key] = read(self._model, all_of_them, prompts, new)

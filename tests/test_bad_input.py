@@ -48,6 +48,10 @@ def compress(**changes):
         ({"policy": policies.snapkv(window=24)}, ["'snapkv' pins 24", "leaves 24"]),
         ({"room": "attic"}, ["attic"]),
         ({"rope": "sideways"}, ["'sideways'", "'slot'"]),
+        (
+            {"policy": None, "budget": None, "schedule": None, "rope": "sideways"},
+            ["'sideways'"],
+        ),
         ({"rope": "slot", "room": "reuse"}, ["'reuse'", "gather"]),
         ({"rope": "slot", "policy": policies.snapkv(4)}, ["'snapkv'", "rope='true'"]),
     ],

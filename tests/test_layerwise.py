@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Schedule, cache, layerwise, policies
+from kvjax import Schedule, UserError, cache, layerwise, policies
 from kvjax.completions import run_batch
 from kvjax.generate import compact, prefill, score_tokens
 from kvjax.programs import Job, bucket
@@ -85,6 +85,21 @@ def test_the_prompt_is_read_once(tiny, monkeypatch):
     for each in made:
         fresh.after(each, PROMPTS, NEW)
     assert len(count) == 1
+
+
+def test_readings_are_shared_by_what_reads_alike(tiny):
+    """Another block is another reading; budgets per layer are refused."""
+    made = compressions(tiny.spec)[3]
+    other = cache.compression(
+        tiny.spec, made.policy, 24, Schedule("after_prefill", 16, 16)
+    )
+    fresh = layerwise.Readings(tiny, [made, other])
+    fresh.after(made, PROMPTS, NEW)
+    fresh.after(other, PROMPTS, NEW)
+    assert len(fresh._known) == 2
+    uneven = cache.compression(tiny.spec, made.policy, (16, 24), made.schedule)
+    with pytest.raises(UserError, match=r"\(16, 24\)"):
+        layerwise.Readings(tiny, [uneven])
 
 
 def test_an_end_token_stops_a_row(tiny, readings):
