@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import pictures
+from kvjax import pictures, sweep_pictures
 
 Record = dict[str, Any]
 
@@ -441,7 +441,8 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
     if is_sweep(records):
         columns = [_setting_of(r) for r in records]
         rows, settings = [_label(r) for r in records], _settings(records)
-        pictures.draw_sweep(records, rows, columns, settings, _full(records), workdir)
+        full = _full(records)
+        sweep_pictures.draw(records, rows, columns, settings, full, workdir)
     else:
         pictures.draw(records, _labels(records), _full(records), workdir)
     path = workdir / "report.md"

@@ -19,7 +19,8 @@ MAY = {
     "cache": {"types", "attention", "codecs", "layouts", "policies"},
     "tasks": {"types", "tasks"},
     "pictures": set(),
-    "report": {"pictures"},
+    "sweep_pictures": {"pictures"},
+    "report": {"pictures", "sweep_pictures"},
     "weights": {"types", "models", "weights"},
     "generate": {"types", "cache", "sampling", "models"},
     "programs": {"types", "cache", "sampling", "models", "generate", "weights"},
@@ -56,7 +57,11 @@ def test_imports(room):
 
 
 def test_tasks_and_reports_do_without_jax():
-    for path in [f for room in ("tasks", "report", "pictures") for f in files_of(room)]:
+    for path in [
+        f
+        for room in ("tasks", "report", "pictures", "sweep_pictures")
+        for f in files_of(room)
+    ]:
         assert not {name.split(".")[0] for name in imported(path)} & {"jax", "flax"}
 
 

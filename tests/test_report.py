@@ -7,7 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from kvjax import pictures, report
+from kvjax import pictures, report, sweep_pictures
 
 
 def make_record(method, **changes):
@@ -233,9 +233,9 @@ def test_a_sweeps_report_has_its_pictures(tmp_path):
 
 def test_pareto_fronts():
     points = np.array([[1, 0.5], [1, 0.5], [2, 0.4], [3, 0.9], [3, 0.2], [np.nan, 1]])
-    assert pictures._front(points, 1) == [0, 1, 3]
-    assert pictures._front(points, -1) == [0, 1, 2, 4]
-    assert pictures._front(points[-1:], 1) == []
+    assert sweep_pictures._front(points, 1) == [0, 1, 3]
+    assert sweep_pictures._front(points, -1) == [0, 1, 2, 4]
+    assert sweep_pictures._front(points[-1:], 1) == []
 
 
 # --- report and pictures ------------------------------------------------------------
