@@ -15,6 +15,7 @@ from kvjax import policies, report
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT / "experiments"))
 
+import gallery_words as words  # noqa: E402
 import policy_gallery as gallery  # noqa: E402
 from gallery_pictures import unpack  # noqa: E402
 
@@ -44,23 +45,23 @@ Raises:
 
 @pytest.mark.parametrize("name", policies.names())
 def test_docstring_is_complete(name):
-    doc = gallery.doc_of(name)
+    doc = words.doc_of(name)
     assert doc.summary.endswith(".")
     assert "=" in doc.formula
     assert doc.source
-    assert list(doc.args) == list(gallery.defaults(name))
+    assert list(doc.args) == list(words.defaults(name))
     assert bool(doc.needs) == bool(policies.make(name).needs)
 
 
 @pytest.mark.parametrize("name", gallery.COMBINATORS)
 def test_docstring_of_combinator_is_complete(name):
-    doc = gallery.doc_of(name)
+    doc = words.doc_of(name)
     assert doc.summary.endswith(".")
-    assert set(gallery.defaults(name)) - {"policy"} <= set(doc.args)
+    assert set(words.defaults(name)) - {"policy"} <= set(doc.args)
 
 
 def test_parse():
-    doc = gallery.parse(DOC)
+    doc = words.parse(DOC)
     assert doc.summary == "Keeps what matters."
     assert doc.formula == "score = a * b\n        + c"
     assert doc.text == ("A paragraph with `code` and two lines.",)
@@ -73,7 +74,7 @@ def test_parse():
     assert doc.source.endswith("section 2. The code differs.")
     assert doc.raises == "UserError: sometimes."
     assert gallery.short_source(doc.source) == "A Paper (Somebody et al. 2024)"
-    assert gallery.parse("One line.").source == ""
+    assert words.parse("One line.").source == ""
 
 
 def test_markdown_keeps_signs():
@@ -98,7 +99,7 @@ def test_markdown_keeps_signs():
     ],
 )
 def test_cost(name, cost):
-    assert gallery.cost_of(policies.make(name), gallery.Shape()) == cost
+    assert words.cost_of(policies.make(name), words.Shape()) == cost
 
 
 # ------------------------------------------------------------------------------ runs
@@ -149,7 +150,7 @@ def fake_data(names):
     return {
         "setting": {
             "model": "fake",
-            "shape": gallery.Shape()._asdict(),
+            "shape": words.Shape()._asdict(),
             "num_layers": 3,
             "layers": [1, 2, 3],
             "budget": 24,

@@ -1,0 +1,170 @@
+"""What the gallery says of a rule: its docstring's parts, and what it costs."""
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import policies, programs
+from kvjax.types import View
+
+
+class Doc(NamedTuple):
+    """A docstring's parts, each empty where there is none.
+
+    Attributes:
+      summary: the first paragraph.
+      formula: the first indented block.
+      text: the other paragraphs before the sections.
+      args: what each parameter means.
+      needs, source, raises: those sections.
+    """
+
+    summary: str
+    formula: str
+    text: tuple[str, ...]
+    args: dict[str, str]
+    needs: str
+    source: str
+    raises: str
+
+
+def parse(doc: str) -> Doc:
+    """Takes a docstring apart."""
+    sections = {"": []}
+    name = ""
+    for line in inspect.cleandoc(doc).splitlines():
+        head = re.match(r"(Args|Needs|Source|Raises):\s*(.*)", line)
+        if head:
+            name, line = head.groups()
+            sections[name] = []
+        sections[name].append(line)
+    blocks = re.split(r"\n\s*\n", "\n".join(sections.pop("")).strip())
+    indented = [block for block in blocks[1:] if block.startswith("    ")]
+    joined = {name: _joined("\n".join(lines)) for name, lines in sections.items()}
+    return Doc(
+        summary=_joined(blocks[0]),
+        formula=textwrap.dedent(indented[0]) if indented else "",
+        text=tuple(_joined(block) for block in blocks[1:] if block not in indented),
+        args=_args(sections.get("Args", [])),
+        needs=joined.get("Needs", ""),
+        source=joined.get("Source", ""),
+        raises=joined.get("Raises", ""),
+    )
+
+
+def _args(lines: Iterable[str]) -> dict[str, str]:
+    found, names = {}, ()
+    for line in lines:
+        entry = re.match(r"  (\w[\w, *]*): (.*)", line)
+        if entry:
+            names, line = entry[1].split(", "), entry[2]
+        for name in names:
+            found[name] = f"{found.get(name, '')} {line.strip()}".strip()
+    return found
+
+
+def _joined(block: str) -> str:
+    return " ".join(block.split())
+
+
+def doc_of(name: str) -> Doc:
+    """The docstring of a policy's or combinator's factory."""
+    return parse(inspect.getdoc(getattr(policies, name)) or "")
+
+
+def defaults(name: str) -> dict[str, Any]:
+    """Parameters and their defaults, `inspect.Parameter.empty` where there is none."""
+    signature = inspect.signature(getattr(policies, name))
+    return {key: each.default for key, each in signature.parameters.items()}
+
+
+# ----------------------------------------------------------------------------- costs
+
+COSTS = {
+    "positions": "free: positions only",
+    "pairs": "keys or values, read at each eviction",
+    "sums": "column sums of attention",
+    "row": "one row of attention per call",
+    "queries": "queries remembered, scores worked out at eviction",
+    "weights": "all attention weights: no fused kernel",
+}
+
+
+class Cost(NamedTuple):
+    """What a policy asks for.
+
+    Attributes:
+      kind: of `COSTS`.
+      reads: which of "keys" and "values" its score looks at.
+      pair_bytes: statistics of every pair.
+      row_bytes: statistics of every row, in one layer.
+    """
+
+    kind: str
+    reads: tuple[str, ...]
+    pair_bytes: int
+    row_bytes: int
+
+
+class Shape(NamedTuple):
+    """All that policies ask of a model; SmolLM2-135M's."""
+
+    num_kv_heads: int = 3
+    group: int = 3
+    head_dim: int = 64
+
+
+def cost_of(policy: policies.Policy, spec: Any, slots: int = 384) -> Cost:
+    """Traces the policy's functions; nothing is computed."""
+    heads, reads = spec.num_kv_heads, []
+    stats = jax.eval_shape(lambda: policy.init(spec, 1, slots))
+
+    def read(what: str) -> jax.Array:
+        reads.append(what)
+        return jnp.zeros((1, heads, slots, spec.head_dim))
+
+    def score(stats, pos, now, keep):
+        view = View(
+            pos=pos,
+            now=now,
+            keep=keep,
+            keys=lambda: read("keys"),
+            values=lambda: read("values"),
+            rotate=lambda x, positions: x,
+        )
+        return policy.score(stats, view)
+
+    whole = jax.ShapeDtypeStruct((1, heads, slots), jnp.int32)
+    now = jax.ShapeDtypeStruct((1,), jnp.int32)
+    keep = jax.ShapeDtypeStruct((1, heads), jnp.int32)
+    jax.eval_shape(score, stats, whole, now, keep)
+    return Cost(
+        kind=_kind(policy.needs, reads),
+        reads=tuple(sorted(set(reads))),
+        pair_bytes=programs.tree_bytes(stats.slots) // (heads * slots),
+        row_bytes=programs.tree_bytes(stats.rows),
+    )
+
+
+def _kind(needs: frozenset[str], reads: Sequence[str]) -> str:
+    if "weights" in needs:
+        return "weights"
+    if needs & {"queries", "raw_queries"}:
+        return "queries"
+    if "last" in needs:
+        return "row"
+    if needs:
+        return "sums"
+    return "pairs" if reads else "positions"
+
+
+def by_cost(spec: Any) -> list[str]:
+    """The registered policies, cheap classes first."""
+    order = list(COSTS)
+    kinds = {name: cost_of(policies.make(name), spec).kind for name in policies.names()}
+    return sorted(kinds, key=lambda name: (order.index(kinds[name]), name))
