@@ -168,7 +168,8 @@ def scan_layers(weights, x, angles, cache, write):
 def decoder_layer(weights, x, angles, kept, write):
     """One layer of `llama.forward`, with a cache that `write` updates."""
     eps = shape().norm_eps
-    q, k, v = llama._project(nn.rms_norm(x, weights["attn_norm"], eps), weights["qkv"])
+    h = nn.rms_norm(x, weights["attn_norm"], eps)
+    q, k, v = llama._project(h, weights["qkv"], shape())
     kept, k, v = write(kept, nn.rotate(k, *angles), v)
     keys_first = FLAGS.target == "cpu"
     out, mass = attend(nn.rotate(q, *angles), k, v, kept["pos"], keys_first)

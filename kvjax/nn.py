@@ -48,11 +48,9 @@ def rotate(
 
 def swiglu(
     x: Float[Array, "B T M"],
-    gate_up: Float[Array, "M 2 F"],
+    gate_up: Float[Array, "M 2F"],
     down: Float[Array, "F M"],
 ) -> Float[Array, "B T M"]:
     """down(silu(gate(x)) * up(x)) (Shazeer 2020), with gate and up in one matmul."""
-    width, _, hidden = gate_up.shape
-    both = x @ gate_up.reshape(width, 2 * hidden)
-    gate, up = jnp.split(both, 2, axis=-1)
+    gate, up = jnp.split(x @ gate_up, 2, axis=-1)
     return (jax.nn.silu(gate) * up) @ down

@@ -721,11 +721,12 @@ class Decoder:
         x, eps = self.params["embed"][np.asarray(tokens)], self.spec.norm_eps
         for cache, layer in zip(self.layers, self.params["layers"], strict=True):
             h = _rms(x, layer["attn_norm"], eps)
-            parts = np.einsum("tm,mkpd->kptd", h, layer["qkv"])
+            shape = len(h), self.spec.num_kv_heads, self.spec.group + 2, -1
+            parts = np.einsum("tkpd->kptd", (h @ layer["qkv"]).reshape(shape))
             mixed = cache.step(parts[:, :-2], parts[:, -2], parts[:, -1], tokens)
             x = x + np.einsum("kgtd,kgdm->tm", mixed, layer["out"])
             h = _rms(x, layer["mlp_norm"], eps)
-            gate, up = h @ layer["gate_up"][:, 0], h @ layer["gate_up"][:, 1]
+            gate, up = np.split(h @ layer["gate_up"], 2, axis=-1)
             x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["down"]
         x = _rms(x, self.params["final_norm"], eps)
         return x[-1] @ self.params["embed"].T

@@ -8,17 +8,17 @@ The weights are a plain pytree::
     embed       [V, M]
     layers      tuple of L dicts
       attn_norm [M]
-      qkv       [M, K, G + 2, D]   per KV head: its G query heads, its key, its value
+      qkv       [M, K (G+2) D]   per KV head: its G query heads, its key, its value
       out       [K, G, D, M]
       mlp_norm  [M]
-      gate_up   [M, 2, F]
+      gate_up   [M, 2 F]
       down      [F, M]
     final_norm  [M]
-    head        [M, V]             absent when the head is tied to `embed`
+    head        [M, V]           absent when the head is tied to `embed`
 
 Queries, keys and values come out of one matmul, gate and up out of another: a wider
-matmul reads the weights faster at small batches. The KV-head axis of `qkv` and `out`
-and the F axis of `gate_up` and `down` are what tensor parallelism shards.
+matmul reads the weights faster at small batches. They are stored as matrices: with
+short axes in between, TPU copies them into another layout at every use.
 """
 
 import functools
@@ -80,7 +80,7 @@ def layer(
 ) -> tuple[Float[Array, "B T M"], PyTree]:
     """One layer of `forward`: attention and MLP, each added to the residual stream."""
     h = nn.rms_norm(x, weights["attn_norm"], spec.norm_eps)
-    q, k, v = _project(h, weights["qkv"])
+    q, k, v = _project(h, weights["qkv"], spec)
     ops = LayerOps(rotate, functools.partial(_contributions, weights["out"]))
     mixed, cache = attend(index, q, k, v, ops, cache)
     x = x + _merge_heads(mixed, weights["out"])
@@ -133,10 +133,10 @@ def param_shapes(spec: ModelSpec, dtype: jnp.dtype = jnp.float32) -> PyTree:
 
     layer = {
         "attn_norm": array(m),
-        "qkv": array(m, k, g + 2, d),
+        "qkv": array(m, k * (g + 2) * d),
         "out": array(k, g, d, m),
         "mlp_norm": array(m),
-        "gate_up": array(m, 2, f),
+        "gate_up": array(m, 2 * f),
         "down": array(f, m),
     }
     params = {
@@ -166,12 +166,12 @@ def random_params(
 
 
 def _project(
-    h: Float[Array, "B T M"], qkv: Float[Array, "M K G2 D"]
+    h: Float[Array, "B T M"], qkv: Float[Array, "M H"], spec: ModelSpec
 ) -> tuple[Array, Array, Array]:
     """One matmul for q [B, K, G, T, D], k and v [B, K, T, D]."""
-    heads, parts = qkv.shape[1:3]
-    flat = h @ rearrange(qkv, "m k p d -> m (k p d)")
-    split = rearrange(flat, "b t (k p d) -> b k p t d", k=heads, p=parts)
+    heads = {"k": spec.num_kv_heads, "p": spec.group + 2}
+    flat = jax.lax.optimization_barrier(h @ qkv)  # else TPU transposes the weights
+    split = rearrange(flat, "b t (k p d) -> b k p t d", **heads)
     return split[:, :, :-2], split[:, :, -2], split[:, :, -1]
 
 

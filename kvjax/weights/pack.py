@@ -105,13 +105,14 @@ def pack(
         key = part("self_attn.k_proj").reshape(k, 1, d, -1)
         value = part("self_attn.v_proj").reshape(k, 1, d, -1)
         qkv = np.concatenate([q, key, value], axis=1)  # [K, G + 2, D, M]
-        gate_up = np.stack([part("mlp.gate_proj"), part("mlp.up_proj")])  # [2, F, M]
+        qkv = qkv.reshape(-1, qkv.shape[-1])
+        gate_up = np.concatenate([part("mlp.gate_proj"), part("mlp.up_proj")])
         return {
             "attn_norm": jnp.array(part("input_layernorm")),
-            "qkv": jnp.array(qkv.transpose(3, 0, 1, 2)),
+            "qkv": jnp.array(qkv.T),
             "out": jnp.array(part("self_attn.o_proj").T.reshape(k, g, d, -1)),
             "mlp_norm": jnp.array(part("post_attention_layernorm")),
-            "gate_up": jnp.array(gate_up.transpose(2, 0, 1)),
+            "gate_up": jnp.array(gate_up.T),
             "down": jnp.array(part("mlp.down_proj").T),
         }
 

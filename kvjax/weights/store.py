@@ -32,7 +32,7 @@ from kvjax.weights import tokenizer as tokenizers
 
 # Part of every copy's key: raise it whenever the layout of the params or of the copy
 # changes, and old copies are no longer found.
-FORMAT = 1
+FORMAT = 2
 
 
 class _UnusableCopy(Exception):
