@@ -1,0 +1,514 @@
+"""Attention with importance statistics on Hopper GPUs, in Pallas Mosaic GPU.
+
+Decoding (one query per row) is one kernel: a thread block streams a head's keys and
+then its values through shared memory, each byte once, and keeps the scores there in
+between, so that softmax and statistics cost no traffic. A block of queries takes one
+kernel with a running softmax and, where statistics are asked for, a second one that
+goes over the keys again and adds up the columns with the final log-sum-exp. Both are
+exact: a weight in a statistic is divided by its row's final sum.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float, Int
+
+from kvjax.pallas import gpu_block
+from kvjax.pallas.common import LOWEST, STATS, Scored, device
+from kvjax.pallas.gpu_block import LANES, TILE, tile_type
+
+
+class Chip(NamedTuple):
+    """What the cut into tiles depends on, and its choices.
+
+    Attributes:
+      processors: multiprocessors to keep busy.
+      shared: bytes of shared memory of a multiprocessor that kernels may fill.
+      decode: most tiles of TILE slots in flight in decoding.
+      rows: tiles of keys, and of values, in flight in the pass over query rows.
+      columns: tiles of query rows in flight in the pass over slots.
+    """
+
+    processors: int
+    shared: int
+    decode: int
+    rows: int
+    columns: int
+
+
+# By reckoning: no device has run them. In decoding, 4.8 TB/s times a microsecond over
+# 132 multiprocessors is 36 KB in flight on each; a tile is 16 KB at D = 128, and one of
+# a ring is in use. In the other passes two tiles leave room for two thread blocks on a
+# multiprocessor, which overlap one's products with the other's exponentials. 227 KB are
+# there; the rest is for the compiler's reductions, barriers and alignment, twice.
+CHIPS = {
+    "H100": Chip(processors=132, shared=220 * 1024, decode=4, rows=2, columns=2),
+    "H200": Chip(processors=132, shared=220 * 1024, decode=4, rows=2, columns=2),
+}
+WIDTHS = (64, 128, 256)  # head dimensions of whole 128-byte swizzles, N up to 256
+
+
+def why_not(
+    q: Float[Array, "B K G T D"],
+    k: Float[Array, "B K C D"],
+    stats: frozenset[str] = frozenset(),
+    device_kind: str | None = None,
+) -> str | None:
+    """Why the kernels cannot take these shapes and types; None where they can.
+
+    Args:
+      q: queries, or anything with their shape and dtype.
+      k: keys, likewise.
+      stats: the statistics asked for.
+      device_kind: as the device names itself; None is the interpreter, which takes
+        everything.
+    """
+    group, length, width = q.shape[2:]
+    if device_kind is None:
+        return None
+    if not any(kind in device_kind for kind in CHIPS):
+        return f"the GPU kernels are for {' and '.join(CHIPS)}, not for {device_kind}"
+    if unknown := stats - set(STATS):
+        return f"the GPU kernels do not add up {', '.join(sorted(unknown))}"
+    if q.dtype != k.dtype:
+        return f"queries are {q.dtype} and keys {k.dtype}"
+    if k.dtype == jnp.float32:
+        return "the tensor core would round float32 to TF32"
+    if k.dtype != jnp.bfloat16:
+        return f"the GPU kernels are for bfloat16, not for {k.dtype}"
+    if width not in WIDTHS:
+        return f"the head dimension is {width}, not one of {WIDTHS}"
+    if length == 1 and group > LANES:
+        return f"{group} query heads share a KV head; decoding takes at most {LANES}"
+    if k.shape[2] % 8 or k.shape[2] < TILE:
+        return f"the capacity {k.shape[2]} is not a multiple of 8, {TILE} or more"
+    return None
+
+
+def attend(
+    q: Float[Array, "B K G T D"],
+    k: Float[Array, "B K C D"],
+    v: Float[Array, "B K C D"],
+    pos: Int[Array, "B K C"],
+    q_pos: Int[Array, "B T"],
+    n: Int[Array, "B"],
+    *,
+    stats: frozenset[str] = frozenset(),
+    window: int = 0,
+    interpret: bool = False,
+    device_kind: str | None = None,
+) -> Scored:
+    """Softmax attention over slots and the statistics asked for, see `Scored`.
+
+    A query sees the live slots whose position is not after its own. What empty slots
+    hold does not matter, be it NaN.
+
+    Args:
+      q: queries.
+      k: keys, one per slot.
+      v: values, one per slot.
+      pos: position of each slot's pair, -1 for an empty slot.
+      q_pos: position of each query.
+      n: how many of a row's T queries are real; the others are padding at the end.
+      stats: statistics to return.
+      window: how many of the last real queries the statistic "window" adds up.
+      interpret: run on the CPU, float32 included. The interpreter calls back into
+        Python and hangs if the caller dispatches other work before its result is ready.
+      device_kind: whose tile sizes to use; None is the device's that is there.
+
+    Raises:
+      ValueError: where `why_not` gives a reason, which is the message.
+    """
+    chip = _chip(q, k, stats, device_kind, interpret)
+    heads = k.shape[1]
+    k, v, pos = (rearrange(x, "b k ... -> (b k) ...") for x in (k, v, pos))
+    given = (q, k, v, pos, q_pos, n, stats, window, chip, interpret)
+    if q.shape[3] == 1:
+        (scored,) = _one_query(*given)
+    else:
+        scored = _block_of_queries(*given)
+    split = lambda x: rearrange(x, "(b k) c -> b k c", k=heads)
+    return scored._replace(
+        **{name: split(getattr(scored, name)) for name in stats},
+    )
+
+
+def write_attend(
+    q: Float[Array, "B K G 1 D"],
+    new_k: Float[Array, "B K D"],
+    new_v: Float[Array, "B K D"],
+    slot: Int[Array, "B K"],
+    k: Float[Array, "B K C D"],
+    v: Float[Array, "B K C D"],
+    pos: Int[Array, "B K C"],
+    q_pos: Int[Array, "B 1"],
+    n: Int[Array, "B"],
+    *,
+    stats: frozenset[str] = frozenset(),
+    window: int = 0,
+    interpret: bool = False,
+    device_kind: str | None = None,
+) -> tuple[Scored, Float[Array, "B K C D"], Float[Array, "B K C D"]]:
+    """Writes a new pair into its slot and attends, in one kernel and in place.
+
+    Args:
+      q: the query of each row.
+      new_k: the new key of each head.
+      new_v: the new value.
+      slot: where they go; C writes nothing.
+      k: keys; donate them and the values, or they are copied first.
+      v: values.
+      pos: positions with the new pair's already among them.
+      q_pos: see `attend`, like everything after it.
+
+    Returns:
+      What `attend` returns, and the caches with the pairs in them.
+    """
+    chip = _chip(q, k, stats, device_kind, interpret)
+    heads = k.shape[1]
+    flat = lambda x: rearrange(x, "b k ... -> (b k) ...")
+    pair = (flat(new_k), flat(new_v), flat(slot))
+    scored, *caches = _one_query(
+        q, flat(k), flat(v), flat(pos), q_pos, n, stats, window, chip, interpret, pair
+    )
+    split = lambda x: rearrange(x, "(b k) ... -> b k ...", k=heads)
+    scored = scored._replace(**{name: split(getattr(scored, name)) for name in stats})
+    return scored, *map(split, caches)
+
+
+def weigh(
+    q: Float[Array, "B K G T D"],
+    k: Float[Array, "B K C D"],
+    pos: Int[Array, "B K C"],
+    q_pos: Int[Array, "B T"],
+    n: Int[Array, "B"],
+    m: Float[Array, "B K G T"],
+    l: Float[Array, "B K G T"],  # noqa: E741
+    *,
+    stats: frozenset[str],
+    window: int = 0,
+    interpret: bool = False,
+    device_kind: str | None = None,
+) -> dict[str, Float[Array, "B K C"]]:
+    """The statistics alone, of weights under a softmax whose `m` and `l` are known.
+
+    For segments of slots, whose weights have one normaliser in common, and for queries
+    asked again. See `attend` for the arguments.
+    """
+    chip = _chip(q, k, stats, device_kind, interpret)
+    heads = k.shape[1]
+    q, q_pos = _whole_tiles(q, q_pos)
+    fill = ((0, 0), (0, 0), (0, 0), (0, q_pos.shape[1] - m.shape[3]))
+    m, l = (  # noqa: E741
+        rearrange(jnp.pad(x, fill), "b k g t -> (b k) (g t)") for x in (m, l)
+    )
+    k, pos = (rearrange(x, "b k ... -> (b k) ...") for x in (k, pos))
+    found = _sums_of_columns(q, k, pos, q_pos, n, m, l, stats, window, chip, interpret)
+    return {
+        name: rearrange(x, "(b k) c -> b k c", k=heads) for name, x in found.items()
+    }
+
+
+def _chip(q, k, stats, kind: str | None, interpret: bool) -> Chip:
+    """The device to cut for; ValueError where the kernels cannot take the arrays."""
+    kind = "H200" if interpret else kind or device().kind
+    reason = why_not(q, k, stats, None if interpret else kind)
+    if reason:
+        raise ValueError(reason)
+    return next(chip for name, chip in CHIPS.items() if name in kind)
+
+
+# --- one query per row ----------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """How decoding cuts a head: segments, tiles of slots in each, tiles in flight."""
+
+    segments: int
+    tiles: int
+    stages: int
+
+
+def cut(heads: int, slots: int, width: int, chip: Chip) -> Cut:
+    """Segments as few as shared memory allows, but enough to occupy the device.
+
+    None is shorter than four tiles, below which the start of a thread block shows. Two
+    thread blocks share a multiprocessor where there are enough of them and their scores
+    leave room for it.
+
+    Args:
+      heads: KV heads of all rows.
+      slots: slots of a head.
+      width: the head dimension.
+      chip: the device.
+    """
+    count = -(-slots // TILE)
+    stage = TILE * (width * 2 + 4)  # a tile of keys or values, and positions
+    per_tile = TILE * 4 * LANES  # scores, kept for the whole segment
+    fixed = LANES * (width * (2 + 4) + TILE * 2) + TILE * 4  # queries, output, weights
+    most = (chip.shared - fixed - chip.decode * stage) // per_tile
+    spread = max(1, min(chip.processors // heads, count // 4))
+    tiles = min(most, -(-count // spread))
+    segments = -(-count // tiles)
+    half = (chip.shared // 2 - fixed - tiles * per_tile) // stage
+    shared = half >= 2 and heads * segments > chip.processors
+    return Cut(segments, tiles, min(half, chip.decode) if shared else chip.decode)
+
+
+def _one_query(q, k, v, pos, q_pos, n, stats, window, chip, interpret, pair=()):
+    """Decoding; `k`, `v` and `pos` have all rows' heads as their first axis.
+
+    Returns:
+      Scored, and where there is a pair to write, the keys and values with it.
+    """
+    heads, group, _, width = q.shape[1:]
+    all_heads, capacity = pos.shape
+    count, tiles, stages = cut(all_heads, capacity, width, chip)
+    lanes = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, LANES - group), (0, 0)))
+    part = (jnp.arange(LANES) < group)[None] & (n > 0)[:, None]
+    part = jnp.repeat(part.astype(jnp.float32) / group, heads, axis=0)
+    way = "" if not stats else "mass" if count == 1 else "weights"
+    out = {
+        "": None,
+        "mass": _f32(all_heads, capacity),
+        "weights": _f32(all_heads, count * tiles * TILE, LANES),
+    }
+    run = _launch(
+        functools.partial(
+            gpu_block.decode, ops=gpu_block.Ops(interpret), tiles=tiles, stats=way
+        ),
+        grid={"head": all_heads, "segment": count},
+        out=(
+            _f32(all_heads, count, group, width),
+            _f32(all_heads, count, LANES),
+            _f32(all_heads, count, LANES),
+            out[way],
+        ),
+        scratch={
+            "q_tile": tile_type((LANES, width), q.dtype),
+            "ring": tile_type((stages, TILE, width), k.dtype),
+            "seen": plgpu.SMEM((stages, TILE), jnp.int32),
+            "scores": plgpu.SMEM((tiles * TILE, LANES), jnp.float32),
+            "weights": tile_type((LANES, TILE), v.dtype),
+            "o_tile": plgpu.SMEM((LANES, width), jnp.float32),
+            "spare": plgpu.SMEM((TILE,), jnp.float32),
+            "ready": plgpu.Barrier(num_barriers=stages),
+            "q_ready": plgpu.Barrier(),
+            "pos_ready": plgpu.Barrier(num_barriers=stages),
+        },
+        interpret=interpret,
+        written=(1, 2) if pair else (),
+    )
+    lanes = rearrange(lanes, "b k g d -> (b k) g d")
+    now = jnp.repeat(q_pos[:, 0], heads)
+    (o, m, l, found), caches = run(lanes, k, v, pos, now, part, *pair)  # noqa: E741
+    if count == 1:
+        o, m, l = o[:, 0], m[:, 0], l[:, 0]  # noqa: E741
+    else:
+        o, m, l, found = _merge(o, m, l, found, part)  # noqa: E741
+    per_head = lambda x: rearrange(x, "(b k) g ... -> b k g 1 ...", k=heads)
+    scored = Scored(per_head(o), per_head(m[:, :group]), per_head(l[:, :group]))
+    if not stats:
+        return scored, *caches
+    mass = found[:, :capacity]
+    every = {"mass": mass, "mass_sq": mass * mass, "last": mass}
+    every["window"] = mass if window > 0 else jnp.zeros_like(mass)
+    return scored._replace(**{name: every[name] for name in stats}), *caches
+
+
+def _merge(o, m, l, weights, part):  # noqa: E741
+    """Joins the segments of a head, each relative to its own largest score.
+
+    Args:
+      o: [H, segments, G, D].
+      m: [H, segments, 8].
+      l: [H, segments, 8].
+      weights: [H, slots of all segments, 8], or None.
+      part: [H, 8] what a query head counts for in the average over heads.
+
+    Returns:
+      o, m and l without the axis of segments, and the mass of the slots, or None.
+    """
+    top = jnp.max(m, axis=1)
+    fade = jnp.exp(m - jnp.maximum(top, LOWEST)[:, None])  # [H, segments, 8]
+    total = jnp.sum(l * fade, axis=1)
+    o = jnp.sum(o * fade[:, :, : o.shape[2], None], axis=1)
+    if weights is None:
+        return o, top, total, None
+    share = fade * (part / jnp.where(total > 0, total, 1.0))[:, None]
+    weights = rearrange(weights, "h (s c) g -> h s c g", s=m.shape[1])
+    mass = jnp.sum(weights * share[:, :, None], axis=-1)
+    return o, top, total, rearrange(mass, "h s c -> h (s c)")
+
+
+# --- a block of queries ---------------------------------------------------------------
+
+
+def _block_of_queries(q, k, v, pos, q_pos, n, stats, window, chip, interpret) -> Scored:
+    """A block; `k`, `v` and `pos` have all rows' heads as their first axis."""
+    heads, group, length, width = q.shape[1:]
+    all_heads, capacity = pos.shape
+    q, q_pos = _whole_tiles(q, q_pos)
+    gaps = jnp.pad(pos, ((0, 0), (0, -capacity % TILE)), constant_values=-1) < 0
+    gaps = jnp.any(rearrange(gaps, "h (i c) -> h i c", c=TILE), axis=-1)
+    run = _launch(
+        functools.partial(gpu_block.rows, ops=gpu_block.Ops(interpret)),
+        grid={"head": all_heads, "tile": q.shape[1] // TILE},
+        out=(_f32(*q.shape), _f32(*q.shape[:2]), _f32(*q.shape[:2])),
+        scratch={
+            "q_tile": tile_type((TILE, width), q.dtype),
+            "k_ring": tile_type((chip.rows, TILE, width), k.dtype),
+            "v_ring": tile_type((chip.rows, TILE, width), v.dtype),
+            "seen": plgpu.SMEM((chip.rows, TILE), jnp.int32),
+            "ready": plgpu.Barrier(num_arrivals=3, num_barriers=chip.rows),
+            "q_ready": plgpu.Barrier(),
+        },
+        interpret=interpret,
+    )
+    (o, m, l), _ = run(q, k, v, pos, q_pos, gaps.astype(jnp.int32))  # noqa: E741
+    per_head = lambda x: rearrange(
+        x, "(b k) (g t) ... -> b k g t ...", k=heads, g=group
+    )[:, :, :, :length]
+    scored = Scored(o=per_head(o), m=per_head(m), l=per_head(l))
+    if not stats:
+        return scored
+    found = _sums_of_columns(q, k, pos, q_pos, n, m, l, stats, window, chip, interpret)
+    return scored._replace(**found)
+
+
+def _whole_tiles(q, q_pos):
+    """Queries [H, G * T, D] and positions [B, T], with T filled up to whole tiles.
+
+    The queries that fill them see nothing.
+    """
+    pad = -q.shape[3] % TILE
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, pad), (0, 0)))
+    q_pos = jnp.pad(q_pos, ((0, 0), (0, pad)), constant_values=-1)
+    return rearrange(q, "b k g t d -> (b k) (g t) d"), q_pos
+
+
+def _sums_of_columns(
+    q,
+    k,
+    pos,
+    q_pos,
+    n,
+    m,
+    l,  # noqa: E741
+    stats,
+    window,
+    chip,
+    interpret,
+) -> dict[str, Array]:
+    """The statistics [H, C] under the softmax that m and l [H, G * T] normalise."""
+    all_heads, capacity = pos.shape
+    heads, group = all_heads // len(n), q.shape[1] // q_pos.shape[1]
+    width = q.shape[2]
+    real = jnp.arange(q_pos.shape[1])[None] < n[:, None]
+    real = jnp.tile(jnp.repeat(real, heads, axis=0), (1, group))  # [H, G * T]
+    seen = real & (l > 0)
+    lse = jnp.where(seen, m + jnp.log(jnp.where(seen, l, 1.0)), jnp.inf)
+    names = sorted(stats)
+    run = _launch(
+        functools.partial(
+            gpu_block.columns, ops=gpu_block.Ops(interpret), window=window
+        ),
+        grid={"head": all_heads, "tile": -(-capacity // TILE)},
+        out={name: _f32(all_heads, capacity) for name in names},
+        scratch={
+            "k_tile": tile_type((TILE, width), k.dtype),
+            "seen": plgpu.SMEM((TILE,), jnp.int32),
+            "q_ring": tile_type((chip.columns, TILE, width), q.dtype),
+            "now_ring": plgpu.SMEM((chip.columns, TILE), jnp.int32),
+            "lse_ring": plgpu.SMEM((chip.columns, TILE), jnp.float32),
+            "spare": {name: plgpu.SMEM((TILE,), jnp.float32) for name in names},
+            "ready": plgpu.Barrier(num_arrivals=3, num_barriers=chip.columns),
+            "k_ready": plgpu.Barrier(num_arrivals=2),
+        },
+        interpret=interpret,
+    )
+    return run(q, k, pos, q_pos, lse, n)[0]
+
+
+# --- launching ------------------------------------------------------------------------
+
+
+def _f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _launch(body, *, grid, out, scratch, interpret, written=()):
+    """A kernel of one warpgroup per thread block, or its interpretation.
+
+    Args:
+      body: takes references to the operands, the outputs and the scratch.
+      grid: the size of each named axis.
+      out: the outputs' shapes.
+      scratch: the shared memory.
+      interpret: whether to interpret.
+      written: which operands the body writes to, in place.
+
+    Returns:
+      A function of the operands that gives the outputs, and the written operands.
+    """
+    names, sizes = tuple(grid), tuple(grid.values())
+    common = {
+        "interpret": _interpreter() if interpret else None,
+        "compiler_params": plgpu.CompilerParams(
+            approx_math=True,  # exp to two units in the last place
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    }
+    if written and jax.__version_info__ < (0, 12):
+        # plgpu.kernel takes no references yet; core_map, public then, was deprecated
+        # in 0.11.
+        from jax._src.pallas.core import core_map
+
+        mesh = plgpu.Mesh(grid=sizes, grid_names=names)
+
+        def run_in_place(*operands):
+            def run(refs):
+                @core_map(mesh, **common)
+                def _():
+                    inputs, outputs = refs
+                    pl.run_scoped(functools.partial(body, *inputs, *outputs), **scratch)
+
+            empty = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), out)
+            operands, outputs = pl.run_state(run)((operands, empty))
+            return outputs, [operands[i] for i in written]
+
+        return run_in_place
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=scratch,
+        grid=sizes,
+        grid_names=names,
+        **common,
+    )
+
+    def run(*operands):
+        refs = list(operands)
+        for i in written:
+            refs[i] = jax.new_ref(refs[i])
+        outputs = kernel(*refs)
+        return outputs, [jax.freeze(refs[i]) for i in written]
+
+    return run
+
+
+def _interpreter():
+    """The interpreter's settings: past the end it reads NaN, where hardware reads 0."""
+    if hasattr(plgpu, "InterpretGPUParams"):
+        params = plgpu.InterpretGPUParams
+    else:  # not public before JAX 0.12
+        from jax._src.pallas.mosaic_gpu.interpret import params as private
+
+        params = private.InterpretGPUParams
+    return params(out_of_bounds_reads="uninitialized")
