@@ -1,13 +1,17 @@
 """Masked attention over slots, with the importance statistics that policies need.
 
-Plain `jax.numpy`: the meaning every kernel has to agree with.
+The reference is plain `jax.numpy`: right on every backend, and the meaning that every
+kernel has to agree with. `kvjax.implementations` says which of them runs.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
+from kvjax.implementations import LIBRARY, chosen, kernel
 from kvjax.types import WEIGHTS, Observation, Partial
 
 NEVER = jnp.iinfo(jnp.int32).max  # an empty slot is visible to no position
@@ -22,6 +26,7 @@ def attend(
     q_pos: Int[Array, "B T"],
     n: Int[Array, "B"],
     needs: frozenset[str] = frozenset(),
+    implementation: str | None = None,
 ) -> tuple[Partial, Observation]:
     """Softmax attention of T queries over C slots, scores scaled by D ** -0.5.
 
@@ -37,22 +42,189 @@ def attend(
       n: how many of a row's T queries are real; the others are padding at the end.
       needs: statistics of the weights to return, see `kvjax.types.Observation`; what
         attention does not know is left to the caller.
+      implementation: see `kvjax.implementations`; None is the best that runs.
 
     Returns:
       The unnormalised output, and the statistics asked for.
+
+    Raises:
+      UserError: a named implementation that is unknown, or cannot run here or with
+        these arguments; the message says why.
     """
-    length, depth = q.shape[3:]
-    seen_from = jnp.where(pos < 0, NEVER, pos)[:, :, None, None]
-    visible = seen_from <= q_pos[:, None, None, :, None]  # [B, K, 1, T, C]
-    scores = _products(q, k) if length == 1 else _textbook_products(q, k)
-    scores = jnp.where(visible, scores * depth**-0.5, -jnp.inf)
+    needs = needs & WEIGHTS
+    name = chosen(q, k, needs, implementation)
+    if name == "reference":
+        return _reference(q, k, v, pos, q_pos, n, needs)
+    if name in LIBRARY:
+        partial = _library(q, k, v, pos, q_pos, name)
+        return partial, Observation(n=n, positions=q_pos)
+    module, interpret = kernel(name)
+    found = module.attend(q, k, v, pos, q_pos, n, stats=needs, interpret=interpret)
+    return _as_pair(found, n, q_pos)
+
+
+def write_attend(
+    q: Float[Array, "B K G 1 D"],
+    new_k: Float[Array, "B K D"],
+    new_v: Float[Array, "B K D"],
+    slot: Int[Array, "B K"],
+    k: Float[Array, "B K C D"],
+    v: Float[Array, "B K C D"],
+    pos: Int[Array, "B K C"],
+    q_pos: Int[Array, "B 1"],
+    n: Int[Array, "B"],
+    needs: frozenset[str],
+    implementation: str | None,
+) -> tuple[Partial, Observation, Array, Array]:
+    """`attend` for one query per row, with the write of its own pair fused in.
+
+    Only where `fuses_write` says so. `pos` has the new pairs' positions already; a slot
+    of C or more is not written. Returns K and V as well, in the same buffers.
+    """
+    needs = needs & WEIGHTS
+    module, interpret = kernel(chosen(q, k, needs, implementation))
+    found, k, v, *_ = module.write_attend(
+        q, new_k, new_v, slot, k, v, pos, q_pos, n, stats=needs, interpret=interpret
+    )
+    return *_as_pair(found, n, q_pos), k, v
+
+
+def fuses_write(q, k, needs: frozenset[str], implementation: str | None) -> bool:
+    """Whether `write_attend` should take these: elsewhere the layout writes first.
+
+    On TPU, where XLA's own write at a slot it does not know may copy the cache.
+    """
+    name = chosen(q, k, needs & WEIGHTS, implementation)
+    if q.shape[3] > 1 or not name.startswith("pallas_tpu"):
+        return False
+    return k.shape[2] % kernel(name)[0].write_grain(k.shape[3]) == 0
+
+
+def attend_segments(
+    q: Float[Array, "B K G T D"],
+    segments: list[tuple[Array, Array, Array]],
+    q_pos: Int[Array, "B T"],
+    n: Int[Array, "B"],
+    needs: frozenset[str] = frozenset(),
+    implementation: str | None = None,
+) -> tuple[Partial, list[Observation]]:
+    """`attend` over slots that lie in several places: splits, a prefix, a window.
+
+    The statistics of every segment are those of one softmax over all of them: its
+    log-sum-exp is merged first, and the weights are taken with it. (Weights that are
+    summed over queries cannot be put right afterwards.)
+
+    Args:
+      q: queries.
+      segments: (k, v, pos) of each, disjoint; their numbers of slots may differ.
+      q_pos: position of each query.
+      n: real queries per row.
+      needs: statistics to return.
+      implementation: see `attend`.
+
+    Returns:
+      The merged attention, and one observation per segment.
+    """
+    needs = needs & WEIGHTS
+    parts = [
+        attend(q, k, v, pos, q_pos, n, implementation=implementation)[0]
+        for k, v, pos in segments
+    ]
+    whole = functools.reduce(merge, parts)
+    seen = [
+        weigh(q, k, pos, q_pos, n, whole, needs, implementation)
+        for k, _, pos in segments
+    ]
+    return whole, seen
+
+
+def weigh(
+    q: Float[Array, "B K G T D"],
+    k: Float[Array, "B K C D"],
+    pos: Int[Array, "B K C"],
+    q_pos: Int[Array, "B T"],
+    n: Int[Array, "B"],
+    whole: Partial,
+    needs: frozenset[str],
+    implementation: str | None = None,
+) -> Observation:
+    """The statistics alone, of weights under a softmax whose `m` and `l` are known.
+
+    Args:
+      q: queries.
+      k: keys of some slots.
+      pos: their positions.
+      q_pos: position of each query.
+      n: real queries per row.
+      whole: the softmax over all slots; its `o` is not used.
+      needs: statistics to return.
+      implementation: see `attend`.
+    """
+    needs = needs & WEIGHTS
+    if not needs:
+        return Observation(n=n, positions=q_pos)
+    name = chosen(q, k, needs, implementation)
+    if name == "reference":
+        scores = _masked_scores(q, k, pos, q_pos)
+        p = jnp.exp(scores - jnp.maximum(whole.m, LOWEST)[..., None])
+        return _observed(p, whole.l, n, q_pos, needs)
+    module, interpret = kernel(name)
+    found = module.weigh(
+        q, k, pos, q_pos, n, whole.m, whole.l, stats=needs, interpret=interpret
+    )
+    return Observation(n=n, positions=q_pos, **found)
+
+
+def _reference(q, k, v, pos, q_pos, n, needs) -> tuple[Partial, Observation]:
+    scores = _masked_scores(q, k, pos, q_pos)
     m = jnp.max(scores, axis=-1)
     p = jnp.exp(scores - jnp.maximum(m, LOWEST)[..., None])
     l = jnp.sum(p, axis=-1)  # noqa: E741
     o = jnp.einsum(
         "bkgtc,bkcd->bkgtd", p.astype(v.dtype), v, preferred_element_type=jnp.float32
     )
-    return Partial(o, m, l), _observed(p, l, n, q_pos, needs & WEIGHTS)
+    return Partial(o, m, l), _observed(p, l, n, q_pos, needs)
+
+
+def _masked_scores(q, k, pos, q_pos) -> Float[Array, "B K G T C"]:
+    """Scaled products, -inf where a query sees no pair."""
+    scores = _products(q, k) if q.shape[3] == 1 else _textbook_products(q, k)
+    return jnp.where(_visible(pos, q_pos), scores * q.shape[4] ** -0.5, -jnp.inf)
+
+
+def _visible(pos, q_pos) -> Array:
+    """bool[B, K, 1, T, C]."""
+    seen_from = jnp.where(pos < 0, NEVER, pos)[:, :, None, None]
+    return seen_from <= q_pos[:, None, None, :, None]
+
+
+def _library(q, k, v, pos, q_pos, name: str) -> Partial:
+    """JAX's own attention; its normalised output is a partial one of weight 1."""
+    flat = lambda x: rearrange(x, "b k g t d -> b t (k g) d")
+    shape = (*q.shape[:4], k.shape[2])
+    seen = jnp.broadcast_to(_visible(pos, q_pos), shape)
+    o, lse = jax.nn.dot_product_attention(
+        flat(q),
+        rearrange(k, "b k c d -> b c k d"),
+        rearrange(v, "b k c d -> b c k d"),
+        mask=rearrange(seen, "b k g t c -> b (k g) t c"),
+        implementation=name,
+        return_residual=True,
+    )
+    any_seen = jnp.any(seen, axis=-1)
+    o = rearrange(o, "b t (k g) d -> b k g t d", k=q.shape[1]).astype(jnp.float32)
+    lse = rearrange(lse, "b t (k g) -> b k g t", k=q.shape[1]).astype(jnp.float32)
+    return Partial(
+        o=jnp.where(any_seen[..., None], o, 0.0),
+        m=jnp.where(any_seen, lse, -jnp.inf),
+        l=any_seen.astype(jnp.float32),
+    )
+
+
+def _as_pair(found, n, q_pos) -> tuple[Partial, Observation]:
+    """What a kernel returns, in the words of the package."""
+    seen = {name: getattr(found, name) for name in ("mass", "mass_sq", "last")}
+    return Partial(found.o, found.m, found.l), Observation(n=n, positions=q_pos, **seen)
 
 
 def _observed(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax import attention, codecs
+from kvjax import attention, codecs, implementations
 from kvjax.layouts import dense
 from kvjax.policies import base
 from kvjax.types import (
@@ -53,6 +53,8 @@ class Compression:
       rows: rows whose evictions are worked out together while decoding. Rows of a
         ragged batch fill up at different steps; handling only those that are full, a
         few at a time, makes the cost of a row's evictions independent of the others.
+      implementation: which attention runs, see `kvjax.implementations`; None is the
+        best there is.
     """
 
     policy: base.Policy | None
@@ -62,6 +64,7 @@ class Compression:
     room: str = "reuse"
     rope: str = "true"
     rows: int = 4
+    implementation: str | None = None
 
     def needs(self, prompt: bool) -> frozenset[str]:
         """What attention must hand over; nothing once no more evictions come."""
@@ -102,8 +105,8 @@ def compression(
       policy: None is the full cache.
       budget: |kv| per head: one int for all layers or one int per layer.
       schedule: None is Batch-Max's Algorithm 1, or the full cache without a policy.
-      **options: `codec`, `room`, `rope`, `rows` of `Compression`. With `rope="slot"`
-        the default of `room` is `gather`.
+      **options: `codec`, `room`, `rope`, `rows`, `implementation` of `Compression`.
+        With `rope="slot"` the default of `room` is `gather`.
 
     Raises:
       UserError: a budget of 0, not larger than one block, or filled by pinned pairs; a
@@ -144,6 +147,7 @@ def compression(
 
 def _check_options(made: Compression) -> None:
     """Raises UserError for options that do not exist or exclude each other."""
+    implementations.check_name(made.implementation)
     if made.room not in ROOMS or made.rope not in ROPES or made.rows < 1:
         raise UserError(
             f"room={made.room!r}, rope={made.rope!r}, rows={made.rows}: room is one of "
@@ -283,12 +287,12 @@ def step_layer(
         q, k = ops.rotate(q), ops.rotate(k)
     else:
         q = ops.rotate(q, _slots_of_new(layer, q.shape[3]))
-    layer, stats, overflow = dense.append(layer, stats, made.codec, k, v, positions, n)
-    view = _view(layer, ops.rotate, made, last + n, dense.live(layer))
+    layer, stats, slots, overflow = dense.claim(layer, stats, positions, n)
     needs = made.needs(prompt)
-    partial, seen = attention.attend(
-        q, view.keys(), view.values(), layer.pos, positions, n, needs
+    layer, partial, seen = _attended(
+        layer, q, k, v, slots, positions, n, needs, ops.rotate, made
     )
+    view = _view(layer, ops.rotate, made, last + n, dense.live(layer))
     if made.policy and (prompt or schedule.evicts_in_decode):
         extra = _observed(needs, q, raw, v, tokens, ops)
         stats = made.policy.observe(stats, view, seen._replace(prompt=prompt, **extra))
@@ -299,6 +303,33 @@ def step_layer(
         error=error,
     )
     return attention.finish(partial).astype(q.dtype), state
+
+
+def _attended(layer, q, k, v, slots, positions, n, needs, rotate, made: Compression):
+    """Writes the new pairs to their slots and attends, in one kernel where it can be.
+
+    Returns the layer, the partial attention and the observation.
+    """
+    plain = made.codec is codecs.identity and made.rope == "true"
+    how = needs, made.implementation
+    if plain and attention.fuses_write(q, layer.k, *how):
+        partial, seen, keys, values = attention.write_attend(
+            q,
+            k[:, :, 0],
+            v[:, :, 0],
+            slots[..., 0],
+            layer.k,
+            layer.v,
+            layer.pos,
+            positions,
+            n,
+            *how,
+        )
+        return layer.replace(k=keys, v=values), partial, seen
+    layer = dense.write(layer, made.codec, k, v, slots)
+    view = _view(layer, rotate, made, positions[:, -1], dense.live(layer))
+    pairs = view.keys(), view.values()
+    return layer, *attention.attend(q, *pairs, layer.pos, positions, n, *how)
 
 
 def make_room(

@@ -62,6 +62,7 @@ def generate(
     ignore_eos: bool = False,
     memory_gb: float | None = None,
     codec: Codec = identity,
+    implementation: str | None = None,
 ) -> list[Completion]:
     """Completes prompts under a compressed KV cache.
 
@@ -82,6 +83,8 @@ def generate(
       ignore_eos: generate all `max_new_tokens`, for throughput runs.
       memory_gb: see `kvjax.plan.device_memory`.
       codec: how pairs are stored.
+      implementation: which attention runs, see `kvjax.implementations`; None is the
+        best there is.
 
     Returns:
       One completion per prompt, in order.
@@ -92,7 +95,12 @@ def generate(
         little memory for one row. All before anything is compiled.
     """
     made = cache.compression(
-        model.spec, policy, budget if policy else None, schedule, codec=codec
+        model.spec,
+        policy,
+        budget if policy else None,
+        schedule,
+        codec=codec,
+        implementation=implementation,
     )
     how = Sampling(temperature, top_k, top_p)
     tokens = tokenize(model, prompts)

@@ -52,6 +52,7 @@ class Method:
       phases, block, evict: the `Schedule`; `evict` None is the block.
       budget: |kv|, one int or one per layer; None for the full cache.
       rope: where a key stands for its rotary angle, see `cache.Compression`.
+      implementation: which attention runs, see `cache.Compression`.
       label: what the methods have in common that differ only in budget and schedule,
         the name of their row in a sweep's tables and pictures; None is the name.
     """
@@ -64,12 +65,20 @@ class Method:
     evict: int | None = None
     budget: int | tuple[int, ...] | None = None
     rope: str = "true"
+    implementation: str | None = None
     label: str | None = None
 
     def compression(self, spec: ModelSpec) -> cache.Compression:
         """Raises UserError where the parts do not fit each other."""
         policy, schedule = self.check()
-        return cache.compression(spec, policy, self.budget, schedule, rope=self.rope)
+        return cache.compression(
+            spec,
+            policy,
+            self.budget,
+            schedule,
+            rope=self.rope,
+            implementation=self.implementation,
+        )
 
     def check(self) -> tuple[policies.Policy | None, Schedule]:
         """Policy and schedule, or a UserError for what is wrong in any model."""

@@ -56,7 +56,7 @@ def prefill(
         state, last = carry
         part = jax.lax.dynamic_slice_in_dim(tokens, i * block, block, axis=1)
         n = jnp.clip(lengths - i * block, 0, block)
-        hidden, state = _forward(params, spec, part, n, state, made, prompt=True)
+        hidden, state = forward(params, spec, part, n, state, made, prompt=True)
         end = jnp.maximum(n - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(hidden, end, axis=1)[:, 0]
         return state, jnp.where((n > 0)[:, None], newest, last)
@@ -117,7 +117,7 @@ def decode(
     def step(carry):
         i, state, token, active, out, count = carry
         n = active.astype(jnp.int32)
-        hidden, state = _forward(params, spec, token[:, None], n, state, made)
+        hidden, state = forward(params, spec, token[:, None], n, state, made)
         logits = llama.logits(params, hidden[:, 0])
         token, active, out = draw(logits, state, active, out, i)
         return i + 1, state, token, active, out, count + n
@@ -151,7 +151,7 @@ def score_tokens(
     one = jnp.ones(tokens.shape[:1], jnp.int32)
 
     def step(state, token):
-        hidden, state = _forward(params, spec, token[:, None], one, state, made)
+        hidden, state = forward(params, spec, token[:, None], one, state, made)
         return state, llama.logits(params, hidden[:, 0])
 
     return jax.lax.scan(step, state, tokens.T)
@@ -172,7 +172,7 @@ def compact(
     return cache.compact(state, made, capacity, llama.rotation(spec))
 
 
-def _forward(params, spec, tokens, n, state, made, prompt=False):
+def forward(params, spec, tokens, n, state, made, prompt=False):
     """T new tokens through the model, of which each row's first n are real."""
     positions = cache.next_positions(state, tokens.shape[1])
     attend = functools.partial(

@@ -8,8 +8,8 @@
                 k,v  k,v  empty, will take the next pair
 
 Attention reads positions, never slot numbers, so pairs may lie in any order: an
-eviction only marks slots empty, and new pairs move into them (`append`). Nothing is
-copied to make room. `compact` is the other way, and the one that changes C.
+eviction only marks slots empty, and new pairs move into them (`claim`, `write`).
+Nothing is copied to make room. `compact` is the other way, and the one that changes C.
 """
 
 import functools
@@ -17,7 +17,7 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax.codecs import Codec
 from kvjax.types import EMPTY, ModelSpec, PyTree, Stats
@@ -68,55 +68,45 @@ def free_slots(pos: Int[Array, "B K C"], count: int) -> Int[Array, "B K T"]:
     return jax.vmap(jax.vmap(find))(running).astype(jnp.int32)
 
 
-def append(
-    layer: DenseLayer,
-    stats: Stats,
-    codec: Codec,
-    k: Array,
-    v: Array,
-    pos: Int[Array, "B T"],
-    n: Int[Array, "B"],
-) -> tuple[DenseLayer, Stats, Bool[Array, ""]]:
-    """Writes the first `n` of T new pairs of every row into empty slots.
+def claim(
+    layer: DenseLayer, stats: Stats, pos: Int[Array, "B T"], n: Int[Array, "B"]
+) -> tuple[DenseLayer, Stats, Int[Array, "B K T"], Bool[Array, ""]]:
+    """Gives the first `n` of T new pairs of every row an empty slot each.
+
+    The pairs themselves are still to be written there: by `write`, or by a kernel.
 
     Args:
-      layer: the layer written to.
-      stats: the policy's statistics; those of the slots written become zero.
-      codec: how pairs are stored.
-      k: new keys [B, K, T, D].
-      v: new values [B, K, T, D].
+      layer: the layer to be written to.
+      stats: the policy's statistics; those of the slots claimed become zero.
       pos: positions of the new tokens.
-      n: real tokens per row, the others are padding and are not written.
+      n: real tokens per row, the others are padding and get none.
 
     Returns:
-      The layer, the statistics, and whether some pair found no empty slot (it is
-      dropped, and the caller raises the sticky error bit).
+      The layer with the new positions, the statistics, the slots (C for none), and
+      whether some pair found no empty slot (it is dropped, and the caller raises the
+      sticky error bit).
     """
-    batch, heads, capacity = layer.pos.shape
-    length = pos.shape[1]
+    capacity, length = layer.pos.shape[2], pos.shape[1]
     slots = free_slots(layer.pos, length)
     real = jnp.arange(length, dtype=jnp.int32)[None, :] < n[:, None]
     overflow = jnp.any(real[:, None] & (slots >= capacity))
     slots = jnp.where(real[:, None], slots, capacity)  # out of range: not written
-    rows = jnp.arange(batch)[:, None, None]
-    columns = jnp.arange(heads)[None, :, None]
+    put = _mark if length == 1 else _put
+    zeros = lambda leaf: put(leaf, slots, jnp.zeros((), leaf.dtype))
+    fresh = stats._replace(slots=jax.tree.map(zeros, stats.slots))
+    new_pos = put(layer.pos, slots, jnp.broadcast_to(pos[:, None], slots.shape))
+    return layer.replace(pos=new_pos), fresh, slots, overflow
 
-    def write(slot_leaf, new):
-        return slot_leaf.at[rows, columns, slots].set(
-            new, mode="drop", unique_indices=True
-        )
 
-    def reset(leaf):
-        return write(leaf, jnp.zeros((), leaf.dtype))
-
-    new_pos = jnp.broadcast_to(pos[:, None], slots.shape)
-    written = DenseLayer(
-        k=jax.tree.map(write, layer.k, codec.encode(k)),
-        v=jax.tree.map(write, layer.v, codec.encode(v)),
-        pos=write(layer.pos, new_pos),
+def write(
+    layer: DenseLayer, codec: Codec, k: Array, v: Array, slots: Int[Array, "B K T"]
+) -> DenseLayer:
+    """Writes new keys and values [B, K, T, D] into the slots claimed for them."""
+    put = lambda leaf, new: _put(leaf, slots, new)
+    return layer.replace(
+        k=jax.tree.map(put, layer.k, codec.encode(k)),
+        v=jax.tree.map(put, layer.v, codec.encode(v)),
     )
-    fresh = stats._replace(slots=jax.tree.map(reset, stats.slots))
-    return written, fresh, overflow
 
 
 def compact(layer: DenseLayer, stats: Stats, capacity: int) -> tuple[DenseLayer, Stats]:
@@ -141,3 +131,21 @@ def compact(layer: DenseLayer, stats: Stats, capacity: int) -> tuple[DenseLayer,
         pos=move(layer.pos, EMPTY),
     )
     return moved, stats._replace(slots=jax.tree.map(move, stats.slots))
+
+
+def _put(
+    leaf: Array, slots: Int[Array, "B K T"], new: Array
+) -> Shaped[Array, "B K C ..."]:
+    """Puts `new` into slots; those of C or more are not written."""
+    batch, heads = slots.shape[:2]
+    rows = jnp.arange(batch)[:, None, None]
+    columns = jnp.arange(heads)[None, :, None]
+    return leaf.at[rows, columns, slots].set(new, mode="drop", unique_indices=True)
+
+
+def _mark(
+    leaf: Shaped[Array, "B K C ..."], slot: Int[Array, "B K 1"], new: Array
+) -> Shaped[Array, "B K C ..."]:
+    """`_put` for one slot of small leaves; on TPU a scatter is slow, a select not."""
+    here = jnp.arange(leaf.shape[2], dtype=jnp.int32)[None, None] == slot
+    return jnp.where(here.reshape(here.shape + (1,) * (leaf.ndim - 3)), new, leaf)

@@ -1,0 +1,147 @@
+"""Which attention runs: the choice among the reference, our kernels and JAX's own.
+
+    reference     plain jax.numpy, on every backend
+    pallas_tpu    one pass over the pairs, scores added up on the way (kvjax.pallas.tpu)
+    pallas_gpu    the same for Hopper GPUs (kvjax.pallas.gpu)
+    xla, cudnn    `jax.nn.dot_product_attention`: no statistics
+
+`pallas_tpu_interpret` and `pallas_gpu_interpret` run a kernel on any machine, slowly.
+"""
+
+import functools
+import importlib
+import warnings
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from kvjax.pallas.common import device
+from kvjax.types import UserError
+
+KERNELS = {"pallas_tpu": "kvjax.pallas.tpu", "pallas_gpu": "kvjax.pallas.gpu"}
+PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
+LIBRARY = ("xla", "cudnn")
+INTERPRETED = tuple(name + "_interpret" for name in KERNELS)
+NAMES = ("reference", *KERNELS, *LIBRARY, *INTERPRETED)
+
+
+def chosen(
+    q: Array, k: Array, needs: frozenset[str], implementation: str | None
+) -> str:
+    """The implementation that attends with queries `q` over keys `k`.
+
+    Decided from shapes, dtypes and the device alone, so it may be asked while tracing.
+
+    Args:
+      q: [B, K, G, T, D].
+      k: [B, K, C, D].
+      needs: statistics that attention has to hand over.
+      implementation: a name of this module, or None for the best that runs here.
+
+    Raises:
+      UserError: a name that is unknown or cannot run; the message says why.
+    """
+    if implementation is None:
+        best = (name for name in KERNELS if _reason(name, q, k, needs) is None)
+        return next((name for name in best if _proven(name)), "reference")
+    check_name(implementation)
+    reason = _reason(implementation, q, k, needs)
+    if reason:
+        raise UserError(
+            f"attention implementation {implementation!r} cannot run: {reason}; None "
+            "chooses one that does"
+        )
+    return implementation
+
+
+def check_name(implementation: str | None) -> None:
+    """Raises UserError for a name that is no implementation's."""
+    if implementation is not None and implementation not in NAMES:
+        raise UserError(
+            f"attention implementation {implementation!r} is unknown: use None or one "
+            f"of {', '.join(NAMES)}"
+        )
+
+
+def kernel(name: str) -> tuple[ModuleType, bool]:
+    """The kernels behind a name, and whether they are interpreted.
+
+    Their compilers are imported where they are needed, and only there.
+    """
+    plain = name.removesuffix("_interpret")
+    return importlib.import_module(KERNELS[plain]), plain != name
+
+
+def _reason(name: str, q: Array, k: Array, needs: frozenset[str]) -> str | None:
+    """Why an implementation cannot run, or None."""
+    if name == "reference":
+        return None
+    if name in LIBRARY and needs:
+        return f"it hands over no statistics, and {sorted(needs)} are needed"
+    if "weights" in needs:
+        return "no fused kernel hands over all the weights"
+    wanted, here = PLATFORMS.get(name), device().platform
+    if wanted and here != wanted:
+        return f"it needs a {wanted.upper()}, and this is a {here.upper()}"
+    if name in LIBRARY:
+        return None
+    module, interpret = kernel(name)
+    return module.why_not(q, k, needs, None if interpret else device().kind)
+
+
+@functools.cache
+def _proven(name: str) -> bool:
+    """Whether a kernel gives the right answer here, on a small case, once a process.
+
+    A new compiler or device must cost speed, never a run. Where the program is for a
+    device that is not there, nothing can be tried.
+    """
+    if jax.sharding.get_abstract_mesh().abstract_device:
+        return True
+    try:
+        with jax.ensure_compile_time_eval():
+            worst = max(_error(kernel(name)[0], length) for length in (1, 24))
+    except Exception as error:  # whatever a compiler may say
+        worst = str(error).splitlines()[0]
+    if isinstance(worst, float) and worst < 0.05:
+        return True
+    warnings.warn(
+        f"attention implementation {name!r} does not work on "
+        f"{jax.devices()[0].device_kind} ({worst}): the reference runs instead",
+        stacklevel=2,
+    )
+    return False
+
+
+def _error(module: ModuleType, length: int) -> float:
+    """The largest difference from NumPy's output and weights, in bfloat16.
+
+    The slots are no whole number of tiles, and the empty ones hold NaN.
+    """
+    slots, depth, last = 328, 128, 299  # of them 300 are live
+    draw = np.random.default_rng(0).normal
+    array = lambda *shape: np.array(jnp.asarray(draw(size=shape), jnp.bfloat16))
+    q, k, v = array(2, 4, length, depth), array(2, slots, depth), array(2, slots, depth)
+    pos = np.where(np.arange(slots) <= last, np.arange(slots), -1)
+    q_pos = last - np.arange(length)[::-1]
+    seen = (pos >= 0) & (pos <= q_pos[:, None])
+    exact = [x.astype(np.float64) for x in (q, k, v)]
+    weights = np.einsum("kgtd,kcd->kgtc", *exact[:2]) / np.sqrt(depth)
+    weights = np.where(seen, np.exp(weights), 0)
+    weights /= weights.sum(-1, keepdims=True)
+    k[:, last + 1 :], v[:, last + 1 :] = np.nan, np.nan
+    row = lambda x: jnp.asarray(x)[None]
+    got = module.attend(
+        *(row(q), row(k), row(v)),
+        row(np.broadcast_to(pos, (2, slots)).astype(np.int32)),
+        row(q_pos.astype(np.int32)),
+        jnp.full((1,), length, jnp.int32),
+        stats=frozenset({"mass"}),
+    )
+    out = np.asarray(got.o / got.l[..., None], np.float64)[0]
+    wrong = out - np.einsum("kgtc,kcd->kgtd", weights, exact[2])
+    missed = np.asarray(got.mass, np.float64)[0] - weights.mean(1).sum(1)
+    return float(max(np.max(np.abs(wrong)), np.max(np.abs(missed))))

@@ -1,0 +1,125 @@
+"""Which attention runs: always one that works, and a reason where one cannot."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_spec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from kernels import by_hand, draw, finite
+
+from kvjax import attention, cache, implementations, policies
+from kvjax.pallas import tpu
+from kvjax.pallas.common import Scored
+from kvjax.types import UserError
+
+MASS = frozenset({"mass"})
+
+
+def arrays(dtype=jnp.bfloat16, slots=256):
+    array = jax.ShapeDtypeStruct
+    return array((2, 8, 4, 1, 128), dtype), array((2, 8, slots, 128), dtype)
+
+
+def on(platform, kind):
+    """As when a program is traced for a device that is not there."""
+    told = AbstractDevice(kind, None, platform)
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=told)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def test_a_cpu_gets_the_reference():
+    assert implementations.chosen(*arrays(), MASS, None) == "reference"
+
+
+def test_a_tpu_gets_its_kernels():
+    with on("tpu", "TPU v6 lite"):
+        assert implementations.chosen(*arrays(), MASS, None) == "pallas_tpu"
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
+def test_a_hopper_gpu_gets_its_kernels(kind):
+    with on("gpu", kind):
+        assert implementations.chosen(*arrays(), MASS, None) == "pallas_gpu"
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "needs", "dtype"),
+    [
+        ("gpu", "Tesla T4", MASS, jnp.bfloat16),
+        ("gpu", "NVIDIA H200", MASS, jnp.float32),
+        ("tpu", "TPU v6 lite", frozenset({"weights"}), jnp.bfloat16),
+        ("tpu", "TPU v6 lite", MASS, jnp.float16),
+    ],
+)
+def test_what_no_kernel_can_do_gets_the_reference(platform, kind, needs, dtype):
+    with on(platform, kind):
+        assert implementations.chosen(*arrays(dtype), needs, None) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "message"),
+    [
+        ("flash", MASS, "'flash' is unknown: use None or one of reference, pallas_tpu"),
+        ("pallas_tpu", MASS, "it needs a TPU, and this is a CPU"),
+        ("cudnn", frozenset(), "it needs a GPU, and this is a CPU"),
+        ("xla", MASS, r"no statistics, and \['mass'\] are needed"),
+        ("pallas_tpu_interpret", frozenset({"weights"}), "no fused kernel"),
+    ],
+)
+def test_a_named_one_that_cannot_run_says_why(name, needs, message):
+    with pytest.raises(UserError, match=message):
+        implementations.chosen(*arrays(), needs, name)
+
+
+def test_too_many_slots_for_a_kernel():
+    with pytest.raises(UserError, match=r"weights of 4194304 slots take \d+ MiB"):
+        implementations.chosen(*arrays(slots=2**22), MASS, "pallas_tpu_interpret")
+
+
+def test_a_compression_knows_the_names():
+    with pytest.raises(UserError, match="'flash' is unknown"):
+        cache.compression(tiny_spec(), policies.random(), 99, implementation="flash")
+
+
+def by_reference(q, k, v, *rest, stats):
+    """What a kernel returns, of the reference."""
+    q, k, v, *rest = finite((q, k, v, *rest))
+    partial, seen = attention.attend(q, k, v, *rest, stats, "reference")
+    return Scored(*partial, mass=seen.mass)
+
+
+@pytest.mark.parametrize("failure", ["raises", "is wrong"])
+def test_a_kernel_that_does_not_work_is_left_out(monkeypatch, failure):
+    """A new compiler or device costs speed, never a run."""
+
+    def attend(q, *rest, stats):
+        if failure == "raises":
+            raise RuntimeError("no such instruction")
+        return by_reference(q + 1, *rest, stats=stats)
+
+    monkeypatch.setattr(tpu, "attend", attend)
+    monkeypatch.setitem(implementations.PLATFORMS, "pallas_tpu", "cpu")
+    implementations._proven.cache_clear()
+    with pytest.warns(UserWarning, match="does not work on"):
+        assert implementations.chosen(*arrays(), MASS, None) == "reference"
+    implementations._proven.cache_clear()
+
+
+def test_a_kernel_that_works_is_taken(monkeypatch):
+    monkeypatch.setattr(tpu, "attend", by_reference)
+    monkeypatch.setitem(implementations.PLATFORMS, "pallas_tpu", "cpu")
+    implementations._proven.cache_clear()
+    chosen = jax.jit(
+        lambda: jnp.int32(len(implementations.chosen(*arrays(), MASS, None)))
+    )
+    assert chosen() == len("pallas_tpu")  # also while tracing
+    implementations._proven.cache_clear()
+
+
+@pytest.mark.parametrize("length", [1, 16])
+def test_jax_s_own_attention(length):
+    case = finite(draw(0, 2, 3, length, 48, 64))
+    partial, seen = attention.attend(*case, implementation="xla")
+    np.testing.assert_allclose(attention.finish(partial), by_hand(*case)[0], atol=3e-6)
+    assert seen.mass is None
