@@ -1,0 +1,120 @@
+"""One decode step of a whole model under compression: to compile, and to time."""
+
+import functools
+import importlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import cache, policies
+from kvjax.models import llama
+from kvjax.types import ModelSpec, Schedule
+
+forward = importlib.import_module("kvjax.generate").forward  # a function hides it
+
+SPECS = {
+    "smollm2-135m": ModelSpec(
+        name="smollm2-135m",
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        model_dim=576,
+        ff_dim=1536,
+        vocab_size=49152,
+        context_length=8192,
+        rope_theta=1e5,
+        norm_eps=1e-5,
+        tied_head=True,
+    ),
+    "llama-3.1-8b": ModelSpec(
+        name="llama-3.1-8b",
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        model_dim=4096,
+        ff_dim=14336,
+        vocab_size=128256,
+        context_length=131072,
+        rope_theta=5e5,
+        norm_eps=1e-5,
+        tied_head=False,
+    ),
+}
+
+
+def made(spec, slots, implementation=None):
+    """Batch-Max: average attention, 64 pairs at a time."""
+    return cache.compression(
+        spec,
+        policies.average_attention(),
+        slots,
+        Schedule("prefill+decode", 64, 64),
+        implementation=implementation,
+    )
+
+
+def shapes(spec, how, rows):
+    """What a step takes: weights, state, and the last tokens; bfloat16."""
+    init = lambda: cache.init(spec, how, rows, how.budget, jnp.dtype("bfloat16"))
+    return (
+        llama.param_shapes(spec, jnp.bfloat16),
+        jax.eval_shape(init),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )
+
+
+def step(params, state, tokens, *, spec, how):
+    """The next state and the next tokens, greedy."""
+    n = jnp.ones(tokens.shape, jnp.int32)
+    hidden, state = forward(params, spec, tokens[:, None], n, state, how)
+    return state, jnp.argmax(llama.logits(params, hidden[:, 0]), -1).astype(jnp.int32)
+
+
+def timed(name, rows, slots, steps, implementation):
+    """Seconds of a step with full caches and random weights, and the bytes it reads.
+
+    The caches start `steps` pairs short of full and evict on the way.
+    """
+    spec = SPECS[name]
+    how = made(spec, slots, implementation)
+    params = jax.jit(llama.random_params, static_argnums=(0, 2))(
+        spec, jax.random.key(0), jnp.bfloat16
+    )
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def run(params, state, tokens):
+        body = lambda i, carry: step(params, *carry, spec=spec, how=how)
+        return jax.lax.fori_loop(0, steps, body, (state, tokens))
+
+    state, tokens = jax.jit(lambda: _nearly_full(spec, how, rows, steps))()
+    read = sum(x.nbytes for x in jax.tree.leaves((params["layers"], params["head"])))
+    read += sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
+    state, tokens = run(params, state, tokens)
+    jax.block_until_ready(tokens)
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        state, tokens = run(params, state, tokens)
+        jax.block_until_ready(tokens)
+        times.append((time.perf_counter() - started) / steps)
+    return float(np.median(times)), read
+
+
+def _nearly_full(spec, how, rows, room):
+    """Caches whose slots, but for `room`, hold random pairs."""
+    state = cache.init(spec, how, rows, how.budget, jnp.dtype("bfloat16"))
+
+    def fill(index, layer):
+        keys = jax.random.split(jax.random.key(index))
+        k, v = (jax.random.normal(key, layer.k.shape, jnp.bfloat16) for key in keys)
+        slot = jnp.arange(layer.pos.shape[2], dtype=jnp.int32)
+        pos = jnp.where(slot < slot.size - room, slot, -1)[None, None]
+        return layer.replace(k=k, v=v, pos=jnp.broadcast_to(pos, layer.pos.shape))
+
+    layers = tuple(fill(i, layer) for i, layer in enumerate(state.layers))
+    filled = jnp.full((rows,), how.budget[0] - room, jnp.int32)
+    return state.replace(layers=layers, next_pos=filled), jnp.zeros((rows,), jnp.int32)

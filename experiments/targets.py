@@ -1,0 +1,155 @@
+"""Compiling for an accelerator that is not there, and reading what the compiler says.
+
+A target is `tpu:v5e` (libtpu, no TPU), `cuda:FILE` (jax-cuda13-plugin and NVIDIA's
+compiler packages, no GPU; FILE holds a GPU's target configuration as text), or `here`.
+"""
+
+import dataclasses
+import functools
+import glob
+import os
+import re
+import shutil
+import tempfile
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1", "v5p": "v5p:2x2x1"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A TPU core's bandwidth (bytes/s) and clock (Hz).
+
+    Bandwidth as in JAX's `TpuInfo`; the clock from its matrix rate: MXUs of 128 or 256
+    squared, one row per cycle on v5e, two on later ones.
+    """
+
+    bandwidth: float
+    clock: float
+
+
+CHIPS = {
+    "v5e": Chip(820e9, 197e12 / (4 * 128**2 * 2)),
+    "v6e": Chip(1640e9, 920e12 / (2 * 256**2 * 2 * 2)),
+    "tpu7x": Chip(3700e9, 1155e12 / (2 * 256**2 * 2 * 2)),
+}
+
+
+@functools.cache
+def device(target: str):
+    """The device of a target.
+
+    Raises:
+      RuntimeError: the packages that describe the target are missing.
+    """
+    kind, _, detail = target.partition(":")
+    here = jax.devices()[0]  # also finds the plugins
+    if kind == "here":
+        return here
+    if kind == "cpu":
+        return jax.devices("cpu")[0]
+    if kind == "tpu":
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        name = TPUS.get(detail, detail if ":" in detail else f"{detail}:2x2")
+        return topologies.get_topology_desc(name, platform="tpu").devices[0]
+    with open(detail) as file:
+        config = {"target_config": file.read(), "topology": "1x1x1"}
+    return topologies.get_topology_desc("", platform="cuda", **config).devices[0]
+
+
+def compile_for(target, function, *shapes, donate=()):
+    """Compiles `function` for the target's device.
+
+    Args:
+      target: see the module.
+      function: of arrays.
+      *shapes: pytrees of `jax.ShapeDtypeStruct`.
+      donate: which arguments are donated.
+
+    Returns:
+      A `jax.stages.Compiled`.
+    """
+    where = device(target)
+    place = jax.sharding.SingleDeviceSharding(where)
+    put = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place)
+    shapes = jax.tree.map(put, shapes)
+    told = AbstractDevice(where.device_kind, None, _platform(target, where))
+    mesh = AbstractMesh(
+        (1,), ("one",), axis_types=(AxisType.Auto,), abstract_device=told
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(function, donate_argnums=donate).lower(*shapes)
+    return lowered.compile()
+
+
+def _platform(target, where) -> str:
+    kind = target.partition(":")[0]
+    return {"cuda": "gpu", "here": where.platform}.get(kind, kind)
+
+
+@functools.cache
+def _dump() -> str:
+    """The folder where libtpu writes its schedules; has to be named before it loads."""
+    return tempfile.mkdtemp(prefix="kvjax_schedules_")
+
+
+def want_schedules() -> None:
+    """Asks libtpu to write schedules. Call it before any TPU target is used."""
+    flags = f"--xla_jf_dump_to={_dump()} --xla_jf_dump_llo_text=true"
+    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}"
+
+
+def scheduled_cycles(target, name, function, *shapes, donate=()) -> tuple[int, int]:
+    """Cycles of one grid step of a Pallas kernel, as the compiler schedules them.
+
+    TPU cores issue one bundle of instructions per cycle, in order, and the schedule
+    counts the latencies in; waiting for memory is not in it.
+
+    Returns:
+      The bundles of every step, and those of branches that neither copy nor multiply
+      matrices: what the first and the last tile of a row do besides. Branches that
+      multiply do not count: the kernels' only such one takes a product again when an
+      empty slot held a NaN.
+
+    Args:
+      target: a TPU.
+      name: of the kernel.
+      function, *shapes, donate: see `compile_for`.
+    """
+    for old in os.listdir(_dump()):
+        os.remove(os.path.join(_dump(), old))
+    compile_for(target, function, *shapes, donate=donate)
+    paths = glob.glob(os.path.join(_dump(), f"*-{name}*-final_bundles.txt"))
+    (path,) = [path for path in paths if "schedule-analysis" not in path]
+    with open(path) as file:
+        return _executed(file.read().splitlines())
+
+
+def forget_schedules() -> None:
+    shutil.rmtree(_dump(), ignore_errors=True)
+
+
+def _executed(lines) -> tuple[int, int]:
+    """Bundles of a schedule: of every step, and of its first and last tiles."""
+    bundles, ends = [], {}
+    for line in lines:
+        if not re.match(r"\s*0x[0-9a-f]+\s|\s*0\s+:", line):
+            continue
+        bundles.append(line)
+        for region in re.findall(r"empty region (\d+)", line):
+            ends[region] = len(bundles) - 1
+    redone, edges = set(), set()
+    for start, line in enumerate(bundles):
+        found = re.search(r"sbr\.rel .*target = \$region(\d+)", line)
+        end = ends.get(found[1], 0) if found else 0
+        body = range(start + 1, end)
+        inside = "".join(bundles[i] for i in body)
+        if "sbr.rel" in inside or "dma" in inside:
+            continue
+        (redone if "vmatmul" in inside else edges).update(body)
+    return len(bundles) - len(redone) - len(edges), len(edges)
