@@ -1,0 +1,375 @@
+"""How fast the attention kernels are, against a memory copy and against their rivals.
+
+    python experiments/bench_kernels.py                 # on a machine with a GPU or TPU
+    python experiments/bench_kernels.py --target=tpu:v5e           # without: libtpu
+    python experiments/bench_kernels.py --target=cuda:h200.txtpb   # compiles only
+
+On the device, every shape is timed for our kernel with and without scores, for
+`jax.nn.dot_product_attention` (XLA, cuDNN) and tokamax where installed, and put beside
+the copy bandwidth measured in the same run; then one decode step of an 8B-shaped model
+with random weights. No network, no files, under ten minutes.
+
+Without the device nothing can be timed: for a TPU the table shows the compiler's cycles
+beside those that the bytes take at the chip's bandwidth, and a kernel counts as the
+larger of the two. On a CPU without --target, all TPUs of the table are taken.
+
+Prints a table, writes it and a plot to --workdir, and ends with one JSON line.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import targets
+from absl import app, flags
+
+from kvjax import attention
+from kvjax.pallas import gpu, tpu
+from kvjax.types import UserError
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("target", "", "here, tpu:GENERATION or cuda:FILE; empty: see above")
+flags.DEFINE_string("workdir", "runs/bench_kernels", "where table and plot go")
+flags.DEFINE_integer("repeats", 30, "timed runs per kernel")
+flags.DEFINE_bool("quick", False, "one shape of each kind")
+flags.DEFINE_bool("step", True, "also time the decode step of a whole model")
+flags.DEFINE_integer("tile_kib", 0, "TPU: bytes of K per tile; 0: the table's")
+flags.DEFINE_integer("tile_rows", 0, "TPU: query rows per tile; 0: the table's")
+
+MASS = frozenset({"mass"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One call: T = 1 is decode, more a prefill block. bfloat16."""
+
+    B: int = 64
+    K: int = 8
+    G: int = 4
+    T: int = 1
+    C: int = 2048
+    D: int = 128
+
+    def __str__(self):
+        return " ".join(f"{k}={v}" for k, v in dataclasses.asdict(self).items())
+
+    @property
+    def arrays(self):
+        """Shapes of q, k, v, pos, q_pos, n."""
+        pairs = (self.B, self.K, self.C, self.D)
+        array = jax.ShapeDtypeStruct
+        return (
+            array((self.B, self.K, self.G, self.T, self.D), jnp.bfloat16),
+            array(pairs, jnp.bfloat16),
+            array(pairs, jnp.bfloat16),
+            array(pairs[:3], jnp.int32),
+            array((self.B, self.T), jnp.int32),
+            array((self.B,), jnp.int32),
+        )
+
+    def bytes(self, stats=()) -> int:
+        """What has to cross the memory bus at least once."""
+        moved = sum(x.size * x.dtype.itemsize for x in self.arrays)
+        queries = self.B * self.K * self.G * self.T
+        return moved + 4 * queries * (self.D + 2) + 4 * len(stats) * self.arrays[3].size
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.B * self.K * self.G * self.T * self.C * self.D
+
+
+BASE = Shape()
+DECODE = [
+    BASE,
+    *(dataclasses.replace(BASE, B=b) for b in (1, 16, 256)),
+    *(dataclasses.replace(BASE, G=g) for g in (1, 8)),
+    *(dataclasses.replace(BASE, C=c) for c in (512, 8192)),
+    dataclasses.replace(BASE, D=64),
+]
+BLOCK = [Shape(B=8, T=64), Shape(B=8, T=256), Shape(B=8, T=512), Shape(B=8, T=64, D=64)]
+
+
+def main(_):
+    if not FLAGS.target and jax.default_backend() == "cpu":
+        if not importlib.util.find_spec("libtpu"):
+            raise UserError(
+                "there is no accelerator here, and nothing to compile for one: install "
+                "libtpu (`make compiled` does), or give --target"
+            )
+        names = [f"tpu:{name}" for name in targets.CHIPS]
+    else:
+        names = [FLAGS.target or "here"]
+    out = pathlib.Path(FLAGS.workdir)
+    out.mkdir(parents=True, exist_ok=True)
+    shapes = [BASE, BLOCK[0]] if FLAGS.quick else DECODE + BLOCK
+    figures = {name: bench(name, shapes) for name in names}
+    text = "\n\n".join(table(name, rows) for name, rows in figures.items())
+    (out / "kernels.md").write_text(text + "\n")
+    print(text + "\n")
+    plot(figures, out / "kernels.png")
+    print(json.dumps({"file": str(out / "kernels.md"), **figures}))
+
+
+def bench(target, shapes):
+    """Rows of figures for one target."""
+    if target == "here":
+        return timed(shapes)
+    kind, _, detail = target.partition(":")
+    if kind == "tpu" and detail in targets.CHIPS:
+        return {str(shape): predicted(target, shape) for shape in shapes}
+    return {str(shape): compiled(target, shape) for shape in shapes}
+
+
+# ------------------------------------------------------------- without the device
+
+
+def predicted(target, shape):
+    """Cycles that a TPU's compiler schedules, and those that the bytes take.
+
+    Below 1, `/ floor` says that the schedule hides behind the memory; the last ratio
+    and the time take the larger of the two.
+    """
+    chip = targets.CHIPS[target.partition(":")[2]]
+    row, *whole = {}, 0.0, 0.0
+    tiles = _tiles(targets.device(target).device_kind)
+    grid = tpu.grid(*shape.arrays[:2], tiles)
+    for i, stats in enumerate((frozenset(), MASS)):
+        name = "scored" if stats else "plain"
+        run = functools.partial(tpu.attend, stats=stats, tiles=tiles)
+        step, edges = targets.scheduled_cycles(target, tpu.NAME, run, *shape.arrays)
+        cycles = np.prod(grid[:3]) * (step * grid[3] + edges)
+        floor = shape.bytes(stats) / chip.bandwidth * chip.clock
+        whole[i] = max(cycles, floor)
+        row |= {
+            f"{name} kcycles": cycles / 1e3,
+            f"{name} floor": floor / 1e3,
+            f"{name} / floor": cycles / floor,
+            f"{name} of bandwidth": floor / whole[i],
+        }
+    row["scored / plain, schedule"] = row["scored kcycles"] / row["plain kcycles"]
+    row["scored / plain"] = whole[1] / whole[0]
+    row["scored us"] = whole[1] / chip.clock * 1e6
+    return row
+
+
+def compiled(target, shape):
+    """What a compiler says of a kernel that cannot be run: its temporary memory."""
+    module = gpu if target.startswith("cuda") else tpu
+    row = {}
+    for name, stats in (("plain", frozenset()), ("scored", MASS)):
+        run = functools.partial(module.attend, stats=stats)
+        memory = targets.compile_for(target, run, *shape.arrays).memory_analysis()
+        row[f"{name} temporary MiB"] = memory.temp_size_in_bytes / 2**20
+    row["K and V MiB"] = 2 * shape.arrays[1].size * 2 / 2**20
+    return row
+
+
+def _tiles(kind):
+    """The table's tiles for a kind of device, with what the flags ask for."""
+    usual = tpu.TILES[kind]
+    asked = {"pairs": FLAGS.tile_kib << 10, "rows": FLAGS.tile_rows}
+    return usual._replace(**{name: size for name, size in asked.items() if size})
+
+
+# ---------------------------------------------------------------- on the device
+
+
+def timed(shapes):
+    """Microseconds of every way at every shape, beside the measured copy bandwidth."""
+    bandwidth = copy_bandwidth()
+    rows = {}
+    for shape in shapes:
+        arguments = random_arguments(shape)
+        row = {"copy GB/s": bandwidth / 1e9}
+        for name, way in ways(shape).items():
+            try:
+                seconds = median_seconds(jax.jit(way), *arguments)
+            except Exception as error:  # a rival that cannot run this shape
+                row[f"{name} failed"] = str(error).splitlines()[0][:120]
+                continue
+            row[f"{name} us"] = seconds * 1e6
+            moved = shape.bytes(MASS if "scored" in name else ())
+            row[f"{name} of bandwidth"] = moved / seconds / bandwidth
+            row[f"{name} TFLOP/s"] = shape.flops / seconds / 1e12
+        if "scored us" in row and "plain us" in row:
+            row["scored / plain"] = row["scored us"] / row["plain us"]
+        rows[str(shape)] = row
+        print(shape, json.dumps(row), flush=True)
+    if FLAGS.step:
+        rows["decode step, 8B"] = whole_step(bandwidth)
+    return rows
+
+
+def ways(shape):
+    """Ours and the rivals, as functions of q, k, v, pos, q_pos, n."""
+    ours = f"pallas_{'gpu' if jax.default_backend() == 'gpu' else 'tpu'}"
+
+    def by(name, needs=frozenset()):
+        def way(*arrays):
+            partial, seen = attention.attend(*arrays, needs, name)
+            return attention.finish(partial), seen.mass
+
+        return way
+
+    found = {"plain": by(ours), "scored": by(ours, MASS)}
+    found |= {"reference": by("reference"), "reference scored": by("reference", MASS)}
+    found["xla"] = by("xla")
+    if jax.default_backend() == "gpu":
+        found["cudnn"] = by("cudnn")
+        if importlib.util.find_spec("tokamax"):
+            found["tokamax"] = tokamax
+    del shape
+    return found
+
+
+def tokamax(q, k, v, pos, q_pos, n):
+    """tokamax's attention with our mask; it wants heads after slots."""
+    import tokamax as library
+
+    del n
+    b, heads, group, length, depth = q.shape
+    q = jnp.moveaxis(q, 3, 1).reshape(b, length, heads * group, depth)
+    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    seen = (pos[:, :, None] >= 0) & (pos[:, :, None] <= q_pos[:, None, :, None])
+    mask = jnp.repeat(seen, group, axis=1)
+    return library.dot_product_attention(q, k, v, mask=mask)
+
+
+def random_arguments(shape):
+    """A full cache of random pairs, made on the device."""
+
+    @jax.jit
+    def make():
+        keys = jax.random.split(jax.random.key(0), 3)
+        floats = [
+            jax.random.normal(key, x.shape, x.dtype)
+            for key, x in zip(keys, shape.arrays, strict=False)
+        ]
+        pos = jnp.broadcast_to(jnp.arange(shape.C), shape.arrays[3].shape)
+        start = shape.C - shape.T
+        q_pos = jnp.broadcast_to(start + jnp.arange(shape.T), (shape.B, shape.T))
+        return *floats, pos, q_pos, jnp.full((shape.B,), shape.T)
+
+    return make()
+
+
+def copy_bandwidth():
+    """Bytes per second, read and written, of a copy of 1 GiB."""
+    x = jax.jit(lambda: jnp.ones((2**29,), jnp.bfloat16))()
+    seconds = median_seconds(jax.jit(lambda x: x + jnp.bfloat16(1)), x)
+    return 2 * x.nbytes / seconds
+
+
+def median_seconds(function, *arguments):
+    """The median of single calls, after compiling; several calls per timing."""
+    calls = 10
+    jax.block_until_ready(function(*arguments))
+    times = []
+    for _ in range(max(FLAGS.repeats // calls, 3)):
+        started = time.perf_counter()
+        out = [function(*arguments) for _ in range(calls)]
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - started) / calls)
+    return float(np.median(times))
+
+
+def whole_step(bandwidth):
+    """A decode step of an 8B-shaped model: its share of what its bytes would take."""
+    import model_step
+
+    row = {"copy GB/s": bandwidth / 1e9}
+    for name in (None, "reference"):
+        seconds, moved = model_step.timed("llama-3.1-8b", 64, 2048, 32, name)
+        label = name or "kernels"
+        row |= {
+            f"{label} ms": seconds * 1e3,
+            f"{label} of roofline": moved / bandwidth / seconds,
+            f"{label} tokens/s": 64 / seconds,
+        }
+    return row
+
+
+# ------------------------------------------------------------------- table, plot
+
+
+def table(target, rows):
+    """A Markdown table of one target's figures."""
+    columns = list(dict.fromkeys(name for row in rows.values() for name in row))
+    note = {
+        "here": f"measured on {jax.devices()[0].device_kind}",
+        "tpu": "from the compiler's schedule; no device has run it",
+        "cuda": "compiled, not run",
+    }[target.partition(":")[0]]
+    lines = [
+        f"### {target} ({note})",
+        "",
+        f"| shape | {' | '.join(columns)} |",
+        "|---|" + "---|" * len(columns),
+    ]
+    for shape, row in rows.items():
+        cells = [_cell(row.get(name, "")) for name in columns]
+        lines.append(f"| {shape} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(value):
+    return value if isinstance(value, str) else f"{value:.3g}"
+
+
+def plot(figures, path):
+    """Per target and shape, how near each way comes to the memory's bandwidth."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shares = {
+        target: {shape: _shares(row) for shape, row in rows.items() if _shares(row)}
+        for target, rows in figures.items()
+    }
+    shares = {target: rows for target, rows in shares.items() if rows}
+    if not shares:
+        return
+    fig, axes = plt.subplots(
+        1, len(shares), figsize=(1 + 5 * len(shares), 6), sharey=True, squeeze=False
+    )
+    for ax, (target, rows) in zip(axes[0], shares.items(), strict=True):
+        names = list(dict.fromkeys(name for row in rows.values() for name in row))
+        height = 0.8 / len(names)
+        for i, name in enumerate(names):
+            at = np.arange(len(rows)) + i * height - 0.4 + height / 2
+            ax.barh(at, [row.get(name, 0) for row in rows.values()], height, label=name)
+        ax.set_yticks(range(len(rows)), list(rows), fontsize=8)
+        ax.axvline(1, color="black", linewidth=0.8)
+        ax.set(title=target, xlabel="share of the memory bandwidth", xlim=(0, 1.1))
+        ax.invert_yaxis()
+    axes[0, 0].legend(fontsize=8)
+    fig.tight_layout()
+    fig.savefig(path, dpi=120)
+    plt.close(fig)
+
+
+def _shares(row):
+    end = " of bandwidth"
+    return {name.removesuffix(end): x for name, x in row.items() if name.endswith(end)}
+
+
+def run(argv):
+    """Schedules have to be asked for before a TPU's compiler is loaded."""
+    target = FLAGS.target
+    if target.startswith("tpu") or (not target and not os.environ.get("CUDA_PATH")):
+        targets.want_schedules()
+    try:
+        main(argv)
+    finally:
+        targets.forget_schedules()
+
+
+if __name__ == "__main__":
+    app.run(run)
