@@ -12,10 +12,8 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from kvjax.implementations import LIBRARY, chosen, kernel
+from kvjax.pallas.common import LOWEST, NEVER
 from kvjax.types import WEIGHTS, Observation, Partial
-
-NEVER = jnp.iinfo(jnp.int32).max  # an empty slot is visible to no position
-LOWEST = -1e30  # stands in for the largest score of a query that sees no key
 
 
 def attend(
@@ -203,14 +201,15 @@ def _library(q, k, v, pos, q_pos, name: str) -> Partial:
     flat = lambda x: rearrange(x, "b k g t d -> b t (k g) d")
     shape = (*q.shape[:4], k.shape[2])
     seen = jnp.broadcast_to(_visible(pos, q_pos), shape)
-    o, lse = jax.nn.dot_product_attention(
-        flat(q),
-        rearrange(k, "b k c d -> b c k d"),
-        rearrange(v, "b k c d -> b c k d"),
-        mask=rearrange(seen, "b k g t c -> b (k g) t c"),
-        implementation=name,
-        return_residual=True,
-    )
+    with jax.numpy_dtype_promotion("standard"):  # it mixes dtypes inside
+        o, lse = jax.nn.dot_product_attention(
+            flat(q),
+            rearrange(k, "b k c d -> b c k d"),
+            rearrange(v, "b k c d -> b c k d"),
+            mask=rearrange(seen, "b k g t c -> b (k g) t c"),
+            implementation=name,
+            return_residual=True,
+        )
     any_seen = jnp.any(seen, axis=-1)
     o = rearrange(o, "b t (k g) d -> b k g t d", k=q.shape[1]).astype(jnp.float32)
     lse = rearrange(lse, "b t (k g) -> b k g t", k=q.shape[1]).astype(jnp.float32)

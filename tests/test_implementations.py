@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import tiny_spec
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from kernels import by_hand, draw, finite
+from kernels import TOLERANCE, by_hand, draw, finite
 
 from kvjax import attention, cache, implementations, policies
 from kvjax.pallas import tpu
@@ -117,9 +117,13 @@ def test_a_kernel_that_works_is_taken(monkeypatch):
     implementations._proven.cache_clear()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("length", [1, 16])
-def test_jax_s_own_attention(length):
-    case = finite(draw(0, 2, 3, length, 48, 64))
+def test_jax_s_own_attention(length, dtype):
+    case = finite(draw(0, 2, 3, length, 48, 64, dtype))
     partial, seen = attention.attend(*case, implementation="xla")
-    np.testing.assert_allclose(attention.finish(partial), by_hand(*case)[0], atol=3e-6)
+    allowed = 3 * TOLERANCE[dtype]["out"]
+    np.testing.assert_allclose(
+        attention.finish(partial), by_hand(*case)[0], atol=allowed
+    )
     assert seen.mass is None
