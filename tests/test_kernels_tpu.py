@@ -188,8 +188,10 @@ def test_no_races(kind):
     """The interpreter watches every access to memory that kernel and DMA share."""
     watch = pltpu.InterpretParams(detect_races=True)
     if kind == "write":
-        args, _ = write_case(6, 64)
-        tpu.write_attend(*args, stats=STATS, tiles=SMALL, interpret=watch)
+        args, hit = write_case(6, 64)
+        found = tpu.write_attend(*args, stats=STATS, tiles=SMALL, interpret=watch)
+        new, old = args[1][:, :, None], args[4]  # a copy that is not waited for is lost
+        np.testing.assert_array_equal(found.k, jnp.where(hit[..., None], new, old))
     else:
         case = draw(6, 2, 3, 1 if kind == "decode" else 40, 300, 64)
         check(run(case, interpret=watch), case)
