@@ -28,7 +28,7 @@ from absl import app, flags
 from jax.experimental import topologies
 
 from kvjax import nn
-from kvjax.models import llama
+from kvjax.models import decoder
 from kvjax.types import ModelSpec
 
 FLAGS = flags.FLAGS
@@ -106,7 +106,7 @@ def model_way(run_layers, *, stacked=False, length=1, options=None, **writing):
     write_new = write_pair if length == 1 else write_block
 
     def make():
-        params = llama.random_params(spec, jax.random.key(0), new().dtype)
+        params = decoder.random_params(spec, jax.random.key(0), new().dtype)
         cache = tuple(new_layer() for _ in range(spec.num_layers))
         if stacked:
             stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
@@ -117,12 +117,15 @@ def model_way(run_layers, *, stacked=False, length=1, options=None, **writing):
         def step(state, now):
             cache, tokens = state
             positions = jnp.broadcast_to(now + jnp.arange(length)[None], tokens.shape)
-            angles = nn.rope_tables(positions, spec.head_dim, spec.rope_theta)
+            turns = nn.rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope)
+            angles = nn.rope_tables(positions, turns)
             write = functools.partial(write_new, now=now, **writing)
             x = params["embed"][tokens]
             x, cache = run_layers(params["layers"], x, angles, cache, write)
             x = nn.rms_norm(x[:, -1:], params["final_norm"], spec.norm_eps)
-            chosen = jnp.argmax(llama.logits(params, x), axis=-1).astype(jnp.int32)
+            chosen = jnp.argmax(decoder.logits(params, x, spec), axis=-1).astype(
+                jnp.int32
+            )
             return (cache, jnp.broadcast_to(chosen, tokens.shape)), chosen
 
         return jax.lax.scan(step, state, FLAGS.slots + jnp.arange(steps))
@@ -166,17 +169,17 @@ def scan_layers(weights, x, angles, cache, write):
 
 
 def decoder_layer(weights, x, angles, kept, write):
-    """One layer of `llama.forward`, with a cache that `write` updates."""
+    """One layer of `decoder.forward`, with a cache that `write` updates."""
     eps = shape().norm_eps
     h = nn.rms_norm(x, weights["attn_norm"], eps)
-    q, k, v = llama._project(h, weights["qkv"], shape())
+    q, k, v = decoder._project(h, weights, shape())
     kept, k, v = write(kept, nn.rotate(k, *angles), v)
     keys_first = FLAGS.target == "cpu"
     out, mass = attend(nn.rotate(q, *angles), k, v, kept["pos"], keys_first)
     kept = {**kept, "mass": kept["mass"] + mass}
-    x = x + llama._merge_heads(out, weights["out"])
+    x = x + decoder._merge_heads(out, weights["out"])
     h = nn.rms_norm(x, weights["mlp_norm"], eps)
-    return x + nn.swiglu(h, weights["gate_up"], weights["down"]), kept
+    return x + decoder._mlp(weights, shape(), h), kept
 
 
 # ------------------------------------------------------- attention and keys' layout

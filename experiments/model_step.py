@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache, policies
-from kvjax.models import llama
+from kvjax.models import decoder
 from kvjax.types import ModelSpec, Schedule
 
 forward = importlib.import_module("kvjax.generate").forward  # a function hides it
@@ -61,7 +61,7 @@ def shapes(spec, how, rows):
     """What a step takes: weights, state, and the last tokens; bfloat16."""
     init = lambda: cache.init(spec, how, rows, how.budget, jnp.dtype("bfloat16"))
     return (
-        llama.param_shapes(spec, jnp.bfloat16),
+        decoder.param_shapes(spec, jnp.bfloat16),
         jax.eval_shape(init),
         jax.ShapeDtypeStruct((rows,), jnp.int32),
     )
@@ -71,7 +71,9 @@ def step(params, state, tokens, *, spec, how):
     """The next state and the next tokens, greedy."""
     n = jnp.ones(tokens.shape, jnp.int32)
     hidden, state = forward(params, spec, tokens[:, None], n, state, how)
-    return state, jnp.argmax(llama.logits(params, hidden[:, 0]), -1).astype(jnp.int32)
+    return state, jnp.argmax(decoder.logits(params, hidden[:, 0], spec), -1).astype(
+        jnp.int32
+    )
 
 
 def timed(name, rows, slots, steps, implementation):
@@ -81,7 +83,7 @@ def timed(name, rows, slots, steps, implementation):
     """
     spec = SPECS[name]
     how = made(spec, slots, implementation)
-    params = jax.jit(llama.random_params, static_argnums=(0, 2))(
+    params = jax.jit(decoder.random_params, static_argnums=(0, 2))(
         spec, jax.random.key(0), jnp.bfloat16
     )
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-from kvjax.implementations import LIBRARY, chosen, kernel
+from kvjax.implementations import LIBRARY, PLAIN, chosen, kernel
 from kvjax.pallas.common import LOWEST, NEVER
-from kvjax.types import WEIGHTS, Observation, Partial
+from kvjax.types import WEIGHTS, Observation, Partial, Scoring
 
 
 def attend(
@@ -25,6 +25,7 @@ def attend(
     n: Int[Array, "B"],
     needs: frozenset[str] = frozenset(),
     implementation: str | None = None,
+    scoring: Scoring = PLAIN,
 ) -> tuple[Partial, Observation]:
     """Softmax attention of T queries over C slots, scores scaled by D ** -0.5.
 
@@ -41,6 +42,7 @@ def attend(
       needs: statistics of the weights to return, see `kvjax.types.Observation`; what
         attention does not know is left to the caller.
       implementation: see `kvjax.implementations`; None is the best that runs.
+      scoring: a cap on the scores, a window on what a query sees.
 
     Returns:
       The unnormalised output, and the statistics asked for.
@@ -50,9 +52,9 @@ def attend(
         these arguments; the message says why.
     """
     needs = needs & WEIGHTS
-    name = chosen(q, k, needs, implementation)
+    name = chosen(q, k, needs, implementation, scoring)
     if name == "reference":
-        return _reference(q, k, v, pos, q_pos, n, needs)
+        return _reference(q, k, v, pos, q_pos, n, needs, scoring)
     if name in LIBRARY:
         partial = _library(q, k, v, pos, q_pos, name)
         return partial, Observation(n=n, positions=q_pos)
@@ -87,12 +89,18 @@ def write_attend(
     return *_as_pair(found, n, q_pos), k, v
 
 
-def fuses_write(q, k, needs: frozenset[str], implementation: str | None) -> bool:
+def fuses_write(
+    q: Array,
+    k: Array,
+    needs: frozenset[str],
+    implementation: str | None,
+    scoring: Scoring,
+) -> bool:
     """Whether `write_attend` should take these: elsewhere the layout writes first.
 
     On TPU, where XLA's own write at a slot it does not know may copy the cache.
     """
-    name = chosen(q, k, needs & WEIGHTS, implementation)
+    name = chosen(q, k, needs & WEIGHTS, implementation, scoring)
     if q.shape[3] > 1 or not name.startswith("pallas_tpu"):
         return False
     return k.shape[2] % kernel(name)[0].write_grain(k.shape[3]) == 0
@@ -173,8 +181,8 @@ def weigh(
     return Observation(n=n, positions=q_pos, **found)
 
 
-def _reference(q, k, v, pos, q_pos, n, needs) -> tuple[Partial, Observation]:
-    scores = _masked_scores(q, k, pos, q_pos)
+def _reference(q, k, v, pos, q_pos, n, needs, scoring) -> tuple[Partial, Observation]:
+    scores = _masked_scores(q, k, pos, q_pos, scoring)
     m = jnp.max(scores, axis=-1)
     p = jnp.exp(scores - jnp.maximum(m, LOWEST)[..., None])
     l = jnp.sum(p, axis=-1)  # noqa: E741
@@ -184,16 +192,21 @@ def _reference(q, k, v, pos, q_pos, n, needs) -> tuple[Partial, Observation]:
     return Partial(o, m, l), _observed(p, l, n, q_pos, needs)
 
 
-def _masked_scores(q, k, pos, q_pos) -> Float[Array, "B K G T C"]:
+def _masked_scores(q, k, pos, q_pos, scoring=PLAIN) -> Float[Array, "B K G T C"]:
     """Scaled products, -inf where a query sees no pair."""
     scores = _products(q, k) if q.shape[3] == 1 else _textbook_products(q, k)
-    return jnp.where(_visible(pos, q_pos), scores * q.shape[4] ** -0.5, -jnp.inf)
+    scores = scores * q.shape[4] ** -0.5
+    if cap := scoring.softcap:
+        scores = cap * jnp.tanh(scores / cap)
+    return jnp.where(_visible(pos, q_pos, scoring.reach), scores, -jnp.inf)
 
 
-def _visible(pos, q_pos) -> Array:
+def _visible(pos, q_pos, reach: int = 0) -> Array:
     """bool[B, K, 1, T, C]."""
     seen_from = jnp.where(pos < 0, NEVER, pos)[:, :, None, None]
-    return seen_from <= q_pos[:, None, None, :, None]
+    now = q_pos[:, None, None, :, None]
+    visible = seen_from <= now
+    return visible & (seen_from > now - reach) if reach else visible
 
 
 def _library(q, k, v, pos, q_pos, name: str) -> Partial:

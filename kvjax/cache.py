@@ -6,7 +6,7 @@ each layer holds, when it evicts and by which policy is a `Compression`, static.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import flax.struct
 import jax
@@ -290,7 +290,7 @@ def step_layer(
     layer, stats, slots, overflow = dense.claim(layer, stats, positions, n)
     needs = made.needs(prompt)
     layer, partial, seen = _attended(
-        layer, q, k, v, slots, positions, n, needs, ops.rotate, made
+        layer, q, k, v, slots, positions, n, needs, ops, made
     )
     view = _view(layer, ops.rotate, made, last + n, dense.live(layer))
     if made.policy and (prompt or schedule.evicts_in_decode):
@@ -305,14 +305,16 @@ def step_layer(
     return attention.finish(partial).astype(q.dtype), state
 
 
-def _attended(layer, q, k, v, slots, positions, n, needs, rotate, made: Compression):
+def _attended(
+    layer, q, k, v, slots, positions, n, needs, ops: LayerOps, made: Compression
+):
     """Writes the new pairs to their slots and attends, in one kernel where it can be.
 
     Returns the layer, the partial attention and the observation.
     """
     plain = made.codec is codecs.identity and made.rope == "true"
     how = needs, made.implementation
-    if plain and attention.fuses_write(q, layer.k, *how):
+    if plain and attention.fuses_write(q, layer.k, *how, ops.scoring):
         partial, seen, keys, values = attention.write_attend(
             q,
             k[:, :, 0],
@@ -327,9 +329,9 @@ def _attended(layer, q, k, v, slots, positions, n, needs, rotate, made: Compress
         )
         return layer.replace(k=keys, v=values), partial, seen
     layer = dense.write(layer, made.codec, k, v, slots)
-    view = _view(layer, rotate, made, positions[:, -1], dense.live(layer))
-    pairs = view.keys(), view.values()
-    return layer, *attention.attend(q, *pairs, layer.pos, positions, n, *how)
+    view = _view(layer, ops.rotate, made, positions[:, -1], dense.live(layer))
+    pairs = view.keys(), view.values(), layer.pos
+    return layer, *attention.attend(q, *pairs, positions, n, *how, ops.scoring)
 
 
 def make_room(
@@ -363,7 +365,7 @@ def compact(
     state: KVState,
     made: Compression,
     capacity: tuple[int, ...],
-    rotate: Callable[..., Array],
+    rotates: Sequence[Callable[..., Array]],
 ) -> KVState:
     """Shrinks (or grows) the state between prefill and decode.
 
@@ -379,7 +381,7 @@ def compact(
                 target = jnp.where(held >= budget, budget - made.schedule.evict, held)
             else:
                 target = jnp.minimum(held, budget)
-            view = _view(layer, rotate, made, state.next_pos - 1, target)
+            view = _view(layer, rotates[index], made, state.next_pos - 1, target)
             score = made.policy.score(stat, view)
             gone = base.evictions(score, layer.pos, held - target)
             layer = layer.replace(pos=jnp.where(gone, EMPTY, layer.pos))

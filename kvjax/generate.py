@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache, sampling
-from kvjax.models import llama
+from kvjax.models import decoder
 from kvjax.types import ModelSpec, PyTree
 
 NO_EOS = (-1,)  # no token ends a row
@@ -64,7 +64,7 @@ def prefill(
     blocks = (jnp.max(lengths) + block - 1) // block
     hidden = jnp.zeros((tokens.shape[0], spec.model_dim), params["embed"].dtype)
     state, hidden = jax.lax.fori_loop(0, blocks, read, (state, hidden))
-    return state, llama.logits(params, hidden)
+    return state, decoder.logits(params, hidden, spec)
 
 
 @functools.partial(
@@ -118,7 +118,7 @@ def decode(
         i, state, token, active, out, count = carry
         n = active.astype(jnp.int32)
         hidden, state = forward(params, spec, token[:, None], n, state, made)
-        logits = llama.logits(params, hidden[:, 0])
+        logits = decoder.logits(params, hidden[:, 0], spec)
         token, active, out = draw(logits, state, active, out, i)
         return i + 1, state, token, active, out, count + n
 
@@ -152,7 +152,7 @@ def score_tokens(
 
     def step(state, token):
         hidden, state = forward(params, spec, token[:, None], one, state, made)
-        return state, llama.logits(params, hidden[:, 0])
+        return state, decoder.logits(params, hidden[:, 0], spec)
 
     return jax.lax.scan(step, state, tokens.T)
 
@@ -169,7 +169,7 @@ def compact(
 
     The state is not donated: its buffers have another size than the result's.
     """
-    return cache.compact(state, made, capacity, llama.rotation(spec))
+    return cache.compact(state, made, capacity, decoder.rotations(spec))
 
 
 def forward(params, spec, tokens, n, state, made, prompt=False):
@@ -178,5 +178,5 @@ def forward(params, spec, tokens, n, state, made, prompt=False):
     attend = functools.partial(
         cache.step_layer, made=made, n=n, tokens=tokens, prompt=prompt
     )
-    hidden, state = llama.forward(params, spec, tokens, positions, state, attend)
+    hidden, state = decoder.forward(params, spec, tokens, positions, state, attend)
     return hidden, cache.advance(state, n)

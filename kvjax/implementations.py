@@ -19,17 +19,22 @@ import numpy as np
 from jaxtyping import Array
 
 from kvjax.pallas.common import device
-from kvjax.types import UserError
+from kvjax.types import Scoring, UserError
 
 KERNELS = {"pallas_tpu": "kvjax.pallas.tpu", "pallas_gpu": "kvjax.pallas.gpu"}
 PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
 LIBRARY = ("xla", "cudnn")
 INTERPRETED = tuple(name + "_interpret" for name in KERNELS)
+PLAIN = Scoring()
 NAMES = ("reference", *KERNELS, *LIBRARY, *INTERPRETED)
 
 
 def chosen(
-    q: Array, k: Array, needs: frozenset[str], implementation: str | None
+    q: Array,
+    k: Array,
+    needs: frozenset[str],
+    implementation: str | None,
+    scoring: Scoring = PLAIN,
 ) -> str:
     """The implementation that attends with queries `q` over keys `k`.
 
@@ -40,15 +45,17 @@ def chosen(
       k: [B, K, C, D].
       needs: statistics that attention has to hand over.
       implementation: a name of this module, or None for the best that runs here.
+      scoring: what happens to the products.
 
     Raises:
       UserError: a name that is unknown or cannot run; the message says why.
     """
     if implementation is None:
-        best = (name for name in KERNELS if _reason(name, q, k, needs) is None)
+        reason = functools.partial(_reason, q=q, k=k, needs=needs, scoring=scoring)
+        best = (name for name in KERNELS if reason(name) is None)
         return next((name for name in best if _proven(name)), "reference")
     check_name(implementation)
-    reason = _reason(implementation, q, k, needs)
+    reason = _reason(implementation, q, k, needs, scoring)
     if reason:
         raise UserError(
             f"attention implementation {implementation!r} cannot run: {reason}; None "
@@ -75,10 +82,14 @@ def kernel(name: str) -> tuple[ModuleType, bool]:
     return importlib.import_module(KERNELS[plain]), plain != name
 
 
-def _reason(name: str, q: Array, k: Array, needs: frozenset[str]) -> str | None:
+def _reason(
+    name: str, q: Array, k: Array, needs: frozenset[str], scoring: Scoring
+) -> str | None:
     """Why an implementation cannot run, or None."""
     if name == "reference":
         return None
+    if scoring != PLAIN:
+        return f"only the reference caps scores or limits their reach ({scoring})"
     if name in LIBRARY and needs:
         return f"it hands over no statistics, and {sorted(needs)} are needed"
     if "weights" in needs:

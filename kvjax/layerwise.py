@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax import cache, nn
+from kvjax import cache
 from kvjax.generate import compact
-from kvjax.models import llama
+from kvjax.models import decoder
 from kvjax.policies import Policy
 from kvjax.types import Model, ModelSpec, PyTree, Schedule, Stats, UserError
 
@@ -49,6 +49,11 @@ class Readings:
 
     def __init__(self, model: Model, methods: Iterable[cache.Compression]):
         methods = list(methods)
+        if model.spec.window_theta is not None:
+            raise UserError(
+                f"layers of {model.spec.name} rotate in two ways, and layer by layer "
+                "all share one: run whole models"
+            )
         for budget in (made.budget for made in methods if made.budget):
             if len(set(budget)) > 1:
                 raise UserError(
@@ -149,19 +154,28 @@ def joined(reading: Reading) -> cache.KVState:
 def _step(model, made, reading: Reading, tokens, n, prompt: bool) -> Reading:
     """T tokens through all layers, of which each row's first n are real."""
     tokens, n = jnp.asarray(tokens, jnp.int32), jnp.asarray(n, jnp.int32)
-    x, states = _embed(model.params["embed"], tokens), []
-    for weights, state in zip(model.params["layers"], reading.states, strict=True):
+    ends = {key: model.params[key] for key in model.params if key != "layers"}
+    start = reading.states[0].next_pos
+    x, states = _embed(ends, tokens, start, spec=model.spec), []
+    layers = zip(model.params["layers"], reading.states, strict=True)
+    for index, (weights, state) in enumerate(layers):
+        windows = [model.spec.window(i) for i in range(index + 1)]
         x, state = _layer(
-            weights, x, state, n, tokens, spec=model.spec, made=made, prompt=prompt
+            *(weights, x, state, n, tokens),
+            spec=model.spec,
+            made=made,
+            prompt=prompt,
+            like=windows.index(windows[-1]),
         )
         states.append(state)
-    ends = {key: model.params[key] for key in model.params if key != "layers"}
     logits = _logits(ends, x, n, reading.logits, spec=model.spec)
     return Reading(tuple(states), logits)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("spec", "made", "prompt"), donate_argnames=("state",)
+    jax.jit,
+    static_argnames=("spec", "made", "prompt", "like"),
+    donate_argnames=("state",),
 )
 def _layer(
     weights: PyTree,
@@ -173,19 +187,24 @@ def _layer(
     spec: ModelSpec,
     made: cache.Compression,
     prompt: bool,
+    like: int,
 ) -> tuple[Float[Array, "B T M"], cache.KVState]:
+    """A layer that is shaped as number `like`; the state holds nothing but its own."""
     positions = cache.next_positions(state, x.shape[1])
-    attend = functools.partial(
-        cache.step_layer, made=made, n=n, tokens=tokens, prompt=prompt
-    )
-    rotate = llama.rotation(spec, positions)
-    x, state = llama.layer(weights, spec, 0, x, rotate, state, attend)
+
+    def attend(index, *given):
+        del index
+        return cache.step_layer(0, *given, made=made, n=n, tokens=tokens, prompt=prompt)
+
+    rotate = decoder.rotations(spec, positions)[like]
+    x, state = decoder.layer(weights, spec, like, x, rotate, state, attend)
     return x, cache.advance(state, n)
 
 
-@jax.jit
-def _embed(embed: Float[Array, "V M"], tokens: Array) -> Float[Array, "B T M"]:
-    return embed[tokens]
+@functools.partial(jax.jit, static_argnames=("spec",))
+def _embed(ends: PyTree, tokens: Array, start: Array, *, spec) -> Array:
+    positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    return decoder.embedded(ends, spec, tokens, positions)
 
 
 @functools.partial(jax.jit, static_argnames=("spec",))
@@ -193,8 +212,8 @@ def _logits(ends: PyTree, x: Array, n: Array, before: Array, *, spec) -> Array:
     """Logits after each row's last real token; rows without one keep theirs."""
     last = jnp.maximum(n - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(x, last, axis=1)[:, 0]
-    hidden = nn.rms_norm(hidden, ends["final_norm"], spec.norm_eps)
-    return jnp.where((n > 0)[:, None], llama.logits(ends, hidden), before)
+    hidden = decoder.ended(ends, spec, hidden)
+    return jnp.where((n > 0)[:, None], decoder.logits(ends, hidden, spec), before)
 
 
 def _shrunk(model: Model, made, reading: Reading, new: int) -> Reading:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import cache, programs
-from kvjax.models import llama
+from kvjax.models import decoder
 from kvjax.policies import Policy, average_attention
 from kvjax.programs import Job
 from kvjax.types import ModelSpec, Schedule, UserError
@@ -245,7 +245,7 @@ def _least(job: Job) -> int:
 
 
 def _weights(job: Job) -> int:
-    return programs.tree_bytes(llama.param_shapes(job.spec, jnp.dtype(job.dtype)))
+    return programs.tree_bytes(decoder.param_shapes(job.spec, jnp.dtype(job.dtype)))
 
 
 def _peak(compiled: jax.stages.Compiled) -> int:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 
 from kvjax import cache, sampling
 from kvjax.generate import GREEDY, NO_EOS, compact, decode, prefill
-from kvjax.models import llama
+from kvjax.models import decoder
 from kvjax.types import ModelSpec, PyTree, UserError
 from kvjax.weights import store
 
@@ -101,7 +101,7 @@ def programs(job: Job) -> Programs:
     first = functools.partial(state, job.prefill_capacity)
     before = jax.eval_shape(first)
     after = jax.eval_shape(functools.partial(state, job.decode_capacity))
-    params = llama.param_shapes(spec, dtype)
+    params = decoder.param_shapes(spec, dtype)
     rows = array((job.batch,), jnp.int32)
     tokens = array((job.batch, job.prompt), jnp.int32)
     logits = array((job.batch, spec.vocab_size), jnp.float32)

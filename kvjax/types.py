@@ -24,10 +24,61 @@ class UserError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than those trained on.
+
+    Attributes:
+      kind: none; `linear`, all by `factor`; `llama3`, the slow ones by `factor`, those
+        between `low` and `high` turns per `original` tokens partly; `yarn`, likewise
+        between `high` and `low` turns, on a line; `longrope`, each by its own of
+        `factors`.
+      factor: by how much.
+      original: tokens of the context trained on.
+      low, high: turns in that context, see `kind`.
+      factors: one per frequency.
+      scale: what cosine and sine are multiplied by.
+      rounded: whether yarn's line begins and ends at whole channels.
+    """
+
+    kind: str = "none"
+    factor: float = 1.0
+    original: int = 0
+    low: float = 1.0
+    high: float = 4.0
+    factors: tuple[float, ...] = ()
+    scale: float = 1.0
+    rounded: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelSpec:
     """The shape of a decoder-only transformer; hashable, so jit can take it static.
 
-    The policies need only `num_kv_heads`, `group` and `head_dim` of it.
+    The policies need only `num_kv_heads`, `group` and `head_dim` of it. The defaults
+    are Llama's.
+
+    Attributes:
+      positions: `rotary`, or `learned`, added to the embeddings.
+      rotary_dim: leading channels of a head that rotate; None for all.
+      rope: scaling of the rotary frequencies.
+      windows: tokens that each layer's queries see, themselves included; 0 for all,
+        empty for all in all layers.
+      window_theta: base of the frequencies, unscaled, of layers with a window; None for
+        the same as the others'.
+      norm: `rms`; `rms_offset`, whose weights are added to 1; `layer`, with biases.
+      blocks: where the norms stand: `pre` and `post` attention and MLP, `sandwich` for
+        both, `parallel` for one norm before both at once, `parallel_two` for one each.
+      final_norm: whether a norm follows the last layer.
+      activation: `silu`, `gelu`, `gelu_tanh` or `relu`.
+      gated: whether the activation multiplies a second projection.
+      biases: of `qkv`, `out`, `mlp`.
+      qk_norm: whether queries and keys are normalised head by head.
+      query_scale: what products of queries and keys are scaled by; None for
+        head_dim ** -0.5.
+      attention_softcap, logit_softcap: c of c tanh(x / c); 0 for none.
+      embed_scale: of the embeddings.
+      embed_dim: of the embeddings; None for the model's.
+      experts, experts_used: of the MLP, and how many a token goes to; 0 for one dense.
     """
 
     name: str
@@ -42,6 +93,29 @@ class ModelSpec:
     rope_theta: float
     norm_eps: float
     tied_head: bool
+    positions: str = "rotary"
+    rotary_dim: int | None = None
+    rope: RopeScaling = RopeScaling()
+    windows: tuple[int, ...] = ()
+    window_theta: float | None = None
+    norm: str = "rms"
+    blocks: str = "pre"
+    final_norm: bool = True
+    activation: str = "silu"
+    gated: bool = True
+    biases: tuple[str, ...] = ()
+    qk_norm: bool = False
+    query_scale: float | None = None
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embed_scale: float = 1.0
+    embed_dim: int | None = None
+    experts: int = 0
+    experts_used: int = 0
+
+    def window(self, layer: int) -> int:
+        """Tokens that a layer's queries see; 0 for all."""
+        return self.windows[layer] if self.windows else 0
 
     @property
     def group(self) -> int:
@@ -54,7 +128,7 @@ class Model(NamedTuple):
 
     Attributes:
       spec: the shape.
-      params: weights, see `kvjax.models.llama`.
+      params: weights, see `kvjax.models.decoder`.
       tokenizer: a `transformers.PreTrainedTokenizerFast` with its chat template,
         or None for a model that has none (random weights).
     """
@@ -133,8 +207,20 @@ class Partial(NamedTuple):
     l: Float[Array, "B K G T"]  # noqa: E741
 
 
+class Scoring(NamedTuple):
+    """What a layer does to its scaled products before the softmax; static.
+
+    Attributes:
+      softcap: c of c tanh(x / c); 0 for none.
+      reach: tokens that a query sees, itself included; 0 for all before it.
+    """
+
+    softcap: float = 0.0
+    reach: int = 0
+
+
 class LayerOps(NamedTuple):
-    """What a model lends the cache for one layer: two of its own functions.
+    """What a model lends the cache for one layer.
 
     Attributes:
       rotate: (x, positions=None) -> x with the layer's rotary angles applied. x is
@@ -142,10 +228,12 @@ class LayerOps(NamedTuple):
         those of the tokens being read.
       project: values [B, K, T, D] -> [B, K, G, T, M], what each would add to the
         residual stream under a weight of 1: the head's part of the output projection.
+      scoring: what happens to the products of queries and keys.
     """
 
     rotate: Callable[..., Float[Array, "B *H T D"]]
     project: Callable[[Float[Array, "B K T D"]], Float[Array, "B K G T M"]]
+    scoring: Scoring = Scoring()
 
 
 class View(NamedTuple):

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import kvjax
-from kvjax.models import llama
+from kvjax.models import decoder
 from kvjax.programs import programs
 from kvjax.types import Model, ModelSpec, UserError
 
@@ -40,7 +40,7 @@ def tiny_spec(**changes) -> ModelSpec:
 def tiny_model(**changes) -> Model:
     """Random weights, and no tokenizer."""
     spec = tiny_spec(**changes)
-    draw = jax.jit(llama.random_params, static_argnums=0)
+    draw = jax.jit(decoder.random_params, static_argnums=0)
     return Model(spec, draw(spec, jax.random.key(0)), None)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache
-from kvjax.models import llama
+from kvjax.models import decoder
 from kvjax.types import LayerOps, ModelSpec
 
 
@@ -77,7 +77,7 @@ def step(spec, made, state, data: Data, n, prompt):
     """T tokens, of which each row's first n are real; outputs [B, K, G, T, D]."""
     positions = cache.next_positions(state, data.q.shape[3])
     ops = LayerOps(
-        rotate=llama.rotation(spec, positions),
+        rotate=decoder.rotations(spec, positions)[0],
         project=lambda v: jnp.einsum("bktd,kgdm->bkgtm", v, data.out.astype(v.dtype)),
     )
     out, state = cache.step_layer(
@@ -123,7 +123,7 @@ def write(spec, made, state, data: Data, active):
 @functools.partial(_jit, static_argnames=("spec", "made", "capacity"))
 def shrink(spec, made, state, capacity):
     """The compaction between prompt and decoding."""
-    return cache.compact(state, made, capacity, llama.rotation(spec))
+    return cache.compact(state, made, capacity, decoder.rotations(spec))
 
 
 def split(data: Data, at: int) -> tuple[Data, Data]:

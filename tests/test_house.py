@@ -15,7 +15,7 @@ MAY = {
     "codecs": {"types"},
     "sampling": {"types"},
     "nn": {"types"},
-    "models": {"types", "nn"},
+    "models": {"types", "nn", "models"},
     "layouts": {"types", "attention", "codecs"},
     "policies": POLICIES,
     "cache": {
@@ -34,7 +34,7 @@ MAY = {
     "generate": {"types", "cache", "sampling", "models"},
     "programs": {"types", "cache", "sampling", "models", "generate", "weights"},
     "plan": {"types", "cache", "models", "policies", "programs"},
-    "layerwise": {"types", "nn", "cache", "models", "policies", "generate"},
+    "layerwise": {"types", "cache", "models", "policies", "generate"},
 }
 
 

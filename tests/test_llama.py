@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from kvjax import weights
-from kvjax.models import llama
+from kvjax.models import decoder
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -32,11 +32,11 @@ def full_logits(model, ids):
 
     @jax.jit
     def run(params):
-        hidden, _ = llama.forward(
+        hidden, _ = decoder.forward(
             params, model.spec, ids, positions, None, causal_attend
         )
         flat = hidden.reshape(-1, model.spec.model_dim)
-        return llama.logits(params, flat).reshape(*ids.shape, -1)
+        return decoder.logits(params, flat, model.spec).reshape(*ids.shape, -1)
 
     return run(model.params)
 
@@ -56,7 +56,7 @@ def test_tiny_models_match_transformers(tiny):
     assert model.tokenizer is None
     kinds = [
         jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
-        for tree in (model.params, llama.param_shapes(model.spec))
+        for tree in (model.params, decoder.param_shapes(model.spec))
     ]
     assert kinds[0] == kinds[1]
     np.testing.assert_allclose(full_logits(model, ids), expected, atol=2e-5, rtol=0)

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from kvjax import Schedule, cache, policies
-from kvjax.models import llama
+from kvjax.models import decoder
 from kvjax.types import LayerOps
 
 SPEC = tiny_spec(num_layers=1, num_heads=4)  # K=2, G=2, D=8
@@ -199,7 +199,7 @@ def run(q, k, v, out, tokens, lengths, stops, *, made, room):
         positions = cache.next_positions(state, count)
         inside = jnp.minimum(positions, tokens.shape[1] - 1)
         pick = jax.vmap(lambda x, at: x[..., at, :])
-        ops = LayerOps(llama.rotation(spec, positions), project)
+        ops = LayerOps(decoder.rotations(spec, positions)[0], project)
         mixed, state = cache.step_layer(
             0,
             pick(q, inside),
@@ -226,7 +226,7 @@ def run(q, k, v, out, tokens, lengths, stops, *, made, room):
     noted = state.stats[0].rows
     if made.schedule.compacts:
         capacity = made.decode_capacity(spec, room, STEPS)
-        state = cache.compact(state, made, capacity, llama.rotation(spec))
+        state = cache.compact(state, made, capacity, decoder.rotations(spec))
     compacted = state.layers[0].pos
     state, decoded = jax.lax.scan(decode, state, jnp.arange(STEPS))
     return prefilled, compacted, decoded, noted, state.error

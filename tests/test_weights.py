@@ -18,10 +18,12 @@ import safetensors.numpy
 import tokenizers
 
 from kvjax import weights
+from kvjax.models import llama
 from kvjax.types import UserError
 from kvjax.weights import gguf, hub, pack, store
 from kvjax.weights import safetensors as folders
 
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -61,14 +63,14 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory):
-    return folders._spec(write_folder(tmp_path_factory.mktemp("spec")))
+    return folders._spec(write_folder(tmp_path_factory.mktemp("spec")), None)[0]
 
 
 @pytest.fixture(scope="module")
 def tensors(spec):
     """A checkpoint by Hugging Face name, float32."""
     rng = np.random.default_rng(0)
-    shapes = pack.tensor_shapes(spec)
+    shapes = pack.tensor_shapes(spec, llama.tensor_names(spec))
     return {n: rng.standard_normal(s, dtype=np.float32) for n, s in shapes.items()}
 
 
@@ -283,7 +285,7 @@ def test_quantised_gguf_is_dequantised(tmp_path, tensors):
 
 def test_untied_head_and_dtype(tmp_path, tensors):
     head = np.ones((270, 32), np.float32)
-    path = write_gguf(tmp_path / "m.gguf", {**tensors, pack.HEAD: head})
+    path = write_gguf(tmp_path / "m.gguf", {**tensors, HEAD: head})
     model = weights.load(path, jnp.bfloat16)
     assert not model.spec.tied_head and model.params["head"].shape == (32, 270)
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {
@@ -330,7 +332,7 @@ def test_gguf_without_tokenizer(tmp_path, tensors):
         ({"keys": {"logit_scale": 0.5}}, "llama.logit_scale = 0.5"),
         ({"keys": {"block_count": None}}, "no llama.block_count"),
         ({"keys": {"block_count": 3}}, "lacks 9 tensors, model.layers.2"),
-        ({"keys": {"block_count": 1}}, "9 tensors that the llama architecture"),
+        ({"keys": {"block_count": 1}}, "9 tensors that its architecture"),
         ({"keys": {"feed_forward_length": 65}}, r"gate_proj.weight .* \(65, 32\)"),
         ({"keys": {"rope.dimension_count": 4}}, "llama.rope.dimension_count = 4"),
         ({"keys": {"attention.head_count_kv": 3}}, "3 KV heads for 4 query heads"),
@@ -422,7 +424,7 @@ def test_copies_are_per_dtype_source_and_format(
     write_gguf(file, {n: 2 * a for n, a in tensors.items()})
     doubled = weights.load(file)
     assert len(made) == 3
-    np.testing.assert_array_equal(doubled.params["embed"], 2 * tensors[pack.EMBED])
+    np.testing.assert_array_equal(doubled.params["embed"], 2 * tensors[EMBED])
     monkeypatch.setattr(store, "FORMAT", store.FORMAT + 1)
     weights.load(file)
     assert len(made) == 4
@@ -511,19 +513,23 @@ def test_sharded_and_half_precision_folder(tmp_path, tensors):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention_bias": True}, "attention_bias = True"),
-        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"attention_bias": True}, r"lacks 8 tensors, .*q_proj\.bias"),
+        ({"mlp_bias": True}, r"lacks 6 tensors, .*gate_proj\.bias"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"pretraining_tp": 2}, "pretraining_tp = 2"),
         ({"sliding_window": 4096}, "sliding_window = 4096"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling = {'type'"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters = {'rope_ty"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "{'rope_type': 'ntk'"),
+        ({"rope_scaling": {"type": "linear", "odd": 2}}, "'linear', 'odd': 2"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "without low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "without short_factor"),
+        ({"rope_parameters": "linear"}, "rope_parameters = 'linear'"),
         ({"head_dim": 5}, "head_dim 5"),
         ({"num_key_value_heads": 3}, "3 KV heads for 4 query heads"),
         ({"num_attention_heads": "4"}, "num_attention_heads = '4'"),
-        ({"hidden_size": ...}, "hidden_size = None"),
-        ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
+        ({"hidden_size": ...}, "has no hidden_size"),
+        ({"architectures": ["BertModel"]}, r"\['BertModel'\]: kvjax knows Falcon"),
+        ({"architectures": ["MistralForCausalLM"]}, "model_type = 'llama'"),
         ({"model_type": "mistral"}, "model_type = 'mistral'"),
         ({"num_hidden_layers": 3}, r"lacks 9 tensors, model\.layers\.2"),
         ({"num_hidden_layers": 1}, "has 9 tensors that"),
@@ -555,9 +561,9 @@ def test_neutral_config_is_accepted(tmp_path, tensors, spec):
 
 
 def test_a_head_beside_a_tied_embedding(tmp_path, tensors):
-    same = {**tensors, pack.HEAD: tensors[pack.EMBED]}
+    same = {**tensors, HEAD: tensors[EMBED]}
     assert "head" not in weights.load(write_folder(tmp_path / "a", same)).params
-    other = {**tensors, pack.HEAD: 2 * tensors[pack.EMBED]}
+    other = {**tensors, HEAD: 2 * tensors[EMBED]}
     with pytest.raises(UserError, match="tie_word_embeddings is true"):
         weights.load(write_folder(tmp_path / "b", other))
 

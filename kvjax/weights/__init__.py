@@ -3,11 +3,12 @@
 hub          models known by name: fetched once, verified at every load
 gguf         llama.cpp's files, dequantised
 safetensors  Hugging Face folders
-pack         both of them into the layout of `kvjax.models.llama`
+pack         both of them into the layout of `kvjax.models.decoder`
 store        the cache folder, and the ready-made copies in it
 tokenizer    tokenizers from either source
 """
 
+import dataclasses
 import os
 import pathlib
 
@@ -21,7 +22,11 @@ __all__ = ["load"]
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def load(name_or_path: str | os.PathLike, dtype: jnp.dtype = jnp.float32) -> Model:
+def load(
+    name_or_path: str | os.PathLike,
+    dtype: jnp.dtype = jnp.float32,
+    context: int | None = None,
+) -> Model:
     """Loads a model by name, from a GGUF file or from a Hugging Face folder.
 
     A named model is fetched into the cache folder when it is not there yet
@@ -31,20 +36,32 @@ def load(name_or_path: str | os.PathLike, dtype: jnp.dtype = jnp.float32) -> Mod
 
     Args:
       name_or_path: a known name ("smollm2-135m-instruct"), a `.gguf` file of the llama
-        architecture, or a folder with `config.json` and safetensors.
+        architecture, or a folder with `config.json` and safetensors of a family in
+        docs/models.md.
       dtype: of all params: float32, bfloat16 or float16.
+      context: most tokens of a prompt and its completion; None for all that the model
+        can read. Rotary positions that differ with it (LongRoPE) are chosen by it.
 
     Returns:
-      The spec, the params (shapes in `kvjax.models.llama`, on the default device) and
+      The spec, the params (shapes in `kvjax.models.decoder`, on the default device) and
       the tokenizer, None where the checkpoint has none.
 
     Raises:
       UserError: a name or path that is not there; a checkpoint that is damaged,
-        incomplete or computes something that `kvjax.models.llama` does not; a
+        incomplete or computes something that `kvjax.models.decoder` does not; a
         download that failed. One line, with the remedy.
     """
     dtype = _dtype(dtype)
-    asked = os.fspath(name_or_path)
+    if context is not None and context < 1:
+        raise UserError(f"context {context}: must be at least 1 token")
+    model = _load(os.fspath(name_or_path), dtype, context)
+    if context is None or model.spec.positions == "learned":
+        return model
+    short = min(context, model.spec.context_length)
+    return model._replace(spec=dataclasses.replace(model.spec, context_length=short))
+
+
+def _load(asked: str, dtype: jnp.dtype, context: int | None) -> Model:
     if asked in hub.NAMED:
         path, identity = hub.fetch(asked), hub.NAMED[asked].sha256
         return store.load(
@@ -52,7 +69,7 @@ def load(name_or_path: str | os.PathLike, dtype: jnp.dtype = jnp.float32) -> Mod
         )
     path = pathlib.Path(asked).expanduser()
     if path.is_dir():
-        return safetensors.load(path, dtype)
+        return safetensors.load(path, dtype, context)
     if path.is_file():
         gguf.check_magic(path)
         return store.load(

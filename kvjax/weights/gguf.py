@@ -7,14 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.models import llama
 from kvjax.types import Model, ModelSpec, UserError
 from kvjax.weights import pack
 from kvjax.weights import tokenizer as tokenizers
 
 _GLOBAL = {
-    "token_embd.weight": pack.EMBED,
+    "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
-    "output.weight": pack.HEAD,
+    "output.weight": "lm_head.weight",
 }
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -92,7 +93,8 @@ def load(path: pathlib.Path, dtype: jnp.dtype, name: str | None = None) -> Model
         names.get(tensor.name, tensor.name): tuple(map(int, reversed(tensor.shape)))
         for tensor in reader.tensors
     }
-    pack.check(found, pack.tensor_shapes(spec), path)
+    theirs = llama.tensor_names(spec)
+    pack.check(found, pack.tensor_shapes(spec, theirs), path)
     ours = {theirs: name for name, theirs in names.items()}
 
     def read(name):
@@ -111,7 +113,7 @@ def load(path: pathlib.Path, dtype: jnp.dtype, name: str | None = None) -> Model
         return array
 
     tokenizer = tokenizers.from_gguf(fields, path, spec)
-    return Model(spec, pack.pack(spec, read, dtype), tokenizer)
+    return Model(spec, pack.pack(spec, theirs, read, dtype), tokenizer)
 
 
 def _spec(

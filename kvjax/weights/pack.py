@@ -1,43 +1,80 @@
-"""Checkpoint tensors into the params of `kvjax.models.llama`.
+"""Checkpoint tensors into the params of `kvjax.models.decoder`.
 
-Both readers speak Hugging Face's tensor names and its `[out, in]` orientation, with the
-rows of query and key heads in half-rotated order; what is peculiar to a file format
-stays in its reader.
+Readers speak Hugging Face's tensor names and its `[out, in]` orientation, with the rows
+of query and key heads in half-rotated order; what is peculiar to a file format stays in
+its reader, where a family keeps its tensors in its `Names`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.models import decoder
+from kvjax.models.names import Names
 from kvjax.types import ModelSpec, PyTree, UserError
 
-EMBED = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
+Read = Callable[[str], np.ndarray]
 
 
-def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(spec: ModelSpec, names: Names) -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint of this shape, by Hugging Face name."""
-    m, f, v = spec.model_dim, spec.ff_dim, spec.vocab_size
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    layer = {
-        "input_layernorm": (m,),
-        "self_attn.q_proj": (q, m),
-        "self_attn.k_proj": (kv, m),
-        "self_attn.v_proj": (kv, m),
-        "self_attn.o_proj": (m, q),
-        "post_attention_layernorm": (m,),
-        "mlp.gate_proj": (f, m),
-        "mlp.up_proj": (f, m),
-        "mlp.down_proj": (m, f),
-    }
-    shapes = {EMBED: (v, m), "model.norm.weight": (m,)}
+    shapes = dict(_end_shapes(spec, names))
     for index in range(spec.num_layers):
-        for name, shape in layer.items():
-            shapes[f"model.layers.{index}.{name}.weight"] = shape
-    if not spec.tied_head:
-        shapes[HEAD] = (v, m)
+        for part, template in names.layer.items():
+            experts = range(spec.experts) if "{e}" in template else (0,)
+            for expert in experts:
+                name = template.format(i=index, e=expert)
+                for kind, shape in _part_shapes(spec, part).items():
+                    shapes[f"{name}.{kind}"] = shape
     return shapes
+
+
+def _end_shapes(spec: ModelSpec, names: Names) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors that belong to no layer."""
+    m, v, e = spec.model_dim, spec.vocab_size, spec.embed_dim or spec.model_dim
+    ends = {"embed": (v, e)}
+    if spec.positions == "learned":
+        ends["positions"] = (spec.context_length + names.skipped_positions, m)
+    if e != m:
+        ends |= {"embed_in": (m, e), "embed_out": (e, m)}
+    if not spec.tied_head:
+        ends["head"] = (v, m)
+    for part, shape in ends.items():
+        yield f"{names.ends[part]}.weight", shape
+    if spec.final_norm:
+        for kind, shape in _norm_shapes(spec).items():
+            yield f"{names.ends['final_norm']}.{kind}", shape
+
+
+def _norm_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    kinds = ("weight", "bias") if spec.norm == "layer" else ("weight",)
+    return dict.fromkeys(kinds, (spec.model_dim,))
+
+
+def _part_shapes(spec: ModelSpec, part: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a part's weight and, where it has one, its bias."""
+    m, f, d = spec.model_dim, spec.ff_dim, spec.head_dim
+    q, kv = spec.num_heads * d, spec.num_kv_heads * d
+    if part in ("attn_norm", "mlp_norm", "attn_after", "mlp_after"):
+        return _norm_shapes(spec)
+    if part in ("q_norm", "k_norm"):
+        return {"weight": (d,)}
+    rows, columns, biased = {
+        "q": (q, m, "qkv"),
+        "k": (kv, m, "qkv"),
+        "v": (kv, m, "qkv"),
+        "qkv": (q + 2 * kv, m, "qkv"),
+        "out": (m, q, "out"),
+        "gate": (f, m, "mlp"),
+        "up": (f, m, "mlp"),
+        "gate_up": (2 * f, m, "mlp"),
+        "down": (m, f, "mlp"),
+        "router": (spec.experts, m, ""),
+    }[part]
+    found = {"weight": (rows, columns)}
+    return found | ({"bias": (rows,)} if biased in spec.biases else {})
 
 
 def check_heads(spec: ModelSpec, source) -> None:
@@ -71,7 +108,7 @@ def check(
         )
     if extra := [name for name in found if name not in expected]:
         raise UserError(
-            f"{source} has {len(extra)} tensors that the llama architecture does not "
+            f"{source} has {len(extra)} tensors that its architecture does not "
             f"use, {extra[0]} first: take a checkpoint of the plain model"
         )
     for name, shape in expected.items():
@@ -82,45 +119,107 @@ def check(
             )
 
 
-def pack(
-    spec: ModelSpec, read: Callable[[str], np.ndarray], dtype: jnp.dtype
-) -> PyTree:
-    """Reads every tensor once and packs it; layouts as in `kvjax.models.llama`.
+def pack(spec: ModelSpec, names: Names, read: Read, dtype: jnp.dtype) -> PyTree:
+    """Reads every tensor once and packs it; layouts as in `kvjax.models.decoder`.
 
     Args:
       spec: the model's shape.
+      names: where the checkpoint keeps what.
       read: tensor by Hugging Face name, `[out, in]`, any float dtype.
       dtype: of the params.
     """
-    k, g, d = spec.num_kv_heads, spec.group, spec.head_dim
 
     def tensor(name):
         return np.asarray(read(name)).astype(dtype, copy=False)
 
-    def layer(index):
-        def part(name):
-            return tensor(f"model.layers.{index}.{name}.weight")
-
-        q = part("self_attn.q_proj").reshape(k, g, d, -1)
-        key = part("self_attn.k_proj").reshape(k, 1, d, -1)
-        value = part("self_attn.v_proj").reshape(k, 1, d, -1)
-        qkv = np.concatenate([q, key, value], axis=1)  # [K, G + 2, D, M]
-        qkv = qkv.reshape(-1, qkv.shape[-1])
-        gate_up = np.concatenate([part("mlp.gate_proj"), part("mlp.up_proj")])
-        return {
-            "attn_norm": jnp.array(part("input_layernorm")),
-            "qkv": jnp.array(qkv.T),
-            "out": jnp.array(part("self_attn.o_proj").T.reshape(k, g, d, -1)),
-            "mlp_norm": jnp.array(part("post_attention_layernorm")),
-            "gate_up": jnp.array(gate_up.T),
-            "down": jnp.array(part("mlp.down_proj").T),
-        }
-
+    end = lambda part: tensor(names.ends[part] + ".weight")
     params = {
-        "embed": jnp.array(tensor(EMBED)),
-        "layers": tuple(layer(index) for index in range(spec.num_layers)),
-        "final_norm": jnp.array(tensor("model.norm.weight")),
+        "embed": jnp.array(end("embed")),
+        "layers": tuple(
+            _layer(spec, names, index, tensor) for index in range(spec.num_layers)
+        ),
     }
+    if spec.final_norm:
+        params["final_norm"] = _norm(spec, names.ends["final_norm"], tensor)
+    if spec.positions == "learned":
+        params["positions"] = jnp.array(end("positions")[names.skipped_positions :])
+    if spec.embed_dim not in (None, spec.model_dim):
+        params |= {part: jnp.array(end(part).T) for part in ("embed_in", "embed_out")}
     if not spec.tied_head:
-        params["head"] = jnp.array(tensor(HEAD).T)
+        params["head"] = jnp.array(end("head").T)
+    wanted = jax.tree.map(lambda leaf: leaf.shape, decoder.param_shapes(spec))
+    assert jax.tree.map(lambda leaf: leaf.shape, params) == wanted
     return params
+
+
+def _layer(spec: ModelSpec, names: Names, index: int, tensor: Read) -> PyTree:
+    """One layer's params."""
+
+    def part(name, kind="weight"):
+        """A tensor; experts are stacked on a leading axis."""
+        template = f"{names.layer[name]}.{kind}"
+        if "{e}" not in template:
+            return tensor(template.format(i=index))
+        each = [tensor(template.format(i=index, e=e)) for e in range(spec.experts)]
+        return np.stack(each)
+
+    layer = {
+        "qkv": jnp.array(_heads(spec, names, part, "weight").T),
+        "out": jnp.array(_out(spec, part("out"))),
+        "down": _turned(part("down")),
+    }
+    if "gate" in names.layer:
+        both = [part("gate"), part("up")]
+        layer["gate_up"] = _turned(np.concatenate(both, axis=-2))
+    else:
+        name = "gate_up" if spec.gated else "up"
+        layer[name] = _turned(part(name))
+    if "router" in names.layer:
+        layer["router"] = _turned(part("router"))
+    for norm in ("attn_norm", "mlp_norm", "attn_after", "mlp_after"):
+        if norm in names.layer:
+            layer[norm] = _norm(spec, names.layer[norm].format(i=index), tensor)
+    for norm in ("q_norm", "k_norm") if spec.qk_norm else ():
+        layer[norm] = jnp.array(part(norm))
+    if "qkv" in spec.biases:
+        layer["qkv_bias"] = jnp.array(_heads(spec, names, part, "bias"))
+    if "out" in spec.biases:
+        layer["out_bias"] = jnp.array(part("out", "bias"))
+    if "mlp" in spec.biases:
+        first = "gate_up" if spec.gated else "up"
+        parts = ("gate", "up") if "gate" in names.layer else (first,)
+        each = [part(name, "bias") for name in parts]
+        layer[first + "_bias"] = jnp.array(np.concatenate(each))
+        layer["down_bias"] = jnp.array(part("down", "bias"))
+    return layer
+
+
+def _heads(spec: ModelSpec, names: Names, part, kind: str) -> np.ndarray:
+    """Rows of queries, keys and values, KV head by KV head: [K (G+2) D, ...]."""
+    k, g, d = spec.num_kv_heads, spec.group, spec.head_dim
+    if "qkv" in names.layer:
+        fused = part("qkv", kind)
+        if names.grouped:
+            return fused
+        q, key, value = np.split(fused, [k * g * d, (k * g + k) * d])
+    else:
+        q, key, value = (part(name, kind) for name in "qkv")
+    q, key, value = (x.reshape(k, -1, d, *x.shape[1:]) for x in (q, key, value))
+    heads = np.concatenate([q, key, value], axis=1)
+    return heads.reshape(-1, *heads.shape[3:])
+
+
+def _out(spec: ModelSpec, weight: np.ndarray) -> np.ndarray:
+    return weight.T.reshape(spec.num_kv_heads, spec.group, spec.head_dim, -1)
+
+
+def _turned(weight: np.ndarray) -> jnp.ndarray:
+    """[..., out, in] to [..., in, out]."""
+    return jnp.array(np.swapaxes(weight, -1, -2))
+
+
+def _norm(spec: ModelSpec, name: str, tensor: Read) -> PyTree:
+    weight = jnp.array(tensor(name + ".weight"))
+    if spec.norm != "layer":
+        return weight
+    return {"weight": weight, "bias": jnp.array(tensor(name + ".bias"))}

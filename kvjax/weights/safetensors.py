@@ -8,63 +8,18 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.models.config import Config
+from kvjax.models.families import FAMILIES
+from kvjax.models.names import Names
 from kvjax.types import Model, ModelSpec, UserError
 from kvjax.weights import pack
 from kvjax.weights import tokenizer as tokenizers
 
-# Attributes of config.json that change the maths: the one value that we compute.
-_NEUTRAL = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "pretraining_tp": 1,
-    "partial_rotary_factor": 1.0,
-}
-_ROPE = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
-# Read into the spec.
-_SHAPE = frozenset(
-    {
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "vocab_size",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "rope_theta",
-        "rope_parameters",
-        "rope_scaling",
-        "tie_word_embeddings",
-    }
-)
-# No bearing on the forward pass.
-_HARMLESS = frozenset(
-    {
-        "architectures",
-        "attention_dropout",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "initializer_range",
-        "is_llama_config",
-        "max_length",
-        "pad_token_id",
-        "torch_dtype",
-        "transformers_version",
-        "transformers.js_config",
-        "unk_token_id",
-        "unsloth_version",
-        "use_cache",
-        "_name_or_path",
-        "_attn_implementation",
-    }
-)
 _DTYPES = ("F32", "F16", "BF16")
 
 
-def load(path: pathlib.Path, dtype: jnp.dtype) -> Model:
-    """Reads a folder with a LlamaForCausalLM.
+def load(path: pathlib.Path, dtype: jnp.dtype, context: int | None = None) -> Model:
+    """Reads a folder with a model of one of the families.
 
     No copy of it is kept: safetensors load as fast as the copy would.
 
@@ -73,7 +28,7 @@ def load(path: pathlib.Path, dtype: jnp.dtype) -> Model:
         config.json that changes the maths in a way we do not compute, tensors
         missing, unknown, of another shape or dtype.
     """
-    spec = _spec(path)
+    spec, names = _spec(path, context)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(_open(file)) for file in _files(path)]
         home = {name: file for file in files for name in file.keys()}  # noqa: SIM118
@@ -85,80 +40,37 @@ def load(path: pathlib.Path, dtype: jnp.dtype) -> Model:
                     f"{name} in {path} has dtype {kind}: only {', '.join(_DTYPES)} are "
                     "supported, use a checkpoint that is not quantised"
                 )
-        if spec.tied_head and pack.HEAD in home and pack.EMBED in home:
-            head, embed = (home[n].get_tensor(n) for n in (pack.HEAD, pack.EMBED))
-            if not np.array_equal(head, embed):
+        head, embed = (f"{names.ends[part]}.weight" for part in ("head", "embed"))
+        if spec.tied_head and head in home and embed in home:
+            own, tied = (home[name].get_tensor(name) for name in (head, embed))
+            if not np.array_equal(own, tied):
                 raise UserError(
-                    f"{path} has its own {pack.HEAD}, but tie_word_embeddings is true "
-                    "in config.json: set it to false if the head is not the embedding"
+                    f"{path} has its own {head}, but tie_word_embeddings is true in "
+                    "config.json: set it to false if the head is not the embedding"
                 )
-            del home[pack.HEAD]
+            del home[head]
         found = {n: tuple(f.get_slice(n).get_shape()) for n, f in home.items()}
-        pack.check(found, pack.tensor_shapes(spec), path)
-        params = pack.pack(spec, lambda name: home[name].get_tensor(name), dtype)
+        pack.check(found, pack.tensor_shapes(spec, names), path)
+        read = lambda name: home[name].get_tensor(name)
+        params = pack.pack(spec, names, read, dtype)
     return Model(spec, params, tokenizers.from_folder(path))
 
 
-def _spec(path: pathlib.Path) -> ModelSpec:
-    config = _json(path / "config.json", "give the folder of a whole checkpoint")
-    architectures = config.get("architectures") or ["LlamaForCausalLM"]
-    if architectures != ["LlamaForCausalLM"]:
+def _spec(path: pathlib.Path, context: int | None) -> tuple[ModelSpec, Names]:
+    values = _json(path / "config.json", "give the folder of a whole checkpoint")
+    architectures = values.get("architectures") or ["LlamaForCausalLM"]
+    if len(architectures) != 1 or architectures[0] not in FAMILIES:
         raise UserError(
-            f"{path} has architectures {architectures}: only LlamaForCausalLM is known"
+            f"{path} has architectures {architectures}: kvjax knows "
+            + ", ".join(sorted(FAMILIES))
         )
-    for key, value in config.items():
-        known = key in _SHAPE or key in _HARMLESS
-        # An attribute that is absent, null or false asks for nothing.
-        if not known and value and value != _NEUTRAL.get(key):
-            raise UserError(
-                f"config.json in {path} has {key} = {value!r}, which is not supported: "
-                "use another checkpoint, or remove it if it does not change the maths"
-            )
-
-    def ask(key, default=None):
-        value = config.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise UserError(
-                f"config.json in {path} has {key} = {value!r}: it must be a number"
-            )
-        return value
-
-    heads, width = ask("num_attention_heads"), ask("hidden_size")
-    depth = ask("head_dim", width // max(heads, 1))
-    spec = ModelSpec(
-        name=path.resolve().name,
-        num_layers=ask("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=ask("num_key_value_heads", heads),
-        head_dim=depth,
-        model_dim=width,
-        ff_dim=ask("intermediate_size"),
-        vocab_size=ask("vocab_size"),
-        context_length=ask("max_position_embeddings", 2048),
-        rope_theta=float(_rope_theta(config, path)),
-        norm_eps=ask("rms_norm_eps", 1e-6),
-        tied_head=bool(config.get("tie_word_embeddings", False)),
-    )
+    family = FAMILIES[architectures[0]]
+    config = Config(values, path, context)
+    config.only(model_type=family.__name__.rsplit(".", 1)[-1])
+    spec = family.spec_from_hf(config, path.resolve().name)
+    config.finish()
     pack.check_heads(spec, path)
-    return spec
-
-
-def _rope_theta(config: dict[str, Any], path: pathlib.Path) -> float:
-    """The base of the rotary angles; newer configs nest it in `rope_parameters`."""
-    theta = config.get("rope_theta") or 10000.0
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = config.get(key) or {}
-        if not isinstance(rope, dict) or any(
-            value is not None and name != "rope_theta" and value != _ROPE.get(name)
-            for name, value in rope.items()
-        ):
-            raise UserError(
-                f"config.json in {path} has {key} = {rope!r}: only default rotary "
-                "positions are supported, use another checkpoint"
-            )
-        theta = rope.get("rope_theta", theta)
-    return theta
+    return spec, family.tensor_names(spec)
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:

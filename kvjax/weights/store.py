@@ -2,7 +2,7 @@
 
 A copy is a folder `<name>-<dtype>-<key>` with
 
-    params/      an orbax checkpoint in the layout of `kvjax.models.llama`
+    params/      an orbax checkpoint in the layout of `kvjax.models.decoder`
     tokenizer/   the tokenizer's own files, absent where there is none
     spec.json    the `ModelSpec`
     files.json   size and CRC-32 of each file above
@@ -22,17 +22,18 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.models import llama
-from kvjax.types import Model, ModelSpec, PyTree
+from kvjax.models import decoder
+from kvjax.types import Model, ModelSpec, PyTree, RopeScaling
 from kvjax.weights import tokenizer as tokenizers
 
 # Part of every copy's key: raise it whenever the layout of the params or of the copy
 # changes, and old copies are no longer found.
-FORMAT = 2
+FORMAT = 3
 
 
 class _UnusableCopy(Exception):
@@ -105,8 +106,8 @@ def _read(copy: pathlib.Path, dtype: jnp.dtype) -> Model:
         for name, expected in listed.items():
             if _fingerprint(copy / name) != expected:
                 raise _UnusableCopy(f"{name} has changed")
-        spec = ModelSpec(**json.loads((copy / "spec.json").read_text()))
-        params = _restore(copy / "params", llama.param_shapes(spec, dtype))
+        spec = _spec(json.loads((copy / "spec.json").read_text()))
+        params = _restore(copy / "params", decoder.param_shapes(spec, dtype))
         folder = copy / "tokenizer"
         tokenizer = tokenizers.restore(folder) if folder.exists() else None
     except _UnusableCopy:
@@ -116,6 +117,15 @@ def _read(copy: pathlib.Path, dtype: jnp.dtype) -> Model:
         # the readers raise, the answer is the same.
         raise _UnusableCopy(_one_line(error)) from error
     return Model(spec, params, tokenizer)
+
+
+def _spec(fields: dict[str, Any]) -> ModelSpec:
+    """JSON knows neither tuples nor dataclasses."""
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    rope = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in fields["rope"].items()
+    }
+    return ModelSpec(**fields | {"rope": RopeScaling(**rope)})
 
 
 def _write(copy: pathlib.Path, model: Model) -> None:
