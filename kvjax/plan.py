@@ -120,11 +120,11 @@ def plan_by_shapes(job: Job, memory_bytes: int, max_batch: int) -> Plan:
       UserError: not even one row fits.
     """
     row = 2 * max(state_bytes(dataclasses.replace(job, batch=1)).values())
-    batch = min(max_batch, (memory_bytes - _weights(job)) // row)
+    batch = min(max_batch, (memory_bytes - weights_bytes(job)) // row)
     if batch < 1:
-        raise UserError(_too_small(job, memory_bytes, "it", _weights(job) + row))
+        raise UserError(_too_small(job, memory_bytes, "it", weights_bytes(job) + row))
     limit = "prompts" if batch == max_batch else "prefill"
-    peak = _weights(job) + batch * row
+    peak = weights_bytes(job) + batch * row
     return _plan(dataclasses.replace(job, batch=batch), limit, memory_bytes, peak)
 
 
@@ -142,7 +142,7 @@ def phase_bytes(job: Job) -> dict[str, int]:
     compiled = programs.programs(job)
     peaks = {"prefill": _peak(compiled.prefill), "decode": _peak(compiled.decode)}
     if compiled.compact:
-        weights = _weights(job)
+        weights = weights_bytes(job)
         logits = 4 * job.batch * job.spec.vocab_size
         peaks["compact"] = _peak(compiled.compact) + weights + logits
     return peaks
@@ -184,7 +184,7 @@ def device_memory(memory_gb: float | None = None) -> int:
 def _clearly_fits(job: Job, memory_bytes: int, batch: int) -> bool:
     """Whether so many rows leave as much again for temporaries: no need to probe."""
     state = max(state_bytes(dataclasses.replace(job, batch=batch)).values())
-    return _weights(job) + 2 * state <= memory_bytes
+    return weights_bytes(job) + 2 * state <= memory_bytes
 
 
 def _estimated(job: Job, memory_bytes: int) -> tuple[str, int]:
@@ -218,7 +218,7 @@ def _estimate(job: Job, batch: int) -> dict[str, int]:
     made = dataclasses.replace(job.made, budget=budget)
     short = dataclasses.replace(job, spec=spec, made=made, batch=batch)
     whole = dataclasses.replace(job, batch=batch)
-    weights = _weights(job) - _weights(short)
+    weights = weights_bytes(job) - weights_bytes(short)
     before, after = state_bytes(whole), state_bytes(short)
     more = {phase: weights + before[phase] - after[phase] for phase in before}
     more["compact"] = more["prefill"] + before["decode"] - after["decode"]
@@ -227,7 +227,7 @@ def _estimate(job: Job, batch: int) -> dict[str, int]:
 
 def _plan(job: Job, limit: str, memory_bytes: int, peak: int) -> Plan:
     row = max(state_bytes(job).values()) // job.batch
-    return Plan(job, limit, memory_bytes, peak, _weights(job), row)
+    return Plan(job, limit, memory_bytes, peak, weights_bytes(job), row)
 
 
 def _too_small(job: Job, memory_bytes: int, what: str, needed: int) -> str:
@@ -241,10 +241,13 @@ def _too_small(job: Job, memory_bytes: int, what: str, needed: int) -> str:
 
 def _least(job: Job) -> int:
     """Bytes of the weights and of one row's state."""
-    return _weights(job) + max(state_bytes(dataclasses.replace(job, batch=1)).values())
+    return weights_bytes(job) + max(
+        state_bytes(dataclasses.replace(job, batch=1)).values()
+    )
 
 
-def _weights(job: Job) -> int:
+def weights_bytes(job: Job) -> int:
+    """Bytes of the weights, from their shapes."""
     return programs.tree_bytes(decoder.param_shapes(job.spec, jnp.dtype(job.dtype)))
 
 
