@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache, policies
-from kvjax.models import decoder
+from kvjax.models import decoder, published
 from kvjax.types import ModelSpec, Schedule
 
 forward = importlib.import_module("kvjax.generate").forward  # a function hides it
@@ -29,20 +29,7 @@ SPECS = {
         norm_eps=1e-5,
         tied_head=True,
     ),
-    "llama-3.1-8b": ModelSpec(
-        name="llama-3.1-8b",
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        model_dim=4096,
-        ff_dim=14336,
-        vocab_size=128256,
-        context_length=131072,
-        rope_theta=5e5,
-        norm_eps=1e-5,
-        tied_head=False,
-    ),
+    "llama-3.1-8b": published.spec("llama-3-8b"),  # but for its longer context
 }
 
 
