@@ -609,3 +609,21 @@ def test_folder_tokenizer(tmp_path, tensors):
     with pytest.raises(UserError, match="cannot read the tokenizer") as error:
         weights.load(path)
     one_line(error)
+
+
+def test_a_model_of_the_hub_loads_from_its_cache(tmp_path, tensors, monkeypatch):
+    """Without a network, what huggingface_hub has fetched before is used."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / "models--owner--tiny"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("0123abcd")
+    (home / "snapshots").mkdir()
+    write_folder(home / "snapshots" / "0123abcd", tensors)
+    model = weights.load("owner/tiny")
+    assert model.spec.num_layers == 2
+    with pytest.raises(UserError, match="cannot fetch owner/other from the Hugging"):
+        weights.load("owner/other")

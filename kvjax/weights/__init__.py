@@ -1,6 +1,7 @@
 """Checkpoints to params: `load` and the readers behind it.
 
-hub          models known by name: fetched once, verified at every load
+hub          models known by name: fetched once, verified at every load; and the
+             Hugging Face hub's
 gguf         llama.cpp's files, dequantised
 safetensors  Hugging Face folders
 pack         both of them into the layout of `kvjax.models.decoder`
@@ -27,17 +28,19 @@ def load(
     dtype: jnp.dtype = jnp.float32,
     context: int | None = None,
 ) -> Model:
-    """Loads a model by name, from a GGUF file or from a Hugging Face folder.
+    """Loads a model by name, from a GGUF file, a Hugging Face folder or the hub.
 
     A named model is fetched into the cache folder when it is not there yet
     ($KVJAX_CACHE, else `kvjax` in the user's cache folder) and its SHA-256 is checked
     at every load. Dequantised GGUF weights are kept there as an orbax copy per dtype,
-    so that the next load takes a second or two.
+    so that the next load takes a second or two. A model of the hub
+    ("Qwen/Qwen2.5-0.5B") is fetched by `huggingface_hub` into its own cache; what is
+    there is used without a network.
 
     Args:
       name_or_path: a known name ("smollm2-135m-instruct"), a `.gguf` file of the llama
-        architecture, or a folder with `config.json` and safetensors of a family in
-        docs/models.md.
+        architecture, or a folder or hub id with `config.json` and safetensors of a
+        family in docs/models.md.
       dtype: of all params: float32, bfloat16 or float16.
       context: most tokens of a prompt and its completion; None for all that the model
         can read. Rotary positions that differ with it (LongRoPE) are chosen by it.
@@ -68,6 +71,8 @@ def _load(asked: str, dtype: jnp.dtype, context: int | None) -> Model:
             asked, identity, dtype, lambda: gguf.load(path, dtype, name=asked)
         )
     path = pathlib.Path(asked).expanduser()
+    if not path.exists() and hub.is_id(asked):
+        path = hub.snapshot(asked)
     if path.is_dir():
         return safetensors.load(path, dtype, context)
     if path.is_file():
@@ -77,7 +82,8 @@ def _load(asked: str, dtype: jnp.dtype, context: int | None) -> Model:
         )
     raise UserError(
         f"no model named {asked!r} and no such file or folder: give one of "
-        f"{', '.join(sorted(hub.NAMED))}, a .gguf file or a Hugging Face folder"
+        f"{', '.join(sorted(hub.NAMED))}, a .gguf file, a Hugging Face folder, or "
+        "the id of a model on its hub (owner/name)"
     )
 
 

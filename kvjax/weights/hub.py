@@ -1,8 +1,9 @@
-"""Models known by name: where they come from and how they are verified."""
+"""Models known by name, and by their id on the Hugging Face hub."""
 
 import dataclasses
 import hashlib
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -67,6 +68,34 @@ def fetch(name: str) -> pathlib.Path:
             ) from error
     _verify(path, named)
     return path
+
+
+def is_id(name: str) -> bool:
+    """Whether a name has the form of a hub id: owner/name."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+
+
+def snapshot(name: str) -> pathlib.Path:
+    """The folder of a model of the hub, fetched first where there is a network.
+
+    Weights are fetched as safetensors only.
+
+    Raises:
+      UserError: it is neither to be had nor in huggingface_hub's cache.
+    """
+    import huggingface_hub
+
+    wanted = ["*.json", "*.safetensors", "*.jinja"]
+    try:
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(name, allow_patterns=wanted)
+        )
+    except Exception as error:  # of the hub, of the network below it, of the disk
+        raise UserError(
+            f"cannot fetch {name} from the Hugging Face hub and it is not in the cache "
+            f"({type(error).__name__}): check the id and the network, log in with "
+            "'hf auth login' where it is gated, or give a folder"
+        ) from error
 
 
 def _verify(path: pathlib.Path, named: Named) -> None:
