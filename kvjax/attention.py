@@ -15,6 +15,8 @@ from kvjax.implementations import LIBRARY, PLAIN, chosen, kernel
 from kvjax.pallas.common import LOWEST, NEVER
 from kvjax.types import WEIGHTS, Observation, Partial, Scoring
 
+NOTHING: frozenset[str] = frozenset()
+
 
 def attend(
     q: Float[Array, "B K G T D"],
@@ -23,7 +25,7 @@ def attend(
     pos: Int[Array, "B K C"],
     q_pos: Int[Array, "B T"],
     n: Int[Array, "B"],
-    needs: frozenset[str] = frozenset(),
+    needs: frozenset[str] = NOTHING,
     implementation: str | None = None,
     scoring: Scoring = PLAIN,
 ) -> tuple[Partial, Observation]:
@@ -59,7 +61,8 @@ def attend(
         partial = _library(q, k, v, pos, q_pos, name)
         return partial, Observation(n=n, positions=q_pos)
     module, interpret = kernel(name)
-    found = module.attend(q, k, v, pos, q_pos, n, stats=needs, interpret=interpret)
+    how = {"stats": needs, "interpret": interpret, **_asked(scoring)}
+    found = module.attend(q, k, v, pos, q_pos, n, **how)
     return _as_pair(found, n, q_pos)
 
 
@@ -75,6 +78,7 @@ def write_attend(
     n: Int[Array, "B"],
     needs: frozenset[str],
     implementation: str | None,
+    scoring: Scoring,
 ) -> tuple[Partial, Observation, Array, Array]:
     """`attend` for one query per row, with the write of its own pair fused in.
 
@@ -82,9 +86,10 @@ def write_attend(
     of C or more is not written. Returns K and V as well, in the same buffers.
     """
     needs = needs & WEIGHTS
-    module, interpret = kernel(chosen(q, k, needs, implementation))
+    module, interpret = kernel(chosen(q, k, needs, implementation, scoring))
+    how = {"stats": needs, "interpret": interpret, **_asked(scoring)}
     found, k, v, *_ = module.write_attend(
-        q, new_k, new_v, slot, k, v, pos, q_pos, n, stats=needs, interpret=interpret
+        q, new_k, new_v, slot, k, v, pos, q_pos, n, **how
     )
     return *_as_pair(found, n, q_pos), k, v
 
@@ -111,8 +116,9 @@ def attend_segments(
     segments: list[tuple[Array, Array, Array]],
     q_pos: Int[Array, "B T"],
     n: Int[Array, "B"],
-    needs: frozenset[str] = frozenset(),
+    needs: frozenset[str] = NOTHING,
     implementation: str | None = None,
+    scoring: Scoring = PLAIN,
 ) -> tuple[Partial, list[Observation]]:
     """`attend` over slots that lie in several places: splits, a prefix, a window.
 
@@ -127,18 +133,19 @@ def attend_segments(
       n: real queries per row.
       needs: statistics to return.
       implementation: see `attend`.
+      scoring: likewise.
 
     Returns:
       The merged attention, and one observation per segment.
     """
     needs = needs & WEIGHTS
     parts = [
-        attend(q, k, v, pos, q_pos, n, implementation=implementation)[0]
+        attend(q, k, v, pos, q_pos, n, NOTHING, implementation, scoring)[0]
         for k, v, pos in segments
     ]
     whole = functools.reduce(merge, parts)
     seen = [
-        weigh(q, k, pos, q_pos, n, whole, needs, implementation)
+        weigh(q, k, pos, q_pos, n, whole, needs, implementation, scoring)
         for k, _, pos in segments
     ]
     return whole, seen
@@ -153,6 +160,7 @@ def weigh(
     whole: Partial,
     needs: frozenset[str],
     implementation: str | None = None,
+    scoring: Scoring = PLAIN,
 ) -> Observation:
     """The statistics alone, of weights under a softmax whose `m` and `l` are known.
 
@@ -165,19 +173,19 @@ def weigh(
       whole: the softmax over all slots; its `o` is not used.
       needs: statistics to return.
       implementation: see `attend`.
+      scoring: likewise.
     """
     needs = needs & WEIGHTS
     if not needs:
         return Observation(n=n, positions=q_pos)
-    name = chosen(q, k, needs, implementation)
+    name = chosen(q, k, needs, implementation, scoring)
     if name == "reference":
-        scores = _masked_scores(q, k, pos, q_pos)
+        scores = _masked_scores(q, k, pos, q_pos, scoring)
         p = jnp.exp(scores - jnp.maximum(whole.m, LOWEST)[..., None])
         return _observed(p, whole.l, n, q_pos, needs)
     module, interpret = kernel(name)
-    found = module.weigh(
-        q, k, pos, q_pos, n, whole.m, whole.l, stats=needs, interpret=interpret
-    )
+    how = {"stats": needs, "interpret": interpret, **_asked(scoring)}
+    found = module.weigh(q, k, pos, q_pos, n, whole.m, whole.l, **how)
     return Observation(n=n, positions=q_pos, **found)
 
 
@@ -192,7 +200,7 @@ def _reference(q, k, v, pos, q_pos, n, needs, scoring) -> tuple[Partial, Observa
     return Partial(o, m, l), _observed(p, l, n, q_pos, needs)
 
 
-def _masked_scores(q, k, pos, q_pos, scoring=PLAIN) -> Float[Array, "B K G T C"]:
+def _masked_scores(q, k, pos, q_pos, scoring) -> Float[Array, "B K G T C"]:
     """Scaled products, -inf where a query sees no pair."""
     scores = _products(q, k) if q.shape[3] == 1 else _textbook_products(q, k)
     scores = scores * q.shape[4] ** -0.5
@@ -231,6 +239,11 @@ def _library(q, k, v, pos, q_pos, name: str) -> Partial:
         m=jnp.where(any_seen, lse, -jnp.inf),
         l=any_seen.astype(jnp.float32),
     )
+
+
+def _asked(scoring: Scoring) -> dict[str, float]:
+    """What a kernel is asked for beyond plain softmax; not all know how."""
+    return scoring._asdict() if scoring != PLAIN else {}
 
 
 def _as_pair(found, n, q_pos) -> tuple[Partial, Observation]:

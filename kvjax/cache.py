@@ -313,8 +313,8 @@ def _attended(
     Returns the layer, the partial attention and the observation.
     """
     plain = made.codec is codecs.identity and made.rope == "true"
-    how = needs, made.implementation
-    if plain and attention.fuses_write(q, layer.k, *how, ops.scoring):
+    how = needs, made.implementation, ops.scoring
+    if plain and attention.fuses_write(q, layer.k, *how):
         partial, seen, keys, values = attention.write_attend(
             q,
             k[:, :, 0],
@@ -331,7 +331,7 @@ def _attended(
     layer = dense.write(layer, made.codec, k, v, slots)
     view = _view(layer, ops.rotate, made, positions[:, -1], dense.live(layer))
     pairs = view.keys(), view.values(), layer.pos
-    return layer, *attention.attend(q, *pairs, positions, n, *how, ops.scoring)
+    return layer, *attention.attend(q, *pairs, positions, n, *how)
 
 
 def make_room(

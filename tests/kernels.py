@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import attention, cache
+from kvjax.implementations import PLAIN
 from kvjax.types import Schedule
 
 generation = importlib.import_module("kvjax.generate")  # the function hides the module
@@ -47,7 +48,7 @@ def finite(case):
     return q, clean(k), clean(v), *rest
 
 
-def by_hand(q, k, v, pos, q_pos, n, window=0):
+def by_hand(q, k, v, pos, q_pos, n, window=0, scoring=PLAIN):
     """Output and statistics in float64, one query at a time."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     pos, q_pos, n = (np.asarray(x) for x in (pos, q_pos, n))
@@ -55,9 +56,13 @@ def by_hand(q, k, v, pos, q_pos, n, window=0):
     mean = np.zeros((*pos.shape[:2], q.shape[3], pos.shape[2]))  # [B, K, T, C]
     for b, h, g, t in np.ndindex(q.shape[:4]):
         seen = (pos[b, h] >= 0) & (pos[b, h] <= q_pos[b, t])
+        if scoring.reach:
+            seen &= pos[b, h] > q_pos[b, t] - scoring.reach
         if not seen.any():
             continue
         scores = k[b, h, seen] @ q[b, h, g, t] / np.sqrt(q.shape[-1])
+        if cap := scoring.softcap:
+            scores = cap * np.tanh(scores / cap)
         weights = np.exp(scores - scores.max())
         weights /= weights.sum()
         out[b, h, g, t] = weights @ v[b, h, seen]

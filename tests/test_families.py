@@ -43,7 +43,7 @@ def loaded(folder, data):
     return kvjax.load(folder, context=data["tokens"].shape[1] + data["greedy"].shape[1])
 
 
-def run(model, data, policy=None, block=7):
+def run(model, data, policy=None, block=7, implementation=None):
     """Logits after every prompt token and after every generated one, and the tokens.
 
     Prompt blocks do not divide the prompt, so the last one is partly filled.
@@ -53,7 +53,9 @@ def run(model, data, policy=None, block=7):
     length, new = tokens.shape[1], data["greedy"].shape[1]
     schedule = Schedule("prefill+decode" if policy else "full", block, block)
     budget = 64 if policy else None
-    made = cache.compression(spec, policy, budget, schedule)
+    made = cache.compression(
+        spec, policy, budget, schedule, implementation=implementation
+    )
     room = made.prefill_capacity(spec, length, new)
     fed = jnp.concatenate([tokens, jnp.asarray(data["greedy"], jnp.int32)], axis=1)
     state = cache.init(spec, made, len(tokens), room)
@@ -87,6 +89,15 @@ def test_a_large_budget_is_the_full_cache(golden):
 
 def file_of(name):
     return next(file for file in FILES if file.stem == name)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral_window"])
+def test_capped_scores_and_windows_in_the_kernels(tmp_path, name):
+    data = dict(np.load(file_of(name)))
+    model = loaded(written(file_of(name), tmp_path), data)
+    found = run(model, data, implementation="pallas_tpu_interpret")
+    np.testing.assert_allclose(found, data["next_logits"], atol=2e-4)
+    np.testing.assert_array_equal(found.argmax(-1), data["greedy"])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from kernels import TOLERANCE, by_hand, draw, finite
 from kvjax import attention, cache, implementations, policies
 from kvjax.pallas import tpu
 from kvjax.pallas.common import Scored
-from kvjax.types import UserError
+from kvjax.types import Scoring, UserError
 
 MASS = frozenset({"mass"})
 
@@ -55,6 +55,17 @@ def test_a_hopper_gpu_gets_its_kernels(kind):
 def test_what_no_kernel_can_do_gets_the_reference(platform, kind, needs, dtype):
     with on(platform, kind):
         assert implementations.chosen(*arrays(dtype), needs, None) == "reference"
+
+
+def test_the_gpu_kernels_know_no_windows():
+    with on("gpu", "NVIDIA H200"):
+        found = implementations.chosen(*arrays(), MASS, None, Scoring(reach=9))
+        assert found == "reference"
+        with pytest.raises(UserError, match=r"neither caps scores .*reach=9"):
+            implementations.chosen(*arrays(), MASS, "pallas_gpu", Scoring(reach=9))
+    with on("tpu", "TPU v6 lite"):
+        chosen = implementations.chosen(*arrays(), MASS, None, Scoring(reach=9))
+        assert chosen == "pallas_tpu"
 
 
 @pytest.mark.parametrize(

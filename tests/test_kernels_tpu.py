@@ -16,7 +16,7 @@ from kernels import STATS, TOLERANCE, by_hand, check, draw, finite, generated
 from kvjax import attention, policies
 from kvjax.pallas import tpu
 from kvjax.policies.base import evictions
-from kvjax.types import View
+from kvjax.types import Scoring, View
 
 SMALL = tpu.Tiles(pairs=2 * 128 * 64 * 4, rows=32)  # several tiles, several parts
 
@@ -101,6 +101,22 @@ def test_segments(length, name, cuts):
     for stat in STATS:
         joined = np.concatenate([getattr(part, stat) for part in seen], axis=-1)
         np.testing.assert_allclose(joined, expected[stat], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["reference", "pallas_tpu_interpret"])
+@pytest.mark.parametrize("scoring", [Scoring(reach=40), Scoring(0.7, 90)], ids=str)
+@pytest.mark.parametrize("length", [1, 13])
+def test_capped_scores_and_windows(length, scoring, name):
+    case = draw(7, 2, 3, length, 200, 64)
+    out, expected = by_hand(*case, scoring=scoring)
+    found, seen = attention.attend(*finite(case), STATS, name, scoring)
+    np.testing.assert_allclose(attention.finish(found), out, atol=3e-6)
+    for stat in STATS:
+        np.testing.assert_allclose(getattr(seen, stat), expected[stat], atol=1e-5)
+    q, k, _, pos, q_pos, n = finite(case)
+    again = attention.weigh(q, k, pos, q_pos, n, found, STATS, name, scoring)
+    for stat in STATS:
+        np.testing.assert_allclose(getattr(again, stat), expected[stat], atol=1e-5)
 
 
 def write_case(seed, depth, dtype="float32", slots=256):

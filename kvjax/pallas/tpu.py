@@ -124,6 +124,8 @@ def attend(
     *,
     stats: frozenset[str] = frozenset(),
     window: int = 0,
+    softcap: float = 0.0,
+    reach: int = 0,
     tiles: Tiles | None = None,
     interpret=False,
 ) -> Scored:
@@ -140,10 +142,12 @@ def attend(
       n: real queries per row; only they count in the statistics.
       stats: of `common.STATS`.
       window: queries that the statistic `window` sums over, the last real ones.
+      softcap: c of c tanh(x / c) on the scaled products; 0 for none.
+      reach: tokens that a query sees, itself included; 0 for all before it.
       tiles: how much to take at a time; None is the table's.
       interpret: runs on any machine, slowly; True or `pltpu.InterpretParams`.
     """
-    case = _case(q, k, tiles)
+    case = _case(q, k, tiles)._replace(softcap=softcap, reach=reach)
     call = _products_of(case, q, k, pos, q_pos, n, stats)
     _add_values(call, case, v)
     step = functools.partial(body, case=case, stats=stats, window=window)
@@ -161,6 +165,8 @@ def weigh(
     *,
     stats: frozenset[str],
     window: int = 0,
+    softcap: float = 0.0,
+    reach: int = 0,
     tiles: Tiles | None = None,
     interpret=False,
 ) -> dict[str, Float[Array, "B K C"]]:
@@ -169,7 +175,7 @@ def weigh(
     For segments of slots, whose weights have one normaliser in common, and for queries
     asked again. See `attend` for the arguments.
     """
-    case = _case(q, k, tiles)
+    case = _case(q, k, tiles)._replace(softcap=softcap, reach=reach)
     call = _products_of(case, q, k, pos, q_pos, n, stats)
     for name, of in (("m_in", m), ("l_in", l)):
         fill = ((0, 0), (0, 0), (0, 0), (0, case.parts * case.queries - of.shape[3]))
@@ -194,6 +200,8 @@ def write_attend(
     stats: frozenset[str] = frozenset(),
     total: Float[Array, "B K C"] | None = None,
     pick: Pick | None = None,
+    softcap: float = 0.0,
+    reach: int = 0,
     tiles: Tiles | None = None,
     interpret=False,
 ) -> Written:
@@ -215,6 +223,8 @@ def write_attend(
       stats: of `common.STATS`.
       total: totals of the weights so far; with `pick`.
       pick: the rule that chooses `next_slot`; None chooses none.
+      softcap: c of c tanh(x / c) on the scaled products; 0 for none.
+      reach: tokens that a query sees, itself included; 0 for all before it.
       tiles: how much to take at a time; None is the table's.
       interpret: see `attend`.
 
@@ -226,7 +236,7 @@ def write_attend(
         raise ValueError(
             f"{slots} slots: a fused write needs a multiple of {write_grain(depth)}"
         )
-    case = _case(q, k, tiles)
+    case = _case(q, k, tiles)._replace(softcap=softcap, reach=reach)
     wanted = stats | {"mass"} if pick else stats
     call = _products_of(case, q, k, pos, q_pos, n, wanted)
     _add_values(call, case, v)

@@ -46,6 +46,8 @@ class Case(NamedTuple):
     heads: int  # KV heads of a step
     tile: int  # slots of a step
     vmem: int
+    softcap: float = 0.0
+    reach: int = 0
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -134,9 +136,14 @@ def _positions(r, case: Case, h, start):
 def _scores(r, case: Case, h, start):
     """Scaled products of a head, f32[R, tile]; -inf where a query sees no pair."""
     pos, now = _positions(r, case, h, start), r.q_pos[0, 0]  # [1, tile], [queries, 1]
-    seen = _for_group((pos >= 0) & (pos <= now), case)
+    seen = (pos >= 0) & (pos <= now)
+    if case.reach:
+        seen &= pos > now - case.reach
+    seen = _for_group(seen, case)
     contract = ((1,), (0,)) if case.minor else ((1,), (1,))
     s = _dot(r.q[0, h, 0], r.k[0, h], contract) * case.depth**-0.5
+    if case.softcap:
+        s = case.softcap * jnp.tanh(s / case.softcap)
     return jnp.where(seen, s, -jnp.inf)
 
 
