@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import os
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import by_hand
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "experiments"))
+
+import model_step
 
 from kvjax.attention import attend as reference
 from kvjax.attention import finish
@@ -452,7 +457,7 @@ def compiled(traced):
 
 @pytest.mark.parametrize("stats", [frozenset(), ALL], ids=["plain", "stats"])
 @pytest.mark.parametrize("shape", HARDWARE, ids=str)
-def test_compiles_for_h200(shape, stats, h200):
+def test_compiles_for_h200(shape, stats, h200, h200_mesh):
     """No copy of the cache.
 
     Split decoding writes outputs and weights to be merged, and a block that is not a
@@ -471,8 +476,30 @@ def test_compiles_for_h200(shape, stats, h200):
     assert memory.temp_size_in_bytes < allowed
 
 
-def test_writing_compiles_for_h200_in_place(h200):
+def test_weighing_compiles_for_h200(h200, h200_mesh):
+    q, k, _, pos, q_pos, n = shapes(4, 8, 4, 64, 2048, 128, sharding=h200)
+    sums = jax.ShapeDtypeStruct(q.shape[:4], jnp.float32, sharding=h200)
+    run = jax.jit(functools.partial(gpu.weigh, stats=ALL, window=WINDOW))
+    memory = compiled(run.trace(q, k, pos, q_pos, n, sums, sums))
+    assert memory.temp_size_in_bytes < 0.02 * k.size * 2
+
+
+def test_writing_compiles_for_h200_in_place(h200, h200_mesh):
     memory = compiled(writer(ALL).trace(*writer_shapes(16, 8, 4, 2048, 128, h200)))
     cache = 2 * 16 * 8 * 2048 * 128 * 2
     assert memory.alias_size_in_bytes == cache
     assert memory.temp_size_in_bytes < 0.01 * cache
+
+
+def test_a_decode_step_compiles_for_h200(h200, h200_mesh):
+    """Eight layers of Llama-3-8B: the cache stays where it is, without a second one."""
+    spec = dataclasses.replace(model_step.SPECS["llama-3.1-8b"], num_layers=8)
+    how = model_step.made(spec, 2048)
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200)
+    arguments = jax.tree.map(place, model_step.shapes(spec, how, 64))
+    step = functools.partial(model_step.step, spec=spec, how=how)
+    memory = compiled(jax.jit(step, donate_argnums=1).trace(*arguments))
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    assert memory.alias_size_in_bytes >= size(arguments[1])
+    pairs = size([(layer.k, layer.v) for layer in arguments[1].layers])
+    assert memory.temp_size_in_bytes < 0.01 * pairs
