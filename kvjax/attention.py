@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-from kvjax.implementations import LIBRARY, PLAIN, chosen, kernel
+from kvjax.implementations import LIBRARY, PLAIN, WRITERS, chosen, kernel
 from kvjax.pallas.common import LOWEST, NEVER
 from kvjax.types import WEIGHTS, Observation, Partial, Scoring
 
@@ -101,12 +101,9 @@ def fuses_write(
     implementation: str | None,
     scoring: Scoring,
 ) -> bool:
-    """Whether `write_attend` should take these: elsewhere the layout writes first.
-
-    On TPU, where XLA's own write at a slot it does not know may copy the cache.
-    """
+    """Whether `write_attend` should take these: elsewhere the layout writes first."""
     name = chosen(q, k, needs & WEIGHTS, implementation, scoring)
-    if q.shape[3] > 1 or not name.startswith("pallas_tpu"):
+    if q.shape[3] > 1 or name not in WRITERS:
         return False
     return k.shape[2] % kernel(name)[0].write_grain(k.shape[3]) == 0
 

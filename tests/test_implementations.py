@@ -100,16 +100,32 @@ def by_reference(q, k, v, *rest, stats):
     return Scored(*partial, mass=seen.mass)
 
 
-@pytest.mark.parametrize("failure", ["raises", "is wrong"])
+def by_scatter(q, new_k, new_v, slot, k, v, pos, q_pos, n):
+    """What a kernel with a fused write returns, of the reference."""
+    hit = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None] == slot[..., None]
+    k, v = (
+        jnp.where(hit[..., None], new[:, :, None], old)
+        for new, old in ((new_k, k), (new_v, v))
+    )
+    return by_reference(q, k, v, pos, q_pos, n, stats=frozenset()), k, v
+
+
+@pytest.mark.parametrize("failure", ["raises", "is wrong", "writes elsewhere"])
 def test_a_kernel_that_does_not_work_is_left_out(monkeypatch, failure):
     """A new compiler or device costs speed, never a run."""
 
     def attend(q, *rest, stats):
         if failure == "raises":
             raise RuntimeError("no such instruction")
-        return by_reference(q + 1, *rest, stats=stats)
+        wrong = q + 1 if failure == "is wrong" else q
+        return by_reference(wrong, *rest, stats=stats)
+
+    def write_attend(q, new_k, new_v, slot, *rest):
+        wrong = slot + 1 if failure == "writes elsewhere" else slot
+        return by_scatter(q, new_k, new_v, wrong, *rest)
 
     monkeypatch.setattr(tpu, "attend", attend)
+    monkeypatch.setattr(tpu, "write_attend", write_attend)
     monkeypatch.setitem(implementations.PLATFORMS, "pallas_tpu", "cpu")
     implementations._proven.cache_clear()
     with pytest.warns(UserWarning, match="does not work on"):
@@ -119,6 +135,7 @@ def test_a_kernel_that_does_not_work_is_left_out(monkeypatch, failure):
 
 def test_a_kernel_that_works_is_taken(monkeypatch):
     monkeypatch.setattr(tpu, "attend", by_reference)
+    monkeypatch.setattr(tpu, "write_attend", by_scatter)
     monkeypatch.setitem(implementations.PLATFORMS, "pallas_tpu", "cpu")
     implementations._proven.cache_clear()
     chosen = jax.jit(
