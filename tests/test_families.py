@@ -10,7 +10,7 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax import cache, layerwise, policies
@@ -137,3 +137,17 @@ def test_layer_by_layer_is_the_whole_model(tmp_path, name):
     tokens = [row.tolist() for row in data["tokens"]]
     found = layerwise.read(model, made, tokens, 16)
     np.testing.assert_allclose(found.logits, data["next_logits"][:, 0], atol=2e-4)
+
+
+def test_what_early_checkpoints_carry_besides_is_left_out(tmp_path):
+    """GPT-NeoX's masks and rotary frequencies; its other name of a GELU."""
+    folder = written(file_of("gpt_neox"), tmp_path, hidden_act="gelu_fast")
+    tensors = load_file(folder / "model.safetensors")
+    for name in (
+        "attention.bias",
+        "attention.masked_bias",
+        "attention.rotary_emb.inv_freq",
+    ):
+        tensors[f"gpt_neox.layers.0.{name}"] = np.zeros((2, 2), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    assert kvjax.load(folder).spec.activation == "gelu_tanh"

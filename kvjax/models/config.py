@@ -15,6 +15,7 @@ HARMLESS = frozenset(
         "attention_probs_dropout_prob",
         "auto_map",
         "bos_token_id",
+        "cache_implementation",
         "classifier_dropout",
         "dropout",
         "dtype",

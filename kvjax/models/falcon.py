@@ -9,7 +9,7 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
     if config.flag("alibi"):
         raise config.unsupported("alibi", True)
     config.only(activation="gelu")
-    config.ignore("n_embed", "num_ln_in_parallel_attn", "multi_query")
+    config.ignore("n_embed", "ff_factor", "num_ln_in_parallel_attn", "multi_query")
     heads, width = config.number("num_attention_heads"), config.number("hidden_size")
     new = config.flag("new_decoder_architecture")
     if new:

@@ -24,6 +24,7 @@ def shared(config: Config, every: int) -> dict:
     config.only(hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh")
     config.only(attention_bias=False, use_bidirectional_attention=False)
     size = config.number("sliding_window", 4096)
+    config.only(sliding_window_size=size)
     kinds = config.get("layer_types", None) or [
         "sliding_attention" if (i + 1) % every else "full_attention"
         for i in range(fields["num_layers"])

@@ -4,9 +4,12 @@ from kvjax.models.config import Config
 from kvjax.models.names import Names
 from kvjax.types import ModelSpec
 
+_ACTIVATIONS = {"gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
 
 def spec_from_hf(config: Config, name: str) -> ModelSpec:
-    config.only(hidden_act="gelu")
+    config.only(hidden_act=tuple(_ACTIVATIONS))
+    activation = _ACTIVATIONS[config.get("hidden_act", "gelu")]
     part = config.number("rotary_pct", 0.0)
     base = config.number("rotary_emb_base", 10_000)
     if not part:
@@ -24,7 +27,7 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
         **config.rope(shape["head_dim"], theta=base),
         norm="layer",
         blocks="parallel_two" if parallel else "pre",
-        activation="gelu",
+        activation=activation,
         gated=False,
         biases=biases,
     )
@@ -47,4 +50,5 @@ def tensor_names(spec: ModelSpec) -> Names:
         },
         layer={part: "gpt_neox.layers.{i}." + name for part, name in layer.items()},
         grouped=True,
+        dropped=("attention.bias", "attention.masked_bias"),
     )

@@ -16,12 +16,14 @@ class Names:
       grouped: of a fused `qkv`, whether its rows go KV head by KV head (its query
         heads, its key, its value), or all queries, all keys, all values.
       skipped_positions: rows of `positions` before that of the first token.
+      dropped: endings of tensors that early checkpoints carry and we compute.
     """
 
     ends: Mapping[str, str]
     layer: Mapping[str, str]
     grouped: bool = False
     skipped_positions: int = 0
+    dropped: tuple[str, ...] = ()
 
 
 def usual(**changes: str | None) -> Names:

@@ -6,7 +6,7 @@ from kvjax.types import ModelSpec
 
 
 def spec_from_hf(config: Config, name: str) -> ModelSpec:
-    config.only(activation_function="relu")
+    config.only(activation_function="relu", output_projection=True)
     for key in ("enable_bias", "layer_norm_elementwise_affine"):
         if not config.flag(key, True):
             raise config.unsupported(key, False)

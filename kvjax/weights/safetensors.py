@@ -32,8 +32,9 @@ def load(path: pathlib.Path, dtype: jnp.dtype, context: int | None = None) -> Mo
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(_open(file)) for file in _files(path)]
         home = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        # Early Llama checkpoints carry the rotary frequencies, which we compute.
-        home = {k: f for k, f in home.items() if not k.endswith("rotary_emb.inv_freq")}
+        # Early checkpoints carry the rotary frequencies, and some their masks.
+        dropped = ("rotary_emb.inv_freq", *names.dropped)
+        home = {k: f for k, f in home.items() if not k.endswith(dropped)}
         for name, file in home.items():
             if (kind := file.get_slice(name).get_dtype()) not in _DTYPES:
                 raise UserError(
