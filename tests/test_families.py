@@ -80,6 +80,26 @@ def test_logits_and_tokens(golden):
     np.testing.assert_array_equal(found.argmax(-1), data["greedy"])
 
 
+@pytest.mark.filterwarnings("default")  # torch's own
+def test_other_tokens_live(golden):
+    """Against transformers itself, where torch is installed: tokens of no file."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers")
+    folder, data = golden
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    vocab = data["logits"].shape[-1]
+    tokens = np.random.default_rng(5).integers(3, vocab, data["tokens"].shape)
+    fed = np.random.default_rng(6).integers(3, vocab, data["greedy"].shape)
+    both = torch.from_numpy(np.concatenate([tokens, fed], axis=1))
+    with torch.no_grad():
+        wanted = theirs(both).logits.numpy()[:, tokens.shape[1] - 1 : -1]
+    found = run(loaded(folder, data), {"tokens": tokens, "greedy": fed})
+    largest = max(np.abs(wanted).max(), 1)
+    np.testing.assert_allclose(found, wanted, atol=CLOSE * largest)
+
+
 def test_a_large_budget_is_the_full_cache(golden):
     folder, data = golden
     model = loaded(folder, data)
