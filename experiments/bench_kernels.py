@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import os
 import pathlib
 import time
 
@@ -189,7 +188,7 @@ def timed(shapes):
     for shape in shapes:
         arguments = random_arguments(shape)
         row = {"copy GB/s": bandwidth / 1e9}
-        for name, way in ways(shape).items():
+        for name, way in ways().items():
             try:
                 seconds = median_seconds(jax.jit(way), *arguments)
             except Exception as error:  # a rival that cannot run this shape
@@ -208,7 +207,7 @@ def timed(shapes):
     return rows
 
 
-def ways(shape):
+def ways():
     """Ours and the rivals, as functions of q, k, v, pos, q_pos, n."""
     ours = f"pallas_{'gpu' if jax.default_backend() == 'gpu' else 'tpu'}"
 
@@ -226,7 +225,6 @@ def ways(shape):
         found["cudnn"] = by("cudnn")
         if importlib.util.find_spec("tokamax"):
             found["tokamax"] = tokamax
-    del shape
     return found
 
 
@@ -374,8 +372,7 @@ def _shares(row):
 
 def run(argv):
     """Schedules have to be asked for before a TPU's compiler is loaded."""
-    target = FLAGS.target
-    if target.startswith("tpu") or (not target and not os.environ.get("CUDA_PATH")):
+    if FLAGS.target.startswith("tpu") or not (FLAGS.target or targets.accelerators()):
         targets.want_schedules()
     try:
         main(argv)

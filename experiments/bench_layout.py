@@ -15,7 +15,6 @@ The last line is JSON with every figure. Two cores: about six minutes for everyt
 
 import functools
 import json
-import os
 import re
 import time
 from collections.abc import Callable
@@ -24,8 +23,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import targets
 from absl import app, flags
-from jax.experimental import topologies
 
 from kvjax import nn
 from kvjax.models import decoder
@@ -505,26 +504,10 @@ def compile_time():
 # ------------------------------------------------------------- target, race, tables
 
 
-@functools.cache
-def device():
-    """The device to compile for: the CPU, or one that is only described."""
-    kind, _, detail = FLAGS.target.partition(":")
-    cpu = jax.devices("cpu")[0]  # also finds the plugins
-    if kind == "cpu":
-        return cpu
-    if kind == "tpu":
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        name = detail if ":" in detail else f"{detail}:2x2"
-        return topologies.get_topology_desc(name, platform="tpu").devices[0]
-    with open(detail) as file:
-        config = {"target_config": file.read(), "topology": "1x1x1"}
-    return topologies.get_topology_desc("", platform="cuda", **config).devices[0]
-
-
 def race(ways):
     """Compiles all ways, then runs them in turn: a dict of figures for each."""
     compiled, figures = {}, {}
-    place = jax.sharding.SingleDeviceSharding(device())
+    place = jax.sharding.SingleDeviceSharding(targets.device(FLAGS.target))
     abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
     for name, way in ways.items():
         shapes = jax.tree.map(abstract, jax.eval_shape(way.make))

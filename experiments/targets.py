@@ -38,6 +38,15 @@ CHIPS = {
 }
 
 
+def accelerators() -> list[str]:
+    """Device files of TPUs and GPUs; unlike JAX's devices, known before JAX starts."""
+    return [
+        *glob.glob("/dev/accel*"),
+        *glob.glob("/dev/vfio/[0-9]*"),
+        *glob.glob("/dev/nvidia[0-9]*"),
+    ]
+
+
 @functools.cache
 def device(target: str):
     """The device of a target.

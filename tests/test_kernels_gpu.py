@@ -28,7 +28,7 @@ import model_step
 
 from kvjax.attention import attend as reference
 from kvjax.attention import finish
-from kvjax.pallas import gpu
+from kvjax.pallas import gpu, gpu_launch
 from kvjax.pallas.common import STATS
 from kvjax.types import Partial
 
@@ -129,8 +129,8 @@ def settings_of_the_interpreter(monkeypatch):
     """A function that changes them for one test."""
 
     def change(**fields):
-        changed = dataclasses.replace(gpu._interpreter(), **fields)
-        monkeypatch.setattr(gpu, "_interpreter", lambda: changed)
+        changed = dataclasses.replace(gpu_launch._interpreter(), **fields)
+        monkeypatch.setattr(gpu_launch, "_interpreter", lambda: changed)
         interpreted.cache_clear()
 
     yield change

@@ -12,7 +12,6 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from einops import rearrange
@@ -21,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.pallas import gpu_block
 from kvjax.pallas.common import LOWEST, STATS, Scored, device
 from kvjax.pallas.gpu_block import LANES, TILE, tile_type
+from kvjax.pallas.gpu_launch import launch
 
 
 class Chip(NamedTuple):
@@ -278,7 +278,7 @@ def _one_query(q, k, v, pos, q_pos, n, stats, window, chip, interpret, pair=()):
         "mass": _f32(all_heads, capacity),
         "weights": _f32(all_heads, count * tiles * TILE, LANES),
     }
-    run = _launch(
+    run = launch(
         functools.partial(
             gpu_block.decode, ops=gpu_block.Ops(interpret), tiles=tiles, stats=way
         ),
@@ -356,7 +356,7 @@ def _block_of_queries(q, k, v, pos, q_pos, n, stats, window, chip, interpret) ->
     q, q_pos = _whole_tiles(q, q_pos)
     gaps = jnp.pad(pos, ((0, 0), (0, -capacity % TILE)), constant_values=-1) < 0
     gaps = jnp.any(rearrange(gaps, "h (i c) -> h i c", c=TILE), axis=-1)
-    run = _launch(
+    run = launch(
         functools.partial(gpu_block.rows, ops=gpu_block.Ops(interpret)),
         grid={"head": all_heads, "tile": q.shape[1] // TILE},
         out=(_f32(*q.shape), _f32(*q.shape[:2]), _f32(*q.shape[:2])),
@@ -414,7 +414,7 @@ def _sums_of_columns(
     seen = real & (l > 0)
     lse = jnp.where(seen, m + jnp.log(jnp.where(seen, l, 1.0)), jnp.inf)
     names = sorted(stats)
-    run = _launch(
+    run = launch(
         functools.partial(
             gpu_block.columns, ops=gpu_block.Ops(interpret), window=window
         ),
@@ -435,80 +435,5 @@ def _sums_of_columns(
     return run(q, k, pos, q_pos, lse, n)[0]
 
 
-# --- launching ------------------------------------------------------------------------
-
-
 def _f32(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def _launch(body, *, grid, out, scratch, interpret, written=()):
-    """A kernel of one warpgroup per thread block, or its interpretation.
-
-    Args:
-      body: takes references to the operands, the outputs and the scratch.
-      grid: the size of each named axis.
-      out: the outputs' shapes.
-      scratch: the shared memory.
-      interpret: whether to interpret.
-      written: which operands the body writes to, in place.
-
-    Returns:
-      A function of the operands that gives the outputs, and the written operands.
-    """
-    names, sizes = tuple(grid), tuple(grid.values())
-    common = {
-        "interpret": _interpreter() if interpret else None,
-        "compiler_params": plgpu.CompilerParams(
-            approx_math=True,  # exp to two units in the last place
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-    }
-    if written and jax.__version_info__ < (0, 12):
-        # plgpu.kernel takes no references yet; core_map, public then, was deprecated
-        # in 0.11.
-        from jax._src.pallas.core import core_map
-
-        mesh = plgpu.Mesh(grid=sizes, grid_names=names)
-
-        def run_in_place(*operands):
-            def run(refs):
-                @core_map(mesh, **common)
-                def _():
-                    inputs, outputs = refs
-                    pl.run_scoped(functools.partial(body, *inputs, *outputs), **scratch)
-
-            empty = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), out)
-            operands, outputs = pl.run_state(run)((operands, empty))
-            return outputs, [operands[i] for i in written]
-
-        return run_in_place
-
-    kernel = plgpu.kernel(
-        body,
-        out_type=out,
-        scratch_types=scratch,
-        grid=sizes,
-        grid_names=names,
-        **common,
-    )
-
-    def run(*operands):
-        refs = list(operands)
-        for i in written:
-            refs[i] = jax.new_ref(refs[i])
-        outputs = kernel(*refs)
-        return outputs, [jax.freeze(refs[i]) for i in written]
-
-    return run
-
-
-def _interpreter():
-    """The interpreter's settings: past the end it reads NaN, where hardware reads 0."""
-    if hasattr(plgpu, "InterpretGPUParams"):
-        params = plgpu.InterpretGPUParams
-    else:  # not public before JAX 0.12
-        from jax._src.pallas.mosaic_gpu.interpret import params as private
-
-        params = private.InterpretGPUParams
-    return params(out_of_bounds_reads="uninitialized")
