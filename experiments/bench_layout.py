@@ -47,8 +47,9 @@ def main(_):
     for section in FLAGS.section:
         for title, ways in sections[section]().items():
             ways = {n: way for n, way in ways.items() if re.search(FLAGS.only, n)}
-            figures[title] = race(ways)
-            show(title, figures[title])
+            if ways:
+                figures[title] = race(ways)
+                show(title, figures[title])
     print(json.dumps({"target": FLAGS.target, "jax": jax.__version__, **figures}))
 
 
@@ -109,10 +110,9 @@ def model_way(run_layers, *, stacked=False, length=1, options=None, **writing):
             write = functools.partial(write_new, now=now, **writing)
             x = params["embed"][tokens]
             x, cache = run_layers(params["layers"], x, angles, cache, write)
-            x = nn.rms_norm(x[:, -1:], params["final_norm"], spec.norm_eps)
-            chosen = jnp.argmax(decoder.logits(params, x, spec), axis=-1).astype(
-                jnp.int32
-            )
+            x = nn.rms_norm(x[:, -1], params["final_norm"], spec.norm_eps)
+            chosen = jnp.argmax(decoder.logits(params, x, spec), axis=-1)
+            chosen = chosen.astype(jnp.int32)[:, None]
             return (cache, jnp.broadcast_to(chosen, tokens.shape)), chosen
 
         return jax.lax.scan(step, state, FLAGS.slots + jnp.arange(steps))
