@@ -12,9 +12,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import attention, codecs, implementations
+from kvjax import attention, axes, codecs, implementations
 from kvjax.layouts import dense
 from kvjax.policies import base
 from kvjax.types import (
@@ -209,13 +209,13 @@ class KVState:
       layers: one `DenseLayer` per layer; their capacities may differ.
       stats: the policy's statistics, one per layer.
       next_pos: i32[B], tokens each row has seen; the position of its next token.
-      error: u32, sticky bits; see `raise_errors`.
+      error: u32[B, K], sticky bits; see `raise_errors`.
     """
 
     layers: tuple[dense.DenseLayer, ...]
     stats: tuple[Stats, ...]
     next_pos: Int[Array, "B"]
-    error: Int[Array, ""]
+    error: Int[Array, "B K"]
 
 
 def init(
@@ -237,7 +237,7 @@ def init(
         layers=layers,
         stats=stats,
         next_pos=jnp.zeros((batch,), jnp.int32),
-        error=jnp.zeros((), jnp.uint32),
+        error=jnp.zeros((batch, spec.num_kv_heads), jnp.uint32),
     )
 
 
@@ -350,7 +350,10 @@ def make_room(
     nothing when there are none.
     """
     view = functools.partial(_view, rotate=rotate, made=made)
-    pos = _victims_gone(layer, stats, drop, now, made.policy, view, rows)
+    busy = jnp.any(drop > 0, axis=1)
+    if made.policy.across_heads:  # whoever asks for the others' scores must be answered
+        busy = axes.any_head(busy)
+    pos = _victims_gone(layer, stats, drop, busy, now, made.policy, view, rows)
     layer = layer.replace(pos=pos)
     if made.room == "reuse":
         return layer, stats
@@ -403,7 +406,7 @@ def advance(state: KVState, n: Int[Array, "B"]) -> KVState:
 
 def kept_positions(state: KVState) -> list[list[list[np.ndarray]]]:
     """Positions of the kept pairs in rising order: `[row][layer][head]`."""
-    held = [jax.device_get(layer.pos) for layer in state.layers]
+    held = [axes.fetched(layer.pos) for layer in state.layers]
     return [
         [[np.sort(head[head >= 0]) for head in layer[row]] for layer in held]
         for row in range(held[0].shape[0])
@@ -430,7 +433,7 @@ def raise_errors(state: KVState) -> None:
     Raises:
       RuntimeError: the state was driven past its capacity.
     """
-    if int(state.error) & OVERFLOW:
+    if int(jnp.max(state.error)) & OVERFLOW:
         capacity = [layer.pos.shape[2] for layer in state.layers]
         raise RuntimeError(
             f"a pair found no empty slot (slots per layer {sorted(set(capacity))}, "
@@ -443,6 +446,7 @@ def _victims_gone(
     layer: dense.DenseLayer,
     stats: Stats,
     drop: Int[Array, "B K"],
+    busy: Bool[Array, "B"],
     now: Int[Array, "B"],
     policy: base.Policy,
     view: Callable[..., View],
@@ -458,20 +462,21 @@ def _victims_gone(
 
     if rows >= batch:
         return jax.lax.cond(
-            jnp.any(drop > 0),
+            jnp.any(busy),
             lambda: choose(layer, stats, drop, now),
             lambda: layer.pos,
         )
 
     def some_rows(carry):
-        pos, drop = carry
-        chosen = jnp.argsort(jnp.all(drop == 0, axis=1), stable=True)[:rows]
+        pos, drop, busy = carry
+        chosen = jnp.argsort(~busy, stable=True)[:rows]
         held, seen = jax.tree.map(lambda leaf: leaf[chosen], (layer, stats))
         new = choose(held.replace(pos=pos[chosen]), seen, drop[chosen], now[chosen])
-        return pos.at[chosen].set(new), drop.at[chosen].set(0)
+        done = drop.at[chosen].set(0), busy.at[chosen].set(False)
+        return pos.at[chosen].set(new), *done
 
     return jax.lax.while_loop(
-        lambda carry: jnp.any(carry[1] > 0), some_rows, (layer.pos, drop)
+        lambda carry: jnp.any(carry[2]), some_rows, (layer.pos, drop, busy)
     )[0]
 
 

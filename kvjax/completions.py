@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import cache, programs
+from kvjax import axes, cache, programs, sharding
 from kvjax.codecs import Codec, identity
 from kvjax.generate import NO_EOS
 from kvjax.plan import device_memory, plan_job
@@ -109,8 +109,7 @@ def generate(
     longest = max(map(len, tokens))
     bucket = programs.bucket(model.spec, made, longest, max_new_tokens)
     eos = NO_EOS if ignore_eos else end_tokens(model)
-    dtype = str(model.params["embed"].dtype)
-    job = Job(model.spec, made, 1, bucket, max_new_tokens, dtype, how, eos)
+    job = programs.job_of(model, made, bucket, max_new_tokens, how, eos)
     job = plan_job(job, device_memory(memory_gb), len(prompts)).job
     order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
     done = {}
@@ -149,9 +148,10 @@ def run_batch(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
         lengths[row], numbers[row] = len(prompt), indices[row]
-    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
     keys = programs.row_keys(jnp.int32(seed), jnp.asarray(numbers))
-    active = lengths > 0
+    tokens, lengths, active, keys = sharding.by_row(
+        job.mesh, tokens, lengths, lengths > 0, keys
+    )
     state = jax.block_until_ready(compiled.init())
     start = time.perf_counter()
     state, logits = compiled.prefill(params, state, tokens, lengths)
@@ -163,7 +163,7 @@ def run_batch(
     jax.block_until_ready(state)
     end = time.perf_counter()
     cache.raise_errors(state)
-    out, count = jax.device_get((out, count))
+    out, count = axes.fetched((out, count))
     new = [out[row, : count[row]].tolist() for row in range(len(prompts))]
     return BatchResult(new, state, middle - start, end - middle)
 

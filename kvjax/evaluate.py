@@ -318,7 +318,7 @@ def _job(experiment: Experiment, model: Model, method: Method) -> Job:
     programs.bucket(model.spec, made, read, written)  # raises if they do not fit
     new = experiment.max_new_tokens
     prompt = programs.bucket(model.spec, made, experiment.prompt_tokens, new)
-    return Job(model.spec, made, 1, prompt, new, experiment.dtype)
+    return programs.job_of(model, made, prompt, new)
 
 
 def _needle(model, plan, run_batch, examples, method, workdir, say) -> None:

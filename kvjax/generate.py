@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import cache, sampling
+from kvjax import axes, cache, sampling, sharding
 from kvjax.models import decoder
 from kvjax.types import ModelSpec, PyTree
 
@@ -64,7 +64,8 @@ def prefill(
     blocks = (jnp.max(lengths) + block - 1) // block
     hidden = jnp.zeros((tokens.shape[0], spec.model_dim), params["embed"].dtype)
     state, hidden = jax.lax.fori_loop(0, blocks, read, (state, hidden))
-    return state, decoder.logits(params, hidden, spec)
+    logits = decoder.logits(params, hidden, spec)
+    return state, axes.constrain(logits, "batch")
 
 
 @functools.partial(
@@ -165,18 +166,18 @@ def compact(
     made: cache.Compression,
     capacity: tuple[int, ...],
 ) -> cache.KVState:
-    """`cache.compact`, jitted: the step between prefill and decode.
+    """`sharding.compact`, jitted: the step between prefill and decode.
 
     The state is not donated: its buffers have another size than the result's.
     """
-    return cache.compact(state, made, capacity, decoder.rotations(spec))
+    return sharding.compact(spec, state, made, capacity)
 
 
 def forward(params, spec, tokens, n, state, made, prompt=False):
     """T new tokens through the model, of which each row's first n are real."""
     positions = cache.next_positions(state, tokens.shape[1])
     attend = functools.partial(
-        cache.step_layer, made=made, n=n, tokens=tokens, prompt=prompt
+        sharding.step_layer, spec, made=made, n=n, tokens=tokens, prompt=prompt
     )
     hidden, state = decoder.forward(params, spec, tokens, positions, state, attend)
     return hidden, cache.advance(state, n)

@@ -5,8 +5,10 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from kvjax import axes
 from kvjax.types import RopeScaling
 
 ACTIVATIONS = {
@@ -127,6 +129,15 @@ def softcap(x: Array, cap: float) -> Array:
     return cap * jnp.tanh(x / cap)
 
 
+def gate_and_up(
+    both: Float[Array, "*N 2F"], groups: int
+) -> tuple[Float[Array, "*N F"], Float[Array, "*N F"]]:
+    """Takes apart what `gate_up` gave; see `ModelSpec.ff_groups`."""
+    parts = both.reshape(*both.shape[:-1], groups, 2, -1)
+    flat = (*both.shape[:-1], both.shape[-1] // 2)
+    return parts[..., 0, :].reshape(flat), parts[..., 1, :].reshape(flat)
+
+
 def mixture(
     x: Float[Array, "N M"],
     router: Float[Array, "M E"],
@@ -134,12 +145,31 @@ def mixture(
     down: Float[Array, "E F M"],
     used: int,
     activation: str,
+    groups: int = 1,
 ) -> Float[Array, "N M"]:
     """A gated MLP per expert; each token goes to its `used` likeliest ones.
 
     Their weights are the router's softmax among those chosen, float32. Tokens are
-    sorted by expert, so that every expert multiplies only its own.
+    sorted by expert, so that every expert multiplies only its own. Over a mesh, every
+    shard sorts its own tokens and has its part of every expert.
     """
+    over = axes.mesh()
+    if over is None:
+        return _mixture(x, router, gate_up, down, used, activation, groups)
+    rows = axes.partition(over, x.shape, ("batch", None))
+    inner = axes.partition(over, down.shape, (None, "ff", None))
+    outer = PartitionSpec(None, None, inner[1])
+    whole = inner[1] is None
+
+    def body(*part):
+        out = _mixture(*part, used, activation, groups if whole else 1)
+        return out if whole else axes.add_up(out)
+
+    specs = rows, PartitionSpec(), outer, inner
+    return axes.per_shard(body, specs, rows)(x, router, gate_up, down)
+
+
+def _mixture(x, router, gate_up, down, used, activation, groups):
     scores = jnp.matmul(x, router, preferred_element_type=jnp.float32)
     share, expert = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), used)
     share = share / jnp.sum(share, axis=-1, keepdims=True)
@@ -147,7 +177,7 @@ def mixture(
     token = order // used
     sizes = jnp.bincount(expert.reshape(-1), length=router.shape[1])
     hidden = jax.lax.ragged_dot(x[token], gate_up, sizes.astype(jnp.int32))
-    gate, up = jnp.split(hidden, 2, axis=-1)
+    gate, up = gate_and_up(hidden, groups)
     hidden = ACTIVATIONS[activation](gate) * up
     out = jax.lax.ragged_dot(hidden, down, sizes.astype(jnp.int32))
     out = out * share.reshape(-1)[order][:, None].astype(x.dtype)

@@ -7,14 +7,12 @@ program that will run.
 """
 
 import dataclasses
-import functools
 import os
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from kvjax import cache, programs
-from kvjax.models import decoder
+from kvjax import axes, cache, programs, sharding
 from kvjax.policies import Policy, average_attention
 from kvjax.programs import Job
 from kvjax.types import ModelSpec, Schedule, UserError
@@ -32,7 +30,8 @@ class Plan:
       limit: what the batch is limited by: the phase ('prefill', 'compact' or 'decode')
         whose programs would not fit with one row more, or 'prompts' when all fit.
       memory_bytes: the limit given.
-      peak_bytes: weights, state and temporaries of the largest phase at this batch.
+      peak_bytes: weights, state and temporaries of the largest phase at this batch, as
+        all bytes here on each device.
       weights_bytes: of that, the weights.
       row_bytes: the most KV state that one row takes in any phase.
     """
@@ -60,6 +59,7 @@ def plan(
     max_new_tokens: int = 64,
     dtype: str = "float32",
     max_batch: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Plan:
     """The largest batch of a policy, budget and schedule in so much memory.
 
@@ -67,14 +67,16 @@ def plan(
       spec: the model's shape.
       budget: |kv|, one int or one per layer; None for the full cache.
       schedule: None is Batch-Max's, or the full cache without a policy.
-      memory_bytes: what weights, state, activations and temporaries may take together;
-        see `device_memory`.
+      memory_bytes: what weights, state, activations and temporaries may take together
+        on each device; see `device_memory`.
       policy: which pairs stay; None with a budget is `average_attention`, which keeps
         one number per pair. Others may keep more.
       prompt_tokens: the longest prompt; None is all that the context has room for.
       max_new_tokens: tokens to generate.
       dtype: of weights and stored pairs.
-      max_batch: prompts there are; no larger batch is planned.
+      max_batch: prompts there are; no larger batch is planned, but for the rows that
+        fill up the last group of devices.
+      mesh: of `kvjax.sharding.mesh`; None is one device.
 
     Raises:
       UserError: not even one row fits; or what `cache.compression` refuses.
@@ -85,13 +87,17 @@ def plan(
         prompt_tokens = spec.context_length - max_new_tokens
     made = cache.compression(spec, policy, budget, schedule)
     prompt = programs.bucket(spec, made, prompt_tokens, max_new_tokens)
-    job = Job(spec, made, 1, prompt, max_new_tokens, dtype)
+    ways = mesh.shape[axes.DATA] if mesh else 1
+    spec = sharding.fitted(spec, mesh)
+    job = Job(spec, made, ways, prompt, max_new_tokens, dtype, mesh=mesh)
     return plan_job(job, memory_bytes, max_batch)
 
 
 def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
     """The largest batch of a job, whatever batch it names; see `plan`."""
     check_one_row(job, memory_bytes)
+    if max_batch is not None:
+        max_batch = -(-max_batch // job.ways) * job.ways
     if max_batch is not None and _clearly_fits(job, memory_bytes, max_batch):
         limit, batch = "prompts", max_batch
     else:
@@ -106,7 +112,11 @@ def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
             return _plan(planned, limit, memory_bytes, peaks[worst])
         limit = worst
         batch = min(batch - 1, int(batch * memory_bytes / peaks[worst]))
-    needed = {phase: int(sum(parts)) for phase, parts in _growth(job).items()}
+        batch -= batch % job.ways
+    needed = {
+        phase: int(fixed + job.ways * row)
+        for phase, (fixed, row) in _growth(job).items()
+    }
     worst = max(needed, key=needed.get)
     raise UserError(_too_small(job, memory_bytes, worst, needed[worst]))
 
@@ -119,12 +129,12 @@ def plan_by_shapes(job: Job, memory_bytes: int, max_batch: int) -> Plan:
     Raises:
       UserError: not even one row fits.
     """
-    row = 2 * max(state_bytes(dataclasses.replace(job, batch=1)).values())
-    batch = min(max_batch, (memory_bytes - weights_bytes(job)) // row)
+    row = 2 * max(state_bytes(dataclasses.replace(job, batch=job.ways)).values())
+    batch = min(max_batch, (memory_bytes - weights_bytes(job)) // row * job.ways)
     if batch < 1:
         raise UserError(_too_small(job, memory_bytes, "it", weights_bytes(job) + row))
     limit = "prompts" if batch == max_batch else "prefill"
-    peak = weights_bytes(job) + batch * row
+    peak = weights_bytes(job) + -(-batch // job.ways) * row
     return _plan(dataclasses.replace(job, batch=batch), limit, memory_bytes, peak)
 
 
@@ -143,37 +153,34 @@ def phase_bytes(job: Job) -> dict[str, int]:
     peaks = {"prefill": _peak(compiled.prefill), "decode": _peak(compiled.decode)}
     if compiled.compact:
         weights = weights_bytes(job)
-        logits = 4 * job.batch * job.spec.vocab_size
+        logits = 4 * job.batch // job.ways * job.spec.vocab_size
         peaks["compact"] = _peak(compiled.compact) + weights + logits
     return peaks
 
 
 def state_bytes(job: Job) -> dict[str, int]:
     """Bytes of the KV state in each phase, from its shapes."""
-
-    def size(capacity):
-        made = functools.partial(
-            cache.init, job.spec, job.made, job.batch, capacity, jnp.dtype(job.dtype)
-        )
-        return programs.tree_bytes(jax.eval_shape(made))
-
-    return {"prefill": size(job.prefill_capacity), "decode": size(job.decode_capacity)}
+    given = programs.arguments(job)
+    parts = {"prefill": given.before, "decode": given.after}
+    return {phase: programs.tree_bytes(state) for phase, state in parts.items()}
 
 
 def device_memory(memory_gb: float | None = None) -> int:
     """Bytes that weights, state and temporaries may take together.
 
     Args:
-      memory_gb: the limit in units of 1e9 bytes. None is 92% of the device's own limit
-        on GPU and TPU, and half of the free memory on a CPU.
+      memory_gb: the limit in units of 1e9 bytes. None is 92% of the own limit of the
+        smallest device on GPU and TPU, and half of the free memory on a CPU, which its
+        virtual devices share.
 
     Raises:
       UserError: a limit that is not positive, or above the device's own.
     """
-    own = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    limits = [(d.memory_stats() or {}).get("bytes_limit") for d in jax.local_devices()]
+    own = min(limits) if all(limits) else None
     own = int(own * _SHARE) if own else None
     if memory_gb is None:
-        return own or _free_host_memory() // 2
+        return own or _free_host_memory() // 2 // len(jax.local_devices())
     if memory_gb <= 0:
         raise UserError(f"memory_gb {memory_gb}: must be larger than 0")
     if own and memory_gb * 1e9 > own:
@@ -190,7 +197,9 @@ def _clearly_fits(job: Job, memory_bytes: int, batch: int) -> bool:
 def _estimated(job: Job, memory_bytes: int) -> tuple[str, int]:
     """The phase that limits the batch, and the batch that it allows."""
     fits = {
-        phase: int((memory_bytes - fixed) // row) if memory_bytes > fixed else 0
+        phase: int((memory_bytes - fixed) // row) // job.ways * job.ways
+        if memory_bytes > fixed
+        else 0
         for phase, (fixed, row) in _growth(job).items()
     }
     limit = min(fits, key=fits.get)
@@ -199,12 +208,12 @@ def _estimated(job: Job, memory_bytes: int) -> tuple[str, int]:
 
 def _growth(job: Job) -> dict[str, tuple[float, float]]:
     """Per phase, the bytes that are always there and those that each row adds."""
-    small, large = (_estimate(job, batch) for batch in _PROBES)
-    step = _PROBES[1] - _PROBES[0]
+    few, many = (probe * job.ways for probe in _PROBES)
+    small, large = _estimate(job, few), _estimate(job, many)
+    step = many - few
     rows = {phase: (large[phase] - small[phase]) / step for phase in small}
     return {
-        phase: (max(small[phase] - _PROBES[0] * row, 0.0), row)
-        for phase, row in rows.items()
+        phase: (max(small[phase] - few * row, 0.0), row) for phase, row in rows.items()
     }
 
 
@@ -226,7 +235,7 @@ def _estimate(job: Job, batch: int) -> dict[str, int]:
 
 
 def _plan(job: Job, limit: str, memory_bytes: int, peak: int) -> Plan:
-    row = max(state_bytes(job).values()) // job.batch
+    row = max(state_bytes(job).values()) * job.ways // job.batch
     return Plan(job, limit, memory_bytes, peak, weights_bytes(job), row)
 
 
@@ -242,13 +251,13 @@ def _too_small(job: Job, memory_bytes: int, what: str, needed: int) -> str:
 def _least(job: Job) -> int:
     """Bytes of the weights and of one row's state."""
     return weights_bytes(job) + max(
-        state_bytes(dataclasses.replace(job, batch=1)).values()
+        state_bytes(dataclasses.replace(job, batch=job.ways)).values()
     )
 
 
 def weights_bytes(job: Job) -> int:
     """Bytes of the weights, from their shapes."""
-    return programs.tree_bytes(decoder.param_shapes(job.spec, jnp.dtype(job.dtype)))
+    return programs.tree_bytes(programs.arguments(job).params)
 
 
 def _peak(compiled: jax.stages.Compiled) -> int:

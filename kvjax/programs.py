@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from kvjax import cache, sampling
+from kvjax import axes, cache, sampling, sharding
 from kvjax.generate import GREEDY, NO_EOS, compact, decode, prefill
 from kvjax.models import decoder
-from kvjax.types import ModelSpec, PyTree, UserError
+from kvjax.types import Model, ModelSpec, PyTree, UserError
 from kvjax.weights import store
 
 _GRAIN = 128  # prompts are padded to multiples of this many tokens
@@ -36,6 +37,7 @@ class Job:
       dtype: of weights and stored pairs, a name ("float32").
       how: the sampling rule.
       eos: tokens that end a row.
+      mesh: the devices it runs on, see `kvjax.sharding`; None is the default device.
     """
 
     spec: ModelSpec
@@ -46,6 +48,19 @@ class Job:
     dtype: str = "float32"
     how: sampling.Sampling = GREEDY
     eos: tuple[int, ...] = NO_EOS
+    mesh: Mesh | None = None
+
+    def __post_init__(self):
+        if self.batch % self.ways:
+            raise UserError(
+                f"a batch of {self.batch} does not divide over the {self.ways} groups "
+                "of devices that the mesh's data axis makes: take a multiple"
+            )
+
+    @property
+    def ways(self) -> int:
+        """Groups of devices that share out the rows."""
+        return self.mesh.shape[axes.DATA] if self.mesh else 1
 
     @property
     def prefill_capacity(self) -> tuple[int, ...]:
@@ -54,6 +69,20 @@ class Job:
     @property
     def decode_capacity(self) -> tuple[int, ...]:
         return self.made.decode_capacity(self.spec, self.prompt, self.new)
+
+
+def job_of(
+    model: Model,
+    made: cache.Compression,
+    prompt: int,
+    new: int,
+    how: sampling.Sampling = GREEDY,
+    eos: tuple[int, ...] = NO_EOS,
+) -> Job:
+    """The smallest batch of a model, where and in what dtype its params are."""
+    over, dtype = sharding.of(model.params), str(model.params["embed"].dtype)
+    rows = over.shape[axes.DATA] if over else 1
+    return Job(model.spec, made, rows, prompt, new, dtype, how, eos, over)
 
 
 class Programs(NamedTuple):
@@ -91,29 +120,23 @@ def bucket(spec: ModelSpec, made: cache.Compression, longest: int, new: int) -> 
 def programs(job: Job) -> Programs:
     """Compiles everything that the job runs."""
     keep_compiled()
+    with sharding.use(job.mesh):
+        return _compiled(job)
+
+
+def _compiled(job: Job) -> Programs:
     spec, made = job.spec, job.made
-    dtype = jnp.dtype(job.dtype)
-    array = jax.ShapeDtypeStruct
-
-    def state(capacity):
-        return cache.init(spec, made, job.batch, capacity, dtype)
-
-    first = functools.partial(state, job.prefill_capacity)
-    before = jax.eval_shape(first)
-    after = jax.eval_shape(functools.partial(state, job.decode_capacity))
-    params = decoder.param_shapes(spec, dtype)
-    rows = array((job.batch,), jnp.int32)
-    tokens = array((job.batch, job.prompt), jnp.int32)
-    logits = array((job.batch, spec.vocab_size), jnp.float32)
-    active = array((job.batch,), jnp.bool)
-    keys = jax.eval_shape(row_keys, array((), jnp.int32), rows)
-    read = prefill.lower(params, before, tokens, rows, spec=spec, made=made)
+    inputs = arguments(job)
+    before, after = inputs.before, inputs.after
+    read = prefill.lower(
+        inputs.params, before, inputs.tokens, inputs.rows, spec=spec, made=made
+    )
     write = decode.lower(
-        params,
+        inputs.params,
         after,
-        logits,
-        active,
-        keys,
+        inputs.logits,
+        inputs.active,
+        inputs.keys,
         spec=spec,
         made=made,
         steps=job.new,
@@ -125,12 +148,64 @@ def programs(job: Job) -> Programs:
         shrink = compact.lower(
             before, spec=spec, made=made, capacity=job.decode_capacity
         )
+    placed = jax.tree.map(lambda leaf: leaf.sharding, before) if job.mesh else None
+    first = jax.jit(
+        functools.partial(init_state, job, job.prefill_capacity), out_shardings=placed
+    )
     return Programs(
-        init=jax.jit(first).lower().compile(),
+        init=first.lower().compile(),
         prefill=read.compile(),
         compact=shrink.compile() if shrink else None,
         decode=write.compile(),
     )
+
+
+class Arguments(NamedTuple):
+    """What a job's programs are given: shapes, and over a mesh how they are split."""
+
+    params: PyTree
+    before: cache.KVState
+    after: cache.KVState
+    tokens: jax.ShapeDtypeStruct
+    rows: jax.ShapeDtypeStruct
+    logits: jax.ShapeDtypeStruct
+    active: jax.ShapeDtypeStruct
+    keys: jax.ShapeDtypeStruct
+
+
+def arguments(job: Job) -> Arguments:
+    """The shapes of everything that the job's programs are given."""
+    spec, array = job.spec, jax.ShapeDtypeStruct
+    rows = array((job.batch,), jnp.int32)
+    given = Arguments(
+        params=decoder.param_shapes(spec, jnp.dtype(job.dtype)),
+        before=jax.eval_shape(functools.partial(init_state, job, job.prefill_capacity)),
+        after=jax.eval_shape(functools.partial(init_state, job, job.decode_capacity)),
+        tokens=array((job.batch, job.prompt), jnp.int32),
+        rows=rows,
+        logits=array((job.batch, spec.vocab_size), jnp.float32),
+        active=array((job.batch,), jnp.bool),
+        keys=jax.eval_shape(row_keys, array((), jnp.int32), rows),
+    )
+    if job.mesh is None:
+        return given
+    by_row = NamedSharding(job.mesh, PartitionSpec(axes.DATA))
+    state = functools.partial(sharding.state_partitions, spec, job.made, over=job.mesh)
+    splits = Arguments(
+        decoder.param_partitions(spec, job.mesh),
+        state(job.prefill_capacity),
+        state(job.decode_capacity),
+        *(by_row,) * 5,
+    )
+    return jax.tree.map(
+        lambda leaf, split: array(leaf.shape, leaf.dtype, sharding=split), given, splits
+    )
+
+
+def init_state(job: Job, capacity: tuple[int, ...]) -> cache.KVState:
+    """An empty state for the job's batch."""
+    dtype = jnp.dtype(job.dtype)
+    return cache.init(job.spec, job.made, job.batch, capacity, dtype)
 
 
 def keep_compiled() -> None:
@@ -150,5 +225,11 @@ def row_keys(seed: Array, index: Int[Array, "B"]) -> Array:
 
 
 def tree_bytes(tree: PyTree) -> int:
-    """Bytes of a pytree of arrays or shapes."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Bytes, on each device, of a pytree of arrays or shapes."""
+
+    def size(leaf):
+        split = getattr(leaf, "sharding", None)
+        shape = split.shard_shape(leaf.shape) if split else leaf.shape
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))

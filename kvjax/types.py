@@ -79,6 +79,8 @@ class ModelSpec:
       embed_scale: of the embeddings.
       embed_dim: of the embeddings; None for the model's.
       experts, experts_used: of the MLP, and how many a token goes to; 0 for one dense.
+      ff_groups: equal parts that the columns of `gate_up` come in, each its gate's
+        columns and then its up's; as many as devices split them.
     """
 
     name: str
@@ -112,6 +114,7 @@ class ModelSpec:
     embed_dim: int | None = None
     experts: int = 0
     experts_used: int = 0
+    ff_groups: int = 1
 
     def window(self, layer: int) -> int:
         """Tokens that a layer's queries see; 0 for all."""

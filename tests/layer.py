@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import cache
+from kvjax import cache, sharding
 from kvjax.models import decoder
 from kvjax.types import LayerOps, ModelSpec
 
@@ -78,9 +78,10 @@ def step(spec, made, state, data: Data, n, prompt):
     positions = cache.next_positions(state, data.q.shape[3])
     ops = LayerOps(
         rotate=decoder.rotations(spec, positions)[0],
-        project=lambda v: jnp.einsum("bktd,kgdm->bkgtm", v, data.out.astype(v.dtype)),
+        project=jax.tree_util.Partial(_project, data.out),
     )
-    out, state = cache.step_layer(
+    out, state = sharding.step_layer(
+        spec,
         0,
         data.q,
         data.k,
@@ -123,12 +124,16 @@ def write(spec, made, state, data: Data, active):
 @functools.partial(_jit, static_argnames=("spec", "made", "capacity"))
 def shrink(spec, made, state, capacity):
     """The compaction between prompt and decoding."""
-    return cache.compact(state, made, capacity, decoder.rotations(spec))
+    return sharding.compact(spec, state, made, capacity)
 
 
 def split(data: Data, at: int) -> tuple[Data, Data]:
     """The prompt's tokens and the others."""
     return _part(data, 0, at), _part(data, at, data.tokens.shape[1] - at)
+
+
+def _project(out, v):
+    return jnp.einsum("bktd,kgdm->bkgtm", v, out.astype(v.dtype))
 
 
 def _part(data: Data, start, size) -> Data:

@@ -6,20 +6,22 @@ import pathlib
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-POLICIES = {"types", "policies"}
+POLICIES = {"types", "axes", "policies"}
 MAY = {
     "types": set(),
+    "axes": {"types"},
     "pallas": {"pallas"},
     "implementations": {"types", "pallas"},
     "attention": {"types", "implementations", "pallas"},
     "codecs": {"types"},
     "sampling": {"types"},
-    "nn": {"types"},
-    "models": {"types", "nn", "models"},
+    "nn": {"types", "axes"},
+    "models": {"types", "axes", "nn", "models"},
     "layouts": {"types", "attention", "codecs"},
     "policies": POLICIES,
     "cache": {
         "types",
+        "axes",
         "attention",
         "codecs",
         "implementations",
@@ -31,9 +33,19 @@ MAY = {
     "sweep_pictures": {"pictures"},
     "report": {"pictures", "sweep_pictures"},
     "weights": {"types", "models", "weights"},
-    "generate": {"types", "cache", "sampling", "models"},
-    "programs": {"types", "cache", "sampling", "models", "generate", "weights"},
-    "plan": {"types", "cache", "models", "policies", "programs"},
+    "sharding": {"types", "axes", "cache", "models"},
+    "generate": {"types", "axes", "cache", "sampling", "sharding", "models"},
+    "programs": {
+        "types",
+        "axes",
+        "cache",
+        "sampling",
+        "sharding",
+        "models",
+        "generate",
+        "weights",
+    },
+    "plan": {"types", "axes", "cache", "policies", "programs", "sharding"},
     "layerwise": {"types", "cache", "models", "policies", "generate"},
 }
 

@@ -29,7 +29,8 @@ def test_state_bytes_are_the_formula():
     slots = 1024 + 24
     pairs = 2 * 3 * 2 * 16 * slots * 5 * 4
     positions = 3 * 2 * slots * 5 * 4
-    assert state_bytes(job)["prefill"] == pairs + positions + 5 * 4 + 4
+    rows, errors = 5 * 4, 5 * 2 * 4
+    assert state_bytes(job)["prefill"] == pairs + positions + rows + errors
 
 
 @pytest.mark.parametrize(

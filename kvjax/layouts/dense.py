@@ -70,7 +70,7 @@ def free_slots(pos: Int[Array, "B K C"], count: int) -> Int[Array, "B K T"]:
 
 def claim(
     layer: DenseLayer, stats: Stats, pos: Int[Array, "B T"], n: Int[Array, "B"]
-) -> tuple[DenseLayer, Stats, Int[Array, "B K T"], Bool[Array, ""]]:
+) -> tuple[DenseLayer, Stats, Int[Array, "B K T"], Bool[Array, "B K"]]:
     """Gives the first `n` of T new pairs of every row an empty slot each.
 
     The pairs themselves are still to be written there: by `write`, or by a kernel.
@@ -82,14 +82,14 @@ def claim(
       n: real tokens per row, the others are padding and get none.
 
     Returns:
-      The layer with the new positions, the statistics, the slots (C for none), and
-      whether some pair found no empty slot (it is dropped, and the caller raises the
-      sticky error bit).
+      The layer with the new positions, the statistics, the slots (C for none), and for
+      every head whether some pair found no empty slot (it is dropped, and the caller
+      raises the sticky error bit).
     """
     capacity, length = layer.pos.shape[2], pos.shape[1]
     slots = free_slots(layer.pos, length)
     real = jnp.arange(length, dtype=jnp.int32)[None, :] < n[:, None]
-    overflow = jnp.any(real[:, None] & (slots >= capacity))
+    overflow = jnp.any(real[:, None] & (slots >= capacity), axis=-1)
     slots = jnp.where(real[:, None], slots, capacity)  # out of range: not written
     put = _mark if length == 1 else _put
     zeros = lambda leaf: put(leaf, slots, jnp.zeros((), leaf.dtype))

@@ -13,7 +13,7 @@ What a family does differently is in its `ModelSpec`. The weights are a plain py
       qkv         [M, K (G+2) D]   per KV head: its G query heads, its key, its value
       q_norm, k_norm  [D]          `qk_norm` only
       out         [K, G, D, M]
-      up          [M, F]           gated: `gate_up` [M, 2 F] instead
+      up          [M, F]           gated: `gate_up` [M, 2 F] instead, see `ff_groups`
       down        [F, M]
       experts: `router` [M, X], `gate_up` [X, M, 2 F], `down` [X, F, M]
       NAME_bias   of qkv, out, up or gate_up, down
@@ -28,13 +28,14 @@ another layout at every use.
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-from kvjax import nn
+from kvjax import axes, nn
 from kvjax.types import LayerOps, ModelSpec, PyTree, RopeScaling, Scoring
 
 Attend = Callable[..., tuple[Array, PyTree]]
@@ -88,7 +89,7 @@ def embedded(
         x = x @ params["embed_in"]
     if spec.positions == "learned":
         x = x + params["positions"][positions]
-    return x
+    return axes.constrain(x, "batch")
 
 
 def ended(
@@ -108,6 +109,7 @@ def layer(
     attend: Attend,
 ) -> tuple[Float[Array, "B T M"], PyTree]:
     """One layer of `forward`: attention and MLP, each added to the residual stream."""
+    x = axes.constrain(x, "batch")
     norm = lambda x, name: _norm(x, weights[name], spec)
     attention = functools.partial(
         _attention, weights, spec, index, rotate=rotate, cache=cache, attend=attend
@@ -144,17 +146,22 @@ def rotations(
 def _rotation(spec, theta, scaling, here) -> Callable[..., Array]:
     """The tables of the tokens being read are made once."""
     if spec.positions == "learned":
-        return lambda x, positions=None: x
+        return _still
     frequencies = nn.rope_frequencies(spec.rotary_dim or spec.head_dim, theta, scaling)
     tables = functools.partial(
         nn.rope_tables, frequencies=frequencies, scale=scaling.scale
     )
     known = None if here is None else tables(here)
 
-    def rotate(x, positions=None):
+    def rotate(known, x, positions=None):
         return nn.rotate(x, *(known if positions is None else tables(positions)))
 
-    return rotate
+    return jax.tree_util.Partial(rotate, known)
+
+
+@jax.tree_util.Partial
+def _still(x, positions=None):
+    return x
 
 
 def logits(
@@ -184,51 +191,88 @@ def _tied_head_rows_first(hidden, embed):
 
 def param_shapes(spec: ModelSpec, dtype: jnp.dtype = jnp.float32) -> PyTree:
     """The weights' shapes without the weights: a pytree of `jax.ShapeDtypeStruct`."""
-    m, v = spec.model_dim, spec.vocab_size
-    array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
-    norm = array(m)
+    return _mapped(
+        lambda weight: jax.ShapeDtypeStruct(tuple(dim.size for dim in weight), dtype),
+        spec,
+    )
+
+
+def param_partitions(spec: ModelSpec, mesh: jax.sharding.Mesh) -> PyTree:
+    """How the weights are split over a mesh: a pytree of `NamedSharding`.
+
+    See `kvjax.axes.RULES`; what does not divide evenly is whole on every device.
+    """
+
+    def split(weight):
+        units = [dim.units or dim.size for dim in weight]
+        names = [dim.name for dim in weight]
+        return jax.NamedSharding(mesh, axes.partition(mesh, units, names))
+
+    return _mapped(split, spec)
+
+
+class _Dim(NamedTuple):
+    """An axis of a weight: its size, and its logical axis if it can be split.
+
+    `units` is how many things the axis holds that cannot be cut, None for its size.
+    """
+
+    size: int
+    name: str | None = None
+    units: int | None = None
+
+
+def _mapped(make: Callable, spec: ModelSpec) -> PyTree:
+    """`make(dims)` for every weight."""
+    is_weight = lambda node: type(node) is tuple and isinstance(node[0], _Dim)
+    return jax.tree.map(make, _param_dims(spec), is_leaf=is_weight)
+
+
+def _param_dims(spec: ModelSpec) -> PyTree:
+    m, v = _Dim(spec.model_dim), _Dim(spec.vocab_size, "vocab")
+    norm = (m,)
     if spec.norm == "layer":
         norm = {"weight": norm, "bias": norm}
-    width = spec.embed_dim or m
+    width = _Dim(spec.embed_dim or spec.model_dim)
     params = {
-        "embed": array(v, width),
-        "layers": tuple(
-            _layer_shapes(spec, array, norm) for _ in range(spec.num_layers)
-        ),
+        "embed": (v, width),
+        "layers": tuple(_layer_dims(spec, norm) for _ in range(spec.num_layers)),
     }
     if spec.final_norm:
         params["final_norm"] = norm
     if spec.positions == "learned":
-        params["positions"] = array(spec.context_length, m)
+        params["positions"] = (_Dim(spec.context_length), m)
     if width != m:
-        params |= {"embed_in": array(width, m), "embed_out": array(m, width)}
+        params |= {"embed_in": (width, m), "embed_out": (m, width)}
     if not spec.tied_head:
-        params["head"] = array(m, v)
+        params["head"] = (m, v)
     return params
 
 
-def _layer_shapes(spec: ModelSpec, array, norm) -> dict:
-    m, f, x = spec.model_dim, spec.ff_dim, spec.experts
-    k, g, d = spec.num_kv_heads, spec.group, spec.head_dim
-    heads, inner = k * (g + 2) * d, 2 * f if spec.gated else f
+def _layer_dims(spec: ModelSpec, norm: PyTree) -> dict:
+    m, f = _Dim(spec.model_dim), _Dim(spec.ff_dim, "ff")
+    k, g, d = spec.num_kv_heads, _Dim(spec.group), _Dim(spec.head_dim)
+    heads = _Dim(k * (spec.group + 2) * spec.head_dim, "heads", k)
+    inner = _Dim(2 * spec.ff_dim, "ff", spec.ff_dim) if spec.gated else f
     first = "gate_up" if spec.gated else "up"
-    layer = {"attn_norm": norm, "qkv": array(m, heads), "out": array(k, g, d, m)}
+    out = (_Dim(k, "kv_heads"), g, d, m)
+    layer = {"attn_norm": norm, "qkv": (m, heads), "out": out}
     if spec.blocks != "parallel":
         layer["mlp_norm"] = norm
     if spec.blocks == "sandwich":
         layer |= {"attn_after": norm, "mlp_after": norm}
     if spec.qk_norm:
-        layer |= {"q_norm": array(d), "k_norm": array(d)}
-    stack = (x,) if x else ()
-    layer |= {first: array(*stack, m, inner), "down": array(*stack, f, m)}
-    if x:
-        layer["router"] = array(m, x)
+        layer |= {"q_norm": (d,), "k_norm": (d,)}
+    stack = (_Dim(spec.experts, "experts"),) if spec.experts else ()
+    layer |= {first: (*stack, m, inner), "down": (*stack, f, m)}
+    if spec.experts:
+        layer["router"] = (m, *stack)
     if "qkv" in spec.biases:
-        layer["qkv_bias"] = array(heads)
+        layer["qkv_bias"] = (heads,)
     if "out" in spec.biases:
-        layer["out_bias"] = array(m)
+        layer["out_bias"] = (m,)
     if "mlp" in spec.biases:
-        layer |= {first + "_bias": array(inner), "down_bias": array(m)}
+        layer |= {first + "_bias": (inner,), "down_bias": (m,)}
     return layer
 
 
@@ -260,7 +304,7 @@ def _attention(weights, spec, index, h, *, rotate, cache, attend):
     q, k, v = _project(h, weights, spec)
     ops = LayerOps(
         rotate,
-        functools.partial(_contributions, weights["out"]),
+        jax.tree_util.Partial(_contributions, weights["out"]),
         Scoring(spec.attention_softcap, spec.window(index)),
     )
     mixed, cache = attend(index, q, k, v, ops, cache)
@@ -310,12 +354,13 @@ def _mlp(weights: PyTree, spec: ModelSpec, h: Float[Array, "B T M"]) -> Array:
             *(weights[name] for name in names),
             spec.experts_used,
             spec.activation,
+            spec.ff_groups,
         )
         return out.reshape(h.shape)
     act = nn.ACTIVATIONS[spec.activation]
     if spec.gated:
         both = _plus(h @ weights["gate_up"], weights, "gate_up_bias")
-        gate, up = jnp.split(both, 2, axis=-1)
+        gate, up = nn.gate_and_up(both, spec.ff_groups)
         hidden = act(gate) * up
     else:
         hidden = act(_plus(h @ weights["up"], weights, "up_bias"))

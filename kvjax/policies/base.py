@@ -51,6 +51,8 @@ class Policy(NamedTuple):
         gets the fastest attention there is.
       name: as in the registry, for reports.
       pinned: pairs per head that always stay; a budget must leave room for more.
+      across_heads: whether `score` looks across the heads of a layer. Where heads are
+        split over devices it has to ask for the others', see `kvjax.axes.all_heads`.
     """
 
     init: Callable[..., Stats]
@@ -59,6 +61,7 @@ class Policy(NamedTuple):
     needs: frozenset[str]
     name: str
     pinned: int = 0
+    across_heads: bool = False
 
 
 def stateless(name: str, score: Callable[[View], Array], pinned: int = 0) -> Policy:

@@ -8,6 +8,7 @@ Each takes policies and gives a policy, so they nest::
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax import axes
 from kvjax.policies.ages import pooled, segments
 from kvjax.policies.base import (
     Policy,
@@ -89,6 +90,7 @@ def mix(a: Policy, b: Policy, weight: float = 0.5) -> Policy:
         needs=a.needs | b.needs,
         name=f"mix({a.name}, {b.name}, {weight})",
         pinned=max(a.pinned, b.pinned),
+        across_heads=a.across_heads or b.across_heads,
     )
 
 
@@ -163,9 +165,11 @@ def shared_heads(policy: Policy) -> Policy:
 
     def score(stats, view):
         raw = policy.score(stats, view)
-        return jnp.broadcast_to(jnp.mean(raw, axis=1, keepdims=True), raw.shape)
+        mean = jnp.mean(axes.all_heads(raw), axis=1, keepdims=True)
+        return jnp.broadcast_to(mean, raw.shape)
 
-    return policy._replace(score=score, name=f"shared_heads({policy.name})")
+    name = f"shared_heads({policy.name})"
+    return policy._replace(score=score, name=name, across_heads=True)
 
 
 @once
@@ -191,25 +195,31 @@ def per_head(policy: Policy, total: float = 0.5, floor: float = 0.2) -> Policy:
     check_range("per_head", 0, 1, total=total, floor=floor)
 
     def score(stats, view):
-        raw = policy.score(stats, view)
-        held = jnp.sum(view.pos >= 0, axis=-1, dtype=jnp.int32)  # [B, K]
-        over = held > view.keep
-        most = jnp.max(view.keep, axis=1, keepdims=True).astype(jnp.float32)
+        own = policy.score(stats, view)
+        raw, pos, keep = map(axes.all_heads, (own, view.pos, view.keep))
+        kept = shares(raw, pos, keep)
+        return jnp.where(axes.own_heads(kept, own.shape[1]), own, -jnp.inf)
+
+    def shares(raw, pos, keep):
+        """What stays of all heads' pairs."""
+        held = jnp.sum(pos >= 0, axis=-1, dtype=jnp.int32)  # [B, K]
+        over = held > keep
+        most = jnp.max(keep, axis=1, keepdims=True).astype(jnp.float32)
         part = jnp.floor(total * most)
         sure = jnp.floor(floor * part).astype(jnp.int32)
-        out = evictions(raw, view.pos, held - view.keep)  # of a head's own room
-        rivals = jnp.where(out, EMPTY, view.pos)
-        own = ~evictions(raw, view.pos, jnp.maximum(held - sure, 0))  # a head's best
-        spare = jnp.sum(jnp.minimum(held, view.keep) - part.astype(jnp.int32), axis=1)
+        out = evictions(raw, pos, held - keep)  # of a head's own room
+        rivals = jnp.where(out, EMPTY, pos)
+        own = ~evictions(raw, pos, jnp.maximum(held - sure, 0))  # a head's best
+        spare = jnp.sum(jnp.minimum(held, keep) - part.astype(jnp.int32), axis=1)
         spare = jnp.where(jnp.any(over, axis=1), jnp.maximum(spare, 0), 0)
         flat = (len(raw), 1, -1)
         gone = evictions(
             jnp.where(own, jnp.inf, raw).reshape(flat), rivals.reshape(flat), spare
         )
-        return jnp.where(out | gone.reshape(raw.shape), -jnp.inf, raw)
+        return ~(out | gone.reshape(raw.shape))
 
     name = f"per_head({policy.name}, total={total}, floor={floor})"
-    return policy._replace(score=score, name=name)
+    return policy._replace(score=score, name=name, across_heads=True)
 
 
 def check_pooling(where: str, kernel: int, pool: str) -> None:

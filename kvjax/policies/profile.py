@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax import axes
 from kvjax.policies.base import (
     Policy,
     check_counts,
@@ -161,12 +162,14 @@ def simlayerkv(
         weights = asked(ring, view)  # [B, K, G, W, C]
         since = (ring.after - recent)[:, None, :, None]  # [B, 1, W, 1]
         near = (view.pos[:, :, None] >= since) | (view.pos[:, :, None] < sinks)
-        total = jnp.einsum("bkgwc,bkwc->b", weights, near.astype(jnp.float32))
-        heads = weights.shape[1] * weights.shape[2]
+        total = jnp.einsum("bkgwc,bkwc->bk", weights, near.astype(jnp.float32))
+        total = axes.all_heads(total)
+        heads = total.shape[1] * weights.shape[2]
         count = jnp.maximum(jnp.sum(ring.after > 0, axis=1), 1) * heads
-        return total / count.astype(jnp.float32) > threshold
+        return jnp.sum(total, axis=1) / count.astype(jnp.float32) > threshold
 
-    return asking("simlayerkv", queries, score, pinned=sinks)
+    policy = asking("simlayerkv", queries, score, pinned=sinks)
+    return policy._replace(across_heads=True)
 
 
 _SPECIAL, _PUNCTUATION = 1.0, 2.0  # kinds of token; 0 is any other

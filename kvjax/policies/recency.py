@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from kvjax import axes
 from kvjax.policies.base import Policy, check_counts, newest, once, stateless
 from kvjax.policies.combine import protect
 from kvjax.types import View
@@ -85,7 +86,7 @@ def random(seed: int = 0) -> Policy:
     """
 
     def score(view: View) -> Array:
-        heads = jnp.arange(view.pos.shape[1], dtype=jnp.uint32)[None, :, None]
+        heads = axes.head_numbers(view.pos.shape[1]).astype(jnp.uint32)[None, :, None]
         mixed = _hash(jnp.uint32(seed % 2**32) + heads * jnp.uint32(0x9E3779B9))
         return _unit(_hash(mixed ^ view.pos.astype(jnp.uint32)))
 

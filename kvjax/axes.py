@@ -1,0 +1,126 @@
+"""The axes of a device mesh, and what code inside a program can ask of them.
+
+A mesh has three axes. `data` splits the rows of a batch; `heads` splits the KV heads,
+and everything that belongs to them; `copies` is there where more devices share a model
+than its KV heads can be split over: heads are the same on all of them, while
+feed-forward and vocabulary are split over `heads` and `copies` together.
+
+Without a mesh (`jax.set_mesh`) every function here leaves its argument as it is.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Int, Shaped
+
+from kvjax.types import PyTree
+
+DATA, HEADS, COPIES = "data", "heads", "copies"
+MODEL = (HEADS, COPIES)
+RULES = {  # logical axis to mesh axes
+    "batch": (DATA,),
+    "kv_heads": (HEADS,),
+    "heads": (HEADS,),  # query, key and value columns, KV head by KV head
+    "ff": MODEL,
+    "vocab": MODEL,
+    "experts": (),  # every expert is split by `ff`: none waits for another
+}
+
+
+def mesh() -> jax.sharding.AbstractMesh | None:
+    """The mesh that the program being traced is split over; None inside a shard."""
+    found = jax.sharding.get_abstract_mesh()
+    split = HEADS in found.axis_names and HEADS not in found.manual_axes
+    return found if split else None
+
+
+def partition(
+    over: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    units: Sequence[int],
+    names: Sequence[str | None],
+) -> PartitionSpec:
+    """How an array is split; an axis that does not divide evenly is not.
+
+    Args:
+      over: the mesh.
+      units: of each axis of the array, what must not be cut in two: its elements, or
+        the heads in it.
+      names: of each axis, a logical axis of `RULES` or None.
+    """
+    parts = []
+    for count, name in zip(units, names, strict=True):
+        split = RULES[name] if name else ()
+        even = split and count % ways(over, split) == 0
+        parts.append((split if len(split) > 1 else split[0]) if even else None)
+    return PartitionSpec(*parts)
+
+
+def ways(
+    over: jax.sharding.Mesh | jax.sharding.AbstractMesh, split: Sequence[str]
+) -> int:
+    """How many parts these mesh axes make."""
+    parts = 1
+    for axis in split:
+        parts *= over.shape[axis]
+    return parts
+
+
+def constrain(x: Array, *names: str | None) -> Array:
+    """Has the compiler split an array's leading axes so; the others stay whole."""
+    over = mesh()
+    if over is None:
+        return x
+    names = (*names, *(None,) * (x.ndim - len(names)))
+    return jax.lax.with_sharding_constraint(x, partition(over, x.shape, names))
+
+
+def per_shard(body: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
+    """`body` on every shard's own part, without talking to the others by itself."""
+    return jax.shard_map(
+        body, mesh=mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def fetched(x: PyTree) -> PyTree:
+    """Arrays on the host, whole, wherever and in whichever process their parts are."""
+    if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(x)):
+        return jax.device_get(x)
+    return multihost_utils.process_allgather(x, tiled=True)
+
+
+def add_up(x: Array) -> Array:
+    """Inside a shard: the sum over all that share a model."""
+    return jax.lax.psum(x, MODEL) if _inside() else x
+
+
+def all_heads(x: Shaped[Array, "B K ..."]) -> Shaped[Array, "B H ..."]:
+    """Inside a shard that holds K of H heads: the same of all heads, in order."""
+    return jax.lax.all_gather(x, HEADS, axis=1, tiled=True) if _inside() else x
+
+
+def own_heads(x: Shaped[Array, "B H ..."], heads: int) -> Shaped[Array, "B K ..."]:
+    """Of what is there for all heads, the part of the `heads` that this shard holds."""
+    if not _inside():
+        return x
+    first = jax.lax.axis_index(HEADS) * heads
+    return jax.lax.dynamic_slice_in_dim(x, first, heads, axis=1)
+
+
+def head_numbers(heads: int) -> Int[Array, "K"]:
+    """The numbers, in the whole layer, of the `heads` that this shard holds."""
+    numbers = jnp.arange(heads, dtype=jnp.int32)
+    return numbers + jax.lax.axis_index(HEADS) * heads if _inside() else numbers
+
+
+def any_head(x: Bool[Array, "..."]) -> Bool[Array, "..."]:
+    """Inside a shard: whether it is so for the heads of any shard of these rows."""
+    if not _inside():
+        return x
+    return jax.lax.pmax(x.astype(jnp.int32), HEADS) > 0
+
+
+def _inside() -> bool:
+    return HEADS in jax.sharding.get_abstract_mesh().manual_axes

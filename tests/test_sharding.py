@@ -1,0 +1,238 @@
+"""Split over eight devices: the same as on one, and the KV cache never travels."""
+
+import collections
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import layer
+import numpy as np
+import pytest
+from conftest import tiny_model, tiny_spec
+from jax.sharding import NamedSharding, PartitionSpec
+from test_contract import POLICIES
+
+import kvjax
+from kvjax import Schedule, UserError, axes, cache, policies, sharding
+from kvjax.models import decoder
+from kvjax.plan import device_memory, plan_job, state_bytes, weights_bytes
+from kvjax.programs import Job, job_of, programs
+
+MESHES = {"1x8": "data:1,model:8", "2x4": "data:2,model:4", "8x1": "data:8,model:1"}
+BUDGET, BLOCK, PROMPT, NEW = 56, 8, 72, 18
+LENGTHS = (5, 56, 57, 70, 0, 72, 33, 64)  # below, at and above the budget
+SPEC = layer.spec_of(heads=8, group=2, depth=8)
+DATA = layer.random_data(SPEC, len(LENGTHS), PROMPT + NEW, seed=0)
+CASES = [(name, "prefill+decode", MESHES) for name in POLICIES]
+CASES += [  # the compaction, by policies that remember rows, heads and pairs
+    (name, phases, ("2x4",))
+    for phases in ("after_prefill", "decode")
+    for name in ("tova", "per_head", "snapkv", "scissorhands", "fastgen")
+]
+
+
+def of_layer(made, over):
+    """States of the contract's layer after its prompt and at the end."""
+    given = jnp.asarray(LENGTHS, jnp.int32)
+    prompts, new = layer.split(DATA, PROMPT)
+    capacity = made.prefill_capacity(SPEC, PROMPT, NEW)
+    init = functools.partial(cache.init, SPEC, made, len(LENGTHS), capacity)
+    placed = over and sharding.state_partitions(SPEC, made, capacity, over)
+    with sharding.use(over):
+        state = jax.jit(init, out_shardings=placed)()
+        read = layer.read(SPEC, made, state, prompts, given, BLOCK)
+        if made.schedule.compacts:
+            after = made.decode_capacity(SPEC, PROMPT, NEW)
+            read = layer.shrink(SPEC, made, read, after)
+        kept = cache.kept_positions(read)
+        end = layer.write(SPEC, made, read, new, given > 0)
+    cache.raise_errors(end)
+    return kept, end
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[:2]))
+def test_every_policy_keeps_what_one_device_keeps(case):
+    """The contract's policies while prompts are read and tokens are written."""
+    name, phases, meshes = case
+    schedule = Schedule(phases, block=BLOCK, evict=BLOCK)
+    made = cache.compression(SPEC, POLICIES[name], BUDGET, schedule)
+    kept, end = of_layer(made, None)
+    for shape in meshes:
+        over = sharding.mesh(MESHES[shape], SPEC)
+        also_kept, split_end = of_layer(made, over)
+        jax.tree.map(np.testing.assert_array_equal, also_kept, kept)
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            cache.kept_positions(split_end),
+            cache.kept_positions(end),
+        )
+        held = split_end.layers[0].k
+        rows, heads = over.shape[axes.DATA], over.shape[axes.HEADS]
+        shape = held.sharding.shard_shape(held.shape)
+        assert shape == (8 // rows, 8 // heads, *held.shape[2:])
+
+
+FAMILIES = {  # switches that decide how a model is split
+    "llama": {"num_kv_heads": 4, "num_heads": 8, "ff_dim": 48, "vocab_size": 64},
+    "untied": {"num_kv_heads": 8, "num_heads": 8, "ff_dim": 64, "tied_head": False},
+    "experts": {"num_kv_heads": 4, "num_heads": 4, "experts": 3, "experts_used": 2},
+    "biases": {
+        "num_kv_heads": 2,
+        "num_heads": 2,
+        "norm": "layer",
+        "gated": False,
+        "biases": ("qkv", "out", "mlp"),
+        "positions": "learned",
+        "vocab_size": 51,
+    },
+}
+
+
+def split(model, asked):
+    over = sharding.mesh(asked, model.spec)
+    params = sharding.split(model.spec, model.params, over)
+    return model._replace(spec=sharding.fitted(model.spec, over), params=params), over
+
+
+@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_split_model_writes_the_same(family, shape):
+    """Ragged prompts; eviction in both phases; weights, state and KV heads split."""
+    model = tiny_model(**FAMILIES[family])
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 50, n).tolist() for n in (3, 40, 17, 64, 9, 33, 50)]
+    how = {"policy": policies.h2o(), "budget": 24, "max_new_tokens": 12}
+    how |= {"schedule": Schedule("prefill+decode", 8, 8), "memory_gb": 0.1}
+    alone = kvjax.generate(model, prompts, **how)
+    parted, over = split(model, MESHES[shape])
+    together = kvjax.generate(parted, prompts, **how)
+    for one, other in zip(alone, together, strict=True):
+        assert one.tokens == other.tokens
+        jax.tree.map(np.testing.assert_array_equal, one.kept, other.kept)
+    assert sharding.of(parted.params) == over
+
+
+def collectives(compiled) -> collections.Counter:
+    """Kind and dimensions of what the devices send each other."""
+    kinds = "all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter"
+    sent = rf"= \(?\w+\[([\d,]*)\].* ({kinds})(?:-start)?\("
+    found = re.findall(sent, compiled.as_text())
+    return collections.Counter((kind, dims) for dims, kind in found)
+
+
+@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("name", ["average_attention", "tova", "snapkv", None])
+def test_the_cache_is_never_gathered(name, shape):
+    """Nothing with a head's pairs in it is sent, nor a weight; tova's scores are."""
+    spec = tiny_spec(
+        num_kv_heads=8,
+        num_heads=16,
+        head_dim=12,
+        ff_dim=112,
+        vocab_size=160,
+        model_dim=40,
+    )
+    over = sharding.mesh(MESHES[shape], spec)
+    schedule = Schedule("prefill+decode", 4, 4) if name else None
+    policy = name and policies.make(name, **({"window": 3} if name == "snapkv" else {}))
+    made = cache.compression(spec, policy, 20 if name else None, schedule)
+    job = Job(sharding.fitted(spec, over), made, 8, 256, 16, mesh=over)
+    compiled = programs(job)
+    for program in (compiled.prefill, compiled.decode):
+        sent = collectives(program)
+        capacity = job.decode_capacity[0]
+        for (kind, dims), _ in sent.items():
+            sizes = [int(size) for size in dims.split(",") if size]
+            assert not {12, 12 * 8} & set(sizes), f"{kind} of {dims} holds a head"
+            if kind != "all-reduce":
+                assert name == "tova" or capacity not in sizes, f"{kind} of {dims}"
+                assert 112 not in sizes and 224 not in sizes, f"{kind} of a weight"
+        assert sent
+    state = jax.tree.leaves(compiled.decode.input_shardings[0][1])
+    assert any(not leaf.is_fully_replicated for leaf in state)
+
+
+def test_a_gathered_cache_would_be_seen():
+    over = sharding.mesh("data:2,model:4", SPEC)
+    made = cache.compression(SPEC, None, None)
+    split = sharding.state_partitions(SPEC, made, (20,), over).layers[0].k
+    held = jax.ShapeDtypeStruct((8, 8, 20, 12), jnp.float32, sharding=split)
+    whole = jax.jit(lambda k: k, out_shardings=NamedSharding(over, PartitionSpec()))
+    sent = collectives(whole.lower(held).compile())
+    assert any("12" in dims.split(",") for _, dims in sent)
+
+
+def test_a_plan_counts_what_one_device_holds():
+    """An eighth of the state, the weights' own parts, and batches in whole groups."""
+    model = tiny_model(num_kv_heads=4, num_heads=8, ff_dim=64, vocab_size=64)
+    made = cache.compression(model.spec, policies.h2o(), 32, Schedule(block=8, evict=8))
+    alone = job_of(model, made, 256, 8)
+    parted, _ = split(model, "data:2,model:4")
+    job = job_of(parted, made, 256, 8)
+    assert (alone.batch, job.batch) == (1, 2)
+    whole, part = state_bytes(alone)["decode"], state_bytes(job)["decode"]
+    rows = 4 + 4 * 4  # next_pos, which every device of a model has, and error
+    assert part == (whole - rows) // 4 + 4 + 4
+    held = [
+        leaf.addressable_shards[0].data.nbytes
+        for leaf in jax.tree.leaves(parted.params)
+    ]
+    assert weights_bytes(job) == sum(held) < weights_bytes(alone) / 2
+    memory = weights_bytes(job) + 40 * part
+    plan = plan_job(job, memory)
+    assert plan.batch % 2 == 0 and plan.peak_bytes <= memory
+    assert (
+        plan_job(alone, memory - weights_bytes(job) + weights_bytes(alone)).batch
+        < plan.batch
+    )
+    assert plan_job(job, device_memory(1.0), 7).batch == 8
+
+
+def test_heads_that_do_not_divide_are_copied():
+    spec = tiny_spec(num_kv_heads=2, num_heads=6, ff_dim=20, vocab_size=52)
+    over = sharding.mesh("model:8", spec)
+    assert dict(over.shape) == {"data": 1, "heads": 2, "copies": 4}
+    said = sharding.notice(over, spec)
+    assert "2 KV heads are split 2 ways and each is on 4 devices" in said
+    assert "feed-forward of 20" in said and "vocabulary of 52" in said
+    assert sharding.fitted(spec, over).ff_groups == 1
+    even = tiny_spec(num_kv_heads=8, num_heads=8, ff_dim=64, vocab_size=64)
+    assert sharding.notice(sharding.mesh("model:8", even), even) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("data:2", "2 devices, and there are 8"),
+        ("model:3,data:3", "9 devices"),
+        ("rows:8", "data:2,model:4"),
+        ("data:8,data:1", "data:2,model:4"),
+        ("model:0", "data:2,model:4"),
+        ("", "data:2,model:4"),
+    ],
+)
+def test_a_mesh_that_cannot_be(asked, said):
+    with pytest.raises(UserError, match=said):
+        sharding.mesh(asked, SPEC)
+
+
+def test_a_batch_that_does_not_divide():
+    over = sharding.mesh("data:8", SPEC)
+    made = cache.compression(SPEC, None, None)
+    with pytest.raises(UserError, match="batch of 12"):
+        Job(SPEC, made, 12, 256, 4, mesh=over)
+
+
+def test_random_params_are_drawn_where_they_belong():
+    spec = tiny_spec(num_kv_heads=4, num_heads=8)
+    over = sharding.mesh("data:2,model:4", spec)
+    params = sharding.random_params(spec, over, jax.random.key(0))
+    wanted = decoder.param_partitions(spec, over)
+    same = jax.tree.map(
+        lambda leaf, split: leaf.sharding.is_equivalent_to(split, leaf.ndim),
+        params,
+        wanted,
+    )
+    assert all(jax.tree.leaves(same))
+    assert wanted["layers"][0]["qkv"].spec == PartitionSpec(None, "heads")
