@@ -28,7 +28,8 @@ MAY = {
         "layouts",
         "policies",
     },
-    "tasks": {"types", "tasks"},
+    "metrics": set(),
+    "tasks": {"types", "metrics", "tasks"},
     "pictures": set(),
     "sweep_pictures": {"pictures"},
     "report": {"pictures", "sweep_pictures"},
@@ -80,7 +81,7 @@ def test_imports(room):
 def test_tasks_and_reports_do_without_jax():
     for path in [
         f
-        for room in ("tasks", "report", "pictures", "sweep_pictures")
+        for room in ("tasks", "metrics", "report", "pictures", "sweep_pictures")
         for f in files_of(room)
     ]:
         assert not {name.split(".")[0] for name in imported(path)} & {"jax", "flax"}
