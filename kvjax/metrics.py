@@ -102,29 +102,28 @@ def number_match(text: str, references: Sequence[str]) -> float:
     return float(number is not None and number in map(final_number, references))
 
 
-def stated_answer(text: str) -> str:
-    """What follows the last "answer is" on its line, without a closing full stop.
-
-    The whole text where nothing is stated so.
-    """
-    answer = text.rpartition("answer is ")[2].strip()
-    line = answer.partition("\n")[0] if "answer is " in text else answer
-    return line.strip().removesuffix(".")
+def stated_answer(text: str) -> str | None:
+    """What follows the last "answer is" on its line, without a closing full stop."""
+    _, stated, answer = text.rpartition("answer is ")
+    line = answer.strip().partition("\n")[0]
+    return line.strip().removesuffix(".") if stated else None
 
 
 def answer_match(text: str, references: Sequence[str]) -> float:
     """1 if the stated answer is a reference to the letter (BBH, Suzgun et al. 2022).
 
     Where the reference is an option such as "(B)", its letter or the first option named
-    in the answer counts.
+    in the answer counts. A text that states nothing has to be a reference itself.
     """
     answer = stated_answer(text)
+    if answer is None:
+        return float(text.strip() in references)
+    named = _OPTION.search(answer)
+    letter = named[1] if named else answer
 
     def score(reference: str) -> float:
-        option, named = _OPTION.fullmatch(reference), _OPTION.search(answer)
-        if option:
-            return float(option[1] == (named[1] if named else answer))
-        return float(answer == reference)
+        option = _OPTION.fullmatch(reference)
+        return float(letter == option[1] if option else answer == reference)
 
     return max(map(score, references))
 
@@ -142,7 +141,12 @@ def string_match_part(text: str, references: Sequence[str]) -> float:
     return float(any(map(functools.partial(_stands_in, text), references)))
 
 
-# --- LongBench's own (Bai et al. 2023, `metrics.py`) --------------------------------
+# --- LongBench's own (Bai et al. 2023, `metrics.py` and `eval.py`) ------------------
+
+
+def first_line(text: str) -> str:
+    """The first line that is not empty: all that counts after few shots."""
+    return text.lstrip("\n").partition("\n")[0]
 
 
 def classification_score(
@@ -179,7 +183,7 @@ def code_similarity(text: str, references: Sequence[str]) -> float:
     """Likeness of the first line of code to the reference, in steps of 0.01.
 
     Lines with back quotes, `#` or `//` are taken for comments or markup and skipped.
-    The likeness is `difflib`'s ratio, as in the package fuzzywuzzy that the authors use.
+    The likeness is `difflib`'s ratio, as in fuzzywuzzy, the authors' package.
     """
     lines = text.lstrip("\n").split("\n")
     code = (line for line in lines if not re.search("`|#|//", line))

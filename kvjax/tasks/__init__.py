@@ -18,8 +18,11 @@ MODULES = {
     "bbh": "bbh",
     "cnn_dailymail": "summaries",
     "gsm8k": "gsm8k",
+    "longbench": "longbench",
     "multi_news": "summaries",
+    "narrativeqa": "answers",
     "samsum": "summaries",
+    "triviaqa": "answers",
     "xsum": "summaries",
 }
 

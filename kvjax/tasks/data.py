@@ -105,28 +105,33 @@ def draw(
     return [(int(i), found[int(i)]) for i in order[:count]]
 
 
-def field(*names: str) -> Callable[[Row], Any]:
-    """A function that gives the first of these fields that a row has.
+def field(*names: str) -> Callable[..., Any]:
+    """A function `(row, otherwise=None)`: the first of these fields that the row has.
 
     "a.b" is field b of field a. Publishers of the same data name fields differently.
 
     Raises (the function):
-      UserError: the row has none of them.
+      UserError: the row has none of them, and there is nothing given otherwise.
     """
 
-    def get(row: Row) -> Any:
-        for name in names:
-            value: Any = row
-            for part in name.split("."):
-                value = value.get(part) if isinstance(value, Mapping) else None
-            if value is not None:
-                return value
-        raise UserError(
-            f"a row has no field {' or '.join(map(repr, names))}; its fields are "
-            f"{', '.join(map(repr, row))}"
-        )
+    def get(row: Row, otherwise: Any = None) -> Any:
+        values = (_inside(row, name.split(".")) for name in names)
+        found = next((value for value in values if value is not None), otherwise)
+        if found is None:
+            raise UserError(
+                f"a row has no field {' or '.join(map(repr, names))}; its fields are "
+                f"{', '.join(map(repr, row))}"
+            )
+        return found
 
     return get
+
+
+def _inside(value: Any, path: Sequence[str]) -> Any:
+    """What a path of field names leads to, or None."""
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def folder(data_dir: str) -> pathlib.Path:

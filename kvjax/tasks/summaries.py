@@ -18,6 +18,11 @@ def grade(text: str, example: Example) -> dict[str, float]:
     return metrics.rouge(text, example.answers)
 
 
+def grade_line(text: str, example: Example) -> dict[str, float]:
+    """As `grade`, of the first line only."""
+    return grade(metrics.first_line(text), example)
+
+
 def _reference(row: data.Row) -> tuple[str, ...]:
     return (_SUMMARY(row).strip(),)
 
@@ -52,7 +57,8 @@ def _references(row: data.Row) -> tuple[str, ...]:
 _MULTI_NEWS = Form(
     question=lambda row: (
         "You are given several news passages. Write a one-page summary of all news. "
-        f"\n\nNews:\n{_news(row)}\n\nNow, write a one-page summary of all the news.\n\nSummary:"
+        f"\n\nNews:\n{_news(row)}\n\nNow, write a one-page summary of all the news."
+        "\n\nSummary:"
     ),
     primer="",
     answers=_references,
@@ -116,12 +122,12 @@ TASKS = {
                 _SAMSUM,
                 shots=5,
             ),
-            grade,
+            grade_line,
             "rougeL",
             128,
             "prompt and length of LongBench (Bai et al. 2023), as in SqueezeAttention "
             "(Wang et al. 2024); five shots are our choice",
-            stop=("\n",),
+            stop=("\nDialogue:",),
             chat=False,
         ),
     )
