@@ -44,7 +44,8 @@ def rows(source: Source, split: str, data_dir: str | None = None) -> Sequence[Ro
     Taken from the first of these that has them: a file in `data_dir`, `.jsonl` (an
     object per line) or `.json` (a list of objects, or an object with such a list as
     "examples" or "data"); the package `datasets` (its cache, or the hub); the package
-    `tensorflow-datasets` (its folder, or a download).
+    `tensorflow-datasets` (its folder, or a download; it knows many sets only where
+    `tensorflow` is installed as well).
 
     Raises:
       UserError: `data_dir` is no folder, a file in it is damaged, or no place has the
@@ -174,6 +175,8 @@ class _Decoded(Sequence):
 def _decoded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _decoded(part) for name, part in value.items()}
-    if isinstance(value, np.ndarray | list):
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list):
         return [_decoded(part) for part in value]
     return value.decode() if isinstance(value, bytes) else value

@@ -38,7 +38,8 @@ def _helm(sentences: str) -> Form:
 
 
 def _line(text: str) -> str:
-    return " ".join(text.split())
+    """The text with its line ends as spaces, as in H2O's files."""
+    return text.strip().replace("\n", " ")
 
 
 def _news(row: data.Row) -> str:
