@@ -24,7 +24,7 @@ _TASK = (
     "text. Find it and memorize it."
 )
 _QUESTION = "What is the secret passkey number mentioned in the text?"
-_PRIMER = "The secret passkey number is"  # opens the answer: the key comes next
+PRIMER = "The secret passkey number is"  # opens the answer: the key comes next
 _SENTENCE_END = re.compile(r"[.!?:][\"'”\u2019)]*\s+$")
 
 
@@ -33,12 +33,14 @@ class Example:
     """One prompt and what it asks for.
 
     Attributes:
+      message: what the user says; without chat template and primer.
       prompt: text, chat template and the opening words of the answer included.
       tokens: the same as token ids, special tokens included.
       answer: the five digits.
       depth: where the needle was asked to stand, 0 (start of the text) to 1 (end).
     """
 
+    message: str
     prompt: str
     tokens: tuple[int, ...]
     answer: str
@@ -93,7 +95,12 @@ def examples(
 
 def grade(example: Example, text: str) -> float:
     """Returns 1.0 if the key stands in the generated text as a number, else 0.0."""
-    return float(re.search(rf"(?<!\d){example.answer}(?!\d)", text) is not None)
+    return found(example.answer, text)
+
+
+def found(key: str, text: str) -> float:
+    """The same, of the key alone."""
+    return float(re.search(rf"(?<!\d){key}(?!\d)", text) is not None)
 
 
 def _check(count: int, depths: Sequence[float], text: _Text) -> None:
@@ -109,7 +116,8 @@ def _check(count: int, depths: Sequence[float], text: _Text) -> None:
 
 
 def _check_length(tokenizer: Any, length: int, keys: Sequence[str]) -> None:
-    least = max(len(_encode(tokenizer, _prompt(tokenizer, "", k, ""))) for k in keys)
+    bare = (_prompt(tokenizer, _message("", key, "")) for key in keys)
+    least = max(len(_encode(tokenizer, prompt)) for prompt in bare)
     if length < least:
         raise UserError(
             f"length {length} cannot hold needle and question, which take {least} "
@@ -142,16 +150,17 @@ def _example(
 ) -> Example:
     """The longest prompt within `length` tokens; a word takes at least one token."""
 
-    def prompt(words: int) -> str:
+    def message(words: int) -> str:
         before, after = _window(text, start, words, depth)
-        return _prompt(tokenizer, before, key, after)
+        return _message(before, key, after)
 
     def fits(words: int) -> bool:
-        return len(_encode(tokenizer, prompt(words))) <= length
+        return len(_encode(tokenizer, _prompt(tokenizer, message(words)))) <= length
 
     words = bisect.bisect_left(range(1, length + 1), True, key=lambda n: not fits(n))
-    longest = prompt(words)
-    return Example(longest, _encode(tokenizer, longest), key, float(depth))
+    longest = message(words)
+    prompt = _prompt(tokenizer, longest)
+    return Example(longest, prompt, _encode(tokenizer, prompt), key, float(depth))
 
 
 def _window(text: _Text, start: int, count: int, depth: float) -> tuple[str, str]:
@@ -163,17 +172,20 @@ def _window(text: _Text, start: int, count: int, depth: float) -> tuple[str, str
     return "".join(words[:cut]).strip(), "".join(words[cut:]).strip()
 
 
-def _prompt(tokenizer: Any, before: str, key: str, after: str) -> str:
+def _message(before: str, key: str, after: str) -> str:
     parts = (_TASK, before, _NEEDLE.format(key=key), after, _QUESTION)
-    message = "\n\n".join(part for part in parts if part)
+    return "\n\n".join(part for part in parts if part)
+
+
+def _prompt(tokenizer: Any, message: str) -> str:
     if not getattr(tokenizer, "chat_template", None):
-        return f"{message} {_PRIMER}"
+        return f"{message} {PRIMER}"
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": message}],
         tokenize=False,
         add_generation_prompt=True,
     )
-    return chat + _PRIMER
+    return chat + PRIMER
 
 
 def _encode(tokenizer: Any, prompt: str) -> tuple[int, ...]:
