@@ -72,14 +72,14 @@ _POLICIES = {
 
 
 def get_config() -> ConfigDict:
-    """The fields of `kvjax.evaluate.Experiment`, and what its methods share."""
+    """The fields of `kvjax.experiment.Experiment`, and what methods and tasks share."""
     return ConfigDict(
         {
             "quick": False,
             "quick_fields": {
                 "methods": _methods(_QUICK, (768,)),
                 "examples": 2,
-                "depths": (0.3, 0.7),
+                "tasks": _needle(0.3, 0.7),
                 "windows": 1,
             },
             "model": "smollm2-135m-instruct",  # or a GGUF file, or a model folder
@@ -93,7 +93,7 @@ def get_config() -> ConfigDict:
             # Needle: the pass key, at these depths of the text in turn.
             "examples": 6,
             "prompt_tokens": 1500,
-            "depths": (0.1, 0.25, 0.4, 0.6, 0.75, 0.9),
+            "tasks": _needle(0.1, 0.25, 0.4, 0.6, 0.75, 0.9),
             "max_new_tokens": 12,
             # Fidelity: the full cache's predictions on long text, teacher-forced.
             "windows": 2,
@@ -120,6 +120,10 @@ def _methods(labels: tuple[str, ...], budgets: tuple[int, ...]) -> tuple[dict, .
         for label in sorted(labels)
     )
     return ({"name": "Full cache", "block": _BLOCK}, *swept)
+
+
+def _needle(*depths: float) -> tuple[dict, ...]:
+    return ({"name": "needle", "options": {"depths": depths}},)
 
 
 def _options(label: str, budget: int) -> dict:

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    """The fields of `kvjax.evaluate.Experiment`, and what its methods share."""
+    """The fields of `kvjax.experiment.Experiment`, and what methods and tasks share."""
     return ConfigDict(
         {
             "model": "smollm2-135m-instruct",  # or a GGUF file, or a model folder
@@ -35,11 +35,14 @@ def get_config() -> ConfigDict:
                 {"name": "StreamingLLM", "policy": "streaming"},
                 {"name": "KeyDiff", "policy": "key_diff"},
             ),
-            # Needle: the pass key, at these depths of the text in turn.
+            # What the tasks share; a task may set its own. See `kvjax.tasks.names()`.
             "examples": 12,
             "prompt_tokens": 1000,
-            "depths": (0.1, 0.3, 0.5, 0.7, 0.9),
             "max_new_tokens": 64,
+            "tasks": (
+                # The pass key, at these depths of the text in turn.
+                {"name": "needle", "options": {"depths": (0.1, 0.3, 0.5, 0.7, 0.9)}},
+            ),
             # Fidelity: the full cache's predictions on long text, teacher-forced.
             "windows": 4,
             "window_prompt_tokens": 768,

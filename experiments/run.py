@@ -16,6 +16,7 @@ from ml_collections import config_flags
 from tqdm import tqdm
 
 from kvjax import evaluate, report
+from kvjax.experiment import from_config
 from kvjax.types import UserError
 
 FLAGS = flags.FLAGS
@@ -29,7 +30,7 @@ def main(_):
     logging.set_verbosity(logging.WARNING)  # checkpoint libraries are talkative
     if not _WORKDIR.value:
         raise UserError("--workdir is missing: name the folder for the results")
-    experiment = evaluate.from_config(
+    experiment = from_config(
         _config(), {"memory_gb": _MEMORY.value, "haystack": _HAYSTACK.value}
     )
     with tqdm(total=experiment.units, unit="prompt", smoothing=0) as bar:

@@ -9,22 +9,24 @@ interrupted goes on where it stopped and loses at most the batch in flight::
     WORKDIR/records.jsonl     one line per finished method, made from its batches
 """
 
-import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 import os
 import pathlib
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import cache, completions, layerwise, policies, programs, report
+from kvjax import cache, completions, layerwise, programs, report, tasks
+from kvjax.experiment import Experiment, Method, TaskRun
 from kvjax.generate import compact, prefill, score_tokens
+from kvjax.memory import peak_memory
 from kvjax.plan import (
     Plan,
     check_one_row,
@@ -34,144 +36,35 @@ from kvjax.plan import (
     state_bytes,
 )
 from kvjax.programs import Job
-from kvjax.tasks import fidelity, needle, text
-from kvjax.types import Model, ModelSpec, Schedule, UserError
+from kvjax.tasks import fidelity, text
+from kvjax.tasks.base import Encoded, Example, Task, ended
+from kvjax.tasks.base import encode as encoded
+from kvjax.types import Model, UserError
 from kvjax.weights import load
 
 Progress = Callable[[str, int], None]  # what runs now, and units of work just finished
 
 
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """A row of the table.
+class Prepared(NamedTuple):
+    """A task's examples, encoded.
 
     Attributes:
-      name: what tables and pictures call it.
-      policy: a name of `kvjax.policies.names()`, None for the full cache.
-      options: the policy's parameters.
-      phases, block, evict: the `Schedule`; `evict` None is the block.
-      budget: |kv|, one int or one per layer; None for the full cache.
-      rope: where a key stands for its rotary angle, see `cache.Compression`.
-      implementation: which attention runs, see `cache.Compression`.
-      label: what the methods have in common that differ only in budget and schedule,
-        the name of their row in a sweep's tables and pictures; None is the name.
+      run: what was asked.
+      task: the task.
+      examples: its questions.
+      prompts: their tokens, and how many were cut out.
+      new: most tokens of an answer.
     """
 
-    name: str
-    policy: str | None = None
-    options: tuple[tuple[str, Any], ...] = ()
-    phases: str = "prefill+decode"
-    block: int = 64
-    evict: int | None = None
-    budget: int | tuple[int, ...] | None = None
-    rope: str = "true"
-    implementation: str | None = None
-    label: str | None = None
-
-    def compression(self, spec: ModelSpec) -> cache.Compression:
-        """Raises UserError where the parts do not fit each other."""
-        policy, schedule = self.check()
-        return cache.compression(
-            spec,
-            policy,
-            self.budget,
-            schedule,
-            rope=self.rope,
-            implementation=self.implementation,
-        )
-
-    def check(self) -> tuple[policies.Policy | None, Schedule]:
-        """Policy and schedule, or a UserError for what is wrong in any model."""
-        evict = self.block if self.evict is None else self.evict
-        if self.policy is None:
-            return None, Schedule("full", self.block, evict)
-        schedule = Schedule(self.phases, self.block, evict)
-        policy = policies.make(self.policy, **dict(self.options))
-        budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
-        for budget in set(budgets) - {None}:
-            cache.check_budget(budget, policy, schedule)
-        return policy, schedule
-
-
-@dataclasses.dataclass(frozen=True)
-class Experiment:
-    """All that a run depends on; see `configs/quickstart.py` for the fields.
-
-    With `layerwise`, prompts run as in `kvjax.layerwise`: for sweeps over many methods.
-    Nothing is timed then, and memory is planned from shapes, for one method at a time.
-    """
-
-    model: str
-    dtype: str
-    memory_gb: float | None
-    seed: int
-    haystack: str | None
-    methods: tuple[Method, ...]
-    examples: int
-    prompt_tokens: int
-    depths: tuple[float, ...]
-    max_new_tokens: int
-    windows: int
-    window_prompt_tokens: int
-    window_continuation_tokens: int
-    layerwise: bool = False
+    run: TaskRun
+    task: Task
+    examples: list[Example]
+    prompts: list[Encoded]
+    new: int
 
     @property
-    def units(self) -> int:
-        """Of work that progress is counted in: prompts read."""
-        return len(self.methods) * (self.examples + self.windows)
-
-
-def from_config(config: dict[str, Any], overrides: dict[str, Any]) -> Experiment:
-    """The experiment that a config's fields describe.
-
-    Args:
-      config: fields of `Experiment`, and `block`, `evict` and `budget` for the methods
-        that do not set their own. A `memory_gb` of 0 is the device's limit; an empty
-        `haystack` is the default text. If `quick` is there and true, the fields in
-        `quick_fields` replace those of the same name, `methods` among them.
-      overrides: fields to replace where the value is not None.
-
-    Raises:
-      UserError: a field that is missing or unknown.
-    """
-    given = dict(config)
-    quick_fields = given.pop("quick_fields", {})
-    if given.pop("quick", False):
-        given |= quick_fields
-    given |= {key: v for key, v in overrides.items() if v is not None}
-    shared = {
-        key: given.pop(key) for key in ("block", "evict", "budget") if key in given
-    }
-    methods = tuple(_method(dict(fields), shared) for fields in given.pop("methods"))
-    given["haystack"] = given.get("haystack") or None
-    if given.get("memory_gb") == 0 and overrides.get("memory_gb") is None:
-        given["memory_gb"] = None
-    return _build(Experiment, given | {"methods": methods}, "config")
-
-
-def _method(fields: dict[str, Any], shared: dict[str, Any]) -> Method:
-    fields["options"] = tuple(sorted(fields.get("options", {}).items()))
-    if fields.get("policy"):
-        fields = shared | fields
-    return _build(Method, fields, f"method {fields.get('name')!r}")
-
-
-def _build(cls, fields: dict[str, Any], what: str):
-    """A dataclass from a dict, its lists made tuples and its fields checked."""
-    known = {field.name for field in dataclasses.fields(cls)}
-    unknown = sorted(set(fields) - known)
-    if unknown:
-        raise UserError(
-            f"{what} has an unknown field {unknown[0]!r}: fields are "
-            + ", ".join(sorted(known))
-        )
-    try:
-        return cls(
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        )
-    except TypeError as error:
-        raise UserError(f"{what}: {error}") from None
+    def longest(self) -> int:
+        return max(len(prompt.tokens) for prompt in self.prompts)
 
 
 def run(
@@ -182,51 +75,85 @@ def run(
     Raises:
       UserError: anything that does not fit, before long work starts.
     """
-    _check(experiment)
+    experiment.check()
     workdir = _open(experiment, pathlib.Path(workdir))
     programs.keep_compiled()
     progress(f"loading {experiment.model}", 0)
     model = load(experiment.model, jnp.dtype(experiment.dtype))
-    job = functools.partial(_job, experiment, model)
-    jobs = {method.name: job(method) for method in experiment.methods}
     memory = device_memory(experiment.memory_gb)
-    for each in jobs.values():
-        check_one_row(each, memory)
-    haystack = text.haystack(experiment.haystack)
-    examples = needle.examples(
-        model.tokenizer,
-        experiment.examples,
-        experiment.prompt_tokens,
-        experiment.depths,
-        experiment.seed,
-        haystack,
-    )
-    windows = fidelity.windows(
+    made = {m.name: m.compression(model.spec) for m in experiment.methods}
+    given = [prepared(experiment, run, model) for run in experiment.tasks]
+    jobs = {
+        (name, task.run.name): _job(experiment, model, each, task)
+        for name, each in made.items()
+        for task in given
+    }
+    for job in jobs.values():
+        check_one_row(job, memory)
+    windows = _windows(experiment, model)
+    engine = _layers(model, made.values()) if experiment.layerwise else _whole(model)
+    records = report.read_records(workdir / "records.jsonl")
+    finished = {record["method"]: record for record in records}
+    for method in experiment.methods:
+        if method.name in finished:
+            progress(method.name, experiment.units // len(experiment.methods))
+            continue
+        say = functools.partial(_say, progress, method.name)
+        plans = {}
+        for task in given:
+            say("planning and compiling", 0)
+            job = jobs[method.name, task.run.name]
+            plan = engine.plan(job, memory, len(task.examples))
+            run_batch = functools.partial(engine.run_batch, plan.job, experiment.seed)
+            _answers(model, plan, run_batch, task, method, workdir, say)
+            plans[task.run.name] = plan
+        if windows:
+            rows = min(plan.batch, len(windows))
+            forced = functools.partial(_forced, engine.forced, windows, rows)
+            _fidelity(model, made[method.name], forced, windows, method, workdir, say)
+        record = _record(experiment, method, plans, given, workdir)
+        report.append_record(workdir / "records.jsonl", record)
+        finished[method.name] = record
+        engine.forget()
+    return [finished[method.name] for method in experiment.methods]
+
+
+def prepared(experiment: Experiment, run: TaskRun, model: Model) -> Prepared:
+    """A task's examples as tokens that the model can read, the same for all methods.
+
+    Raises:
+      UserError: an unknown task or option, data that is not there, no room.
+    """
+    task = tasks.get(run.name)
+    new = run.max_new_tokens or task.max_new_tokens
+    room = model.spec.context_length - new
+    room = min(room, run.prompt_tokens or room)
+    known = inspect.signature(task.examples).parameters
+    common = {"haystack": experiment.haystack, "data_dir": experiment.data_dir}
+    common["length"] = run.prompt_tokens
+    options = {k: v for k, v in common.items() if k in known and v is not None}
+    options |= dict(run.options)
+    if unknown := sorted(set(options) - set(known)):
+        raise UserError(
+            f"task {run.name} has no option {unknown[0]!r}: it has "
+            + ", ".join(sorted(set(known) - {"tokenizer", "count", "seed"}))
+        )
+    examples = task.examples(model.tokenizer, run.examples, experiment.seed, **options)
+    encode = functools.partial(encoded, model.tokenizer, task, room=room)
+    return Prepared(run, task, examples, [encode(each) for each in examples], new)
+
+
+def _windows(experiment: Experiment, model: Model) -> list[fidelity.Window]:
+    if not experiment.windows:
+        return []
+    return fidelity.windows(
         model.tokenizer,
         experiment.windows,
         experiment.window_prompt_tokens,
         experiment.window_continuation_tokens,
         experiment.seed,
-        haystack,
+        text.haystack(experiment.haystack),
     )
-    engine = _layers(model, jobs.values()) if experiment.layerwise else _whole(model)
-    records = report.read_records(workdir / "records.jsonl")
-    finished = {record["method"]: record for record in records}
-    for method in experiment.methods:
-        if method.name in finished:
-            progress(method.name, experiment.examples + experiment.windows)
-            continue
-        say = functools.partial(_say, progress, method.name)
-        say("planning and compiling", 0)
-        plan = engine.plan(jobs[method.name], memory, len(examples))
-        run_batch = functools.partial(engine.run_batch, plan.job, experiment.seed)
-        _needle(model, plan, run_batch, examples, method, workdir, say)
-        _fidelity(model, plan, engine.forced, windows, method, workdir, say)
-        record = _record(experiment, method, plan, workdir, len(examples))
-        report.append_record(workdir / "records.jsonl", record)
-        finished[method.name] = record
-        engine.forget()
-    return [finished[method.name] for method in experiment.methods]
 
 
 class _Engine(NamedTuple):
@@ -273,19 +200,6 @@ def _say(progress: Progress, name: str, what: str, units: int) -> None:
     progress(f"{name}: {what}", units)
 
 
-def _check(experiment: Experiment) -> None:
-    """All that can be told wrong before the model is loaded."""
-    names = [method.name for method in experiment.methods]
-    if not names or len(set(names)) < len(names):
-        raise UserError(f"methods {names}: give one or more, with different names")
-    for field in ("examples", "windows", "prompt_tokens", "max_new_tokens"):
-        if getattr(experiment, field) < 1:
-            raise UserError(f"{field} {getattr(experiment, field)}: at least 1")
-    device_memory(experiment.memory_gb)
-    for method in experiment.methods:
-        method.check()
-
-
 def _open(experiment: Experiment, workdir: pathlib.Path) -> pathlib.Path:
     """The folder, if what lies in it answers the same question."""
     try:
@@ -309,42 +223,45 @@ def _open(experiment: Experiment, workdir: pathlib.Path) -> pathlib.Path:
     return workdir
 
 
-def _job(experiment: Experiment, model: Model, method: Method) -> Job:
-    made = method.compression(model.spec)
+def _job(experiment: Experiment, model: Model, made, task: Prepared) -> Job:
     read, written = (
         experiment.window_prompt_tokens,
         experiment.window_continuation_tokens,
     )
     programs.bucket(model.spec, made, read, written)  # raises if they do not fit
-    new = experiment.max_new_tokens
-    prompt = programs.bucket(model.spec, made, experiment.prompt_tokens, new)
-    return programs.job_of(model, made, prompt, new)
+    prompt = programs.bucket(model.spec, made, task.longest, task.new)
+    return programs.job_of(model, made, prompt, task.new)
 
 
-def _needle(model, plan, run_batch, examples, method, workdir, say) -> None:
-    """Runs the examples that no finished batch holds."""
-    path = workdir / "batches.jsonl"
-    done = {i for batch in _finished(path, method, "needle") for i in batch["examples"]}
+def _answers(model, plan, run_batch, task: Prepared, method, workdir, say) -> None:
+    """Runs the examples that no finished batch holds, and grades them."""
+    path, name = workdir / "batches.jsonl", task.run.name
+    done = {i for batch in _finished(path, method, name) for i in batch["examples"]}
     if done:
-        say("needle, taken up again", len(done))
-    left = [i for i in range(len(examples)) if i not in done]
+        say(f"{name}, taken up again", len(done))
+    left = [i for i in range(len(task.examples)) if i not in done]
     for rows in completions.batches(left, plan.batch):
-        say(f"needle, {len(rows)} prompts at once", 0)
-        prompts = [examples[i].tokens for i in rows]
-        with _peak_memory(plan.weights_bytes) as measured:
+        say(f"{name}, {len(rows)} prompts at once", 0)
+        prompts = [task.prompts[i].tokens for i in rows]
+        with peak_memory(plan.weights_bytes) as measured:
             result = run_batch(prompts, rows)
-        texts = [model.tokenizer.decode(new) for new in result.tokens]
+        texts = [
+            model.tokenizer.decode(new, skip_special_tokens=True)
+            for new in result.tokens
+        ]
         live, allocated = cache.pair_bytes(result.state)
         batch = {
             "method": method.name,
-            "task": "needle",
+            "task": name,
             "examples": rows,
             "scores": [
-                needle.grade(examples[i], made)
+                task.task.grade(ended(made, task.task.stop), task.examples[i])
                 for i, made in zip(rows, texts, strict=True)
             ],
+            "details": [dict(task.examples[i].details) for i in rows],
             "texts": texts,
             "prompt_tokens": sum(map(len, prompts)),
+            "cut_tokens": [task.prompts[i].cut for i in rows],
             "new_tokens": sum(map(len, result.tokens)),
             "prefill_seconds": result.prefill_seconds,
             "decode_seconds": result.decode_seconds,
@@ -353,21 +270,18 @@ def _needle(model, plan, run_batch, examples, method, workdir, say) -> None:
             "kv_bytes_allocated": allocated * len(rows) // plan.batch,
         }
         report.append_record(path, batch)
-        say("needle", len(rows))
+        say(name, len(rows))
 
 
-def _fidelity(model, plan, forced, windows, method, workdir, say) -> None:
+def _fidelity(model, made, run, windows, method, workdir, say) -> None:
     """Compares the method's next-token distributions to the full cache's."""
     path = workdir / "batches.jsonl"
     if _finished(path, method, "fidelity"):
         say("fidelity, taken up again", len(windows))
         return
-    rows = min(plan.batch, len(windows))
-    run = functools.partial(_forced, forced, windows, rows)
     reference = _reference(model, run, workdir, say)
     say(f"fidelity, {len(windows)} texts", 0)
-    full = plan.job.made.policy is None
-    logits = reference if full else run(plan.job.made)
+    logits = reference if made.policy is None else run(made)
     targets = np.asarray([window.continuation for window in windows]).reshape(-1)
     width = logits.shape[-1]
     scores = fidelity.compare(
@@ -419,11 +333,15 @@ def _forced_batch(model: Model, windows, made: cache.Compression) -> np.ndarray:
     return np.swapaxes(logits, 0, 1)
 
 
-def _record(experiment, method, plan, workdir, count) -> report.Record:
+def _record(experiment, method, plans, tasks, workdir) -> report.Record:
     """A method's line, from the lines of its batches."""
     path = workdir / "batches.jsonl"
-    batches = _finished(path, method, "needle")
-    (quality,) = _finished(path, method, "fidelity")
+    scores = {task.run.name: _scores(path, method, task) for task in tasks}
+    batches = [b for task in tasks for b in _finished(path, method, task.run.name)]
+    count = sum(len(task.examples) for task in tasks)
+    quality = _finished(path, method, "fidelity")
+    tightest = max(plans.values(), key=lambda plan: plan.row_bytes)
+    made = tightest.job.made
 
     def total(key):
         values = [batch[key] for batch in batches]
@@ -436,38 +354,68 @@ def _record(experiment, method, plan, workdir, count) -> report.Record:
         return None if seconds is None else total(key) / seconds
 
     measured = [b["measured_bytes"] for b in batches if b["measured_bytes"]]
+    decoding = [state_bytes(p.job)["decode"] // p.batch for p in plans.values()]
     return {
         "method": method.name,
         "label": method.label or method.name,
-        "policy": plan.job.made.policy.name if plan.job.made.policy else None,
-        "schedule": plan.job.made.schedule.phases,
+        "policy": made.policy.name if made.policy else None,
+        "schedule": made.schedule.phases,
         "budget": method.budget,
         "rope": method.rope,
-        "batch": plan.batch,
-        "batch_limit": plan.limit,
-        "accuracy": sum(sum(batch["scores"]) for batch in batches) / count,
+        "batch": tightest.batch,
+        "batch_limit": tightest.limit,
+        "tasks": scores,
+        "accuracy": sum(s["score"] for s in scores.values()) / len(scores),
         "examples": count,
         **{
-            key: quality[key]
+            key: quality[0][key] if quality else None
             for key in ("loss", "reference_loss", "kl", "top1_agreement")
         },
         "prefill_tokens_per_s": rate("prompt_tokens", reading),
         "decode_tokens_per_s": rate("new_tokens", writing),
         "tokens_per_s": rate("new_tokens", seconds),
-        "kv_bytes_per_row": plan.row_bytes,
-        "kv_bytes_decode": state_bytes(plan.job)["decode"] // plan.batch,
+        "kv_bytes_per_row": max(plan.row_bytes for plan in plans.values()),
+        "kv_bytes_decode": max(decoding),
         "kv_bytes_live": total("kv_bytes_live") / count,
         "kv_bytes_allocated": total("kv_bytes_allocated") / count,
-        "planned_bytes": plan.peak_bytes,
+        "planned_bytes": max(plan.peak_bytes for plan in plans.values()),
         "measured_bytes": max(measured, default=None),
-        "memory_bytes": plan.memory_bytes,
+        "memory_bytes": tightest.memory_bytes,
         "seconds": seconds,
         "seed": experiment.seed,
-        "prompt_tokens": experiment.prompt_tokens,
-        "max_new_tokens": experiment.max_new_tokens,
+        "prompt_tokens": max(t.run.prompt_tokens or t.longest for t in tasks),
+        "max_new_tokens": max(task.new for task in tasks),
         "model": experiment.model,
+        "mesh": experiment.mesh,
         "device": jax.devices()[0].device_kind,
         "versions": {"jax": jax.__version__, "python": platform.python_version()},
+    }
+
+
+def _scores(path: pathlib.Path, method: Method, task: Prepared) -> dict[str, Any]:
+    """A task's means, and its headline metric for every depth, length and the like."""
+    batches = _finished(path, method, task.run.name)
+    scores = [score for batch in batches for score in batch["scores"]]
+    details = [detail for batch in batches for detail in batch["details"]]
+    cut = [tokens for batch in batches for tokens in batch["cut_tokens"]]
+    cells: dict[tuple, list[float]] = {}
+    for detail, score in zip(details, scores, strict=True):
+        cells.setdefault(tuple(sorted(detail.items())), []).append(
+            score[task.task.metric]
+        )
+    means = {name: float(np.mean([s[name] for s in scores])) for name in scores[0]}
+    return {
+        "metric": task.task.metric,
+        "score": means[task.task.metric],
+        "metrics": means,
+        "examples": len(scores),
+        "prompt_tokens": sum(b["prompt_tokens"] for b in batches) / len(scores),
+        "cut_prompts": sum(tokens > 0 for tokens in cut),
+        "cells": [
+            dict(cell) | {"score": float(np.mean(found)), "examples": len(found)}
+            for cell, found in sorted(cells.items())
+            if cell
+        ],
     }
 
 
@@ -477,35 +425,3 @@ def _finished(path: pathlib.Path, method: Method, task: str) -> list[dict]:
         for batch in report.read_records(path)
         if batch["method"] == method.name and batch["task"] == task
     ]
-
-
-@contextlib.contextmanager
-def _peak_memory(weights: int) -> Iterator[list[int]]:
-    """Measures the most bytes held inside the block, the weights included.
-
-    On GPU and TPU it is the allocator's peak, told only if the block raised it, since
-    it cannot be reset. On a CPU it is the growth of the process's resident set over
-    what it was before, plus the weights. The list stays empty where neither is known.
-    """
-    found: list[int] = []
-    device = jax.devices()[0]
-    before = (device.memory_stats() or {}).get("peak_bytes_in_use")
-    resident = _resident_peak(reset=True) if device.platform == "cpu" else None
-    yield found
-    if before is not None:
-        peak = device.memory_stats()["peak_bytes_in_use"]
-        found.extend([peak] if peak > before else [])
-    elif resident is not None:
-        found.append(weights + _resident_peak() - resident)
-
-
-def _resident_peak(reset: bool = False) -> int | None:
-    """The process's largest resident set in bytes since the last reset (Linux)."""
-    try:
-        if reset:
-            pathlib.Path("/proc/self/clear_refs").write_text("5")
-        status = pathlib.Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024

@@ -12,6 +12,7 @@ from conftest import tiny_spec
 
 import kvjax
 from kvjax import Schedule, UserError, cache, evaluate, policies
+from kvjax.experiment import from_config
 from kvjax.plan import device_memory
 from kvjax.sampling import Sampling
 
@@ -163,7 +164,7 @@ def config(**changes):
         "methods": [{"name": "a", "policy": "recency"}],
         "examples": 1,
         "prompt_tokens": 10,
-        "depths": [0.5],
+        "tasks": [{"name": "needle"}],
         "max_new_tokens": 1,
         "windows": 1,
         "window_prompt_tokens": 8,
@@ -181,6 +182,9 @@ def config(**changes):
         ({"methods": []}, ["methods"]),
         ({"methods": [{"name": "a"}, {"name": "a"}]}, ["different names"]),
         ({"examples": 0}, ["examples 0"]),
+        ({"tasks": []}, ["tasks"]),
+        ({"tasks": [{"name": "needle", "shots": 3}]}, ["needle", "shots"]),
+        ({"mesh": "data:2", "layerwise": True}, ["layerwise"]),
         ({"budget": 8}, ["budget 8", "raise the budget"]),
         ({"memory_gb": -1.0}, ["memory_gb -1"]),
         ({"model": "none"}, ["'none'", "smollm2"]),
@@ -188,13 +192,13 @@ def config(**changes):
 )
 def test_experiment(tmp_path, changes, words):
     with pytest.raises(UserError) as caught:
-        experiment = evaluate.from_config(config(**changes), {})
+        experiment = from_config(config(**changes), {})
         evaluate.run(experiment, tmp_path / "w", lambda what, units: None)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_workdir_of_another_experiment(tmp_path):
-    first = evaluate.from_config(config(), {})
+    first = from_config(config(), {})
     (tmp_path / "experiment.json").write_text(json.dumps(dataclasses.asdict(first)))
     (tmp_path / "batches.jsonl").write_text("")
     other = dataclasses.replace(first, seed=7)

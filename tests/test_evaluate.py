@@ -9,6 +9,7 @@ from conftest import tiny_model, tiny_spec
 from test_tasks import HAYSTACK, make_tokenizer
 
 from kvjax import evaluate, policies, report
+from kvjax.experiment import from_config
 from kvjax.types import UserError
 
 SWEEP = pathlib.Path(__file__).parents[1] / "configs" / "policy_sweep.py"
@@ -35,8 +36,11 @@ CONFIG = {
     ],
     "examples": 5,
     "prompt_tokens": 100,
-    "depths": [0.2, 0.8],
     "max_new_tokens": 6,
+    "tasks": [
+        {"name": "needle", "options": {"depths": [0.2, 0.8]}},
+        {"name": "passkey", "examples": 2, "prompt_tokens": 80, "max_new_tokens": 3},
+    ],
     "windows": 2,
     "window_prompt_tokens": 64,
     "window_continuation_tokens": 5,
@@ -50,7 +54,7 @@ def experiment(tmp_path, monkeypatch):
     (tmp_path / "texts" / "a.txt").write_text(HAYSTACK)
     model = tiny_model(vocab_size=2000)._replace(tokenizer=make_tokenizer())
     monkeypatch.setattr(evaluate, "load", lambda name, dtype: model)
-    return evaluate.from_config(CONFIG, {"haystack": str(tmp_path / "texts")})
+    return from_config(CONFIG, {"haystack": str(tmp_path / "texts")})
 
 
 def without_times(records):
@@ -81,6 +85,12 @@ def test_records_and_resumption(experiment, tmp_path):
     slot = whole[3]
     assert (slot["rope"], key_diff["rope"]) == ("slot", "true")
     assert slot["label"] == "slots" and key_diff["label"] == "KeyDiff"
+    needle, passkey = full["tasks"]["needle"], full["tasks"]["passkey"]
+    assert (needle["examples"], passkey["examples"]) == (5, 2)
+    assert [cell["depth"] for cell in needle["cells"]] == [0.2, 0.8]
+    assert [cell["examples"] for cell in needle["cells"]] == [3, 2]
+    assert full["accuracy"] == (needle["score"] + passkey["score"]) / 2
+    assert full["examples"] == 7 and needle["prompt_tokens"] <= 100
 
     class Stop(KeyboardInterrupt):
         pass
@@ -117,13 +127,13 @@ def test_records_and_resumption(experiment, tmp_path):
 
 def sweep(quick):
     config = runpy.run_path(str(SWEEP))["get_config"]().to_dict()
-    return evaluate.from_config(config | {"quick": quick}, {})
+    return from_config(config | {"quick": quick}, {})
 
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_sweep_fits_smollm2(quick):
     """Its layers and heads, under every budget and schedule."""
-    evaluate._check(sweep(quick))
+    sweep(quick).check()
     spec = tiny_spec(num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
     for method in sweep(quick).methods:
         made = method.compression(spec)
@@ -137,14 +147,15 @@ def test_the_sweep_holds_every_policy():
     assert len(labels) == len(policies.names()) + 1  # streaming has two rows
     assert len(methods) == len(labels) * 2 * 3 + 1
     assert len(sweep(True).methods) == 5 * 2 + 1
-    assert sweep(True).examples < sweep(False).examples
+    assert sweep(True).tasks[0].examples < sweep(False).tasks[0].examples
 
 
 def test_quick_fields_replace_others():
     quick = {"methods": [{"name": "Full cache"}], "examples": 1}
     config = CONFIG | {"quick": True, "quick_fields": quick}
-    assert len(evaluate.from_config(config, {}).methods) == 1
-    assert evaluate.from_config(config, {"examples": 3}).examples == 3
-    assert evaluate.from_config(config | {"quick": False}, {}).examples == 5
+    assert len(from_config(config, {}).methods) == 1
+    examples = lambda made: [task.examples for task in made.tasks]
+    assert examples(from_config(config, {"examples": 3})) == [3, 2]
+    assert examples(from_config(config | {"quick": False}, {})) == [5, 2]
     with pytest.raises(UserError, match="unknown field 'exampels'"):
-        evaluate.from_config(config | {"quick_fields": {"exampels": 1}}, {})
+        from_config(config | {"quick_fields": {"exampels": 1}}, {})
