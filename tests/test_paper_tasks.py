@@ -145,7 +145,7 @@ def test_xsum_asks_word_for_word_as_h2o():
     examples = ask("xsum", 500, real("xsum"))
     examples.sort(key=lambda example: int(example.name.split("/")[-1]))
     assert sha("\0".join(map(whole, examples))) == H2O_XSUM
-    assert tasks.get("xsum").stop == ("###",)
+    assert (tasks.get("xsum").stop, tasks.get("xsum").max_new_tokens) == (("###",), 64)
 
 
 def test_cnn_dailymail_shows_one_article_as_helm_does(folder):
@@ -177,11 +177,13 @@ def test_gsm8k_shows_worked_train_rows(shots):
 
 
 def test_gsm8k_grades_its_own_solutions_right():
-    task, rows = tasks.get("gsm8k"), data.read(REAL / "gsm8k/test.jsonl")
-    for example in ask("gsm8k", 660, real("gsm8k"), shots=0):
+    task, examples = tasks.get("gsm8k"), ask("gsm8k", 660, real("gsm8k"), shots=0)
+    rows = data.read(REAL / "gsm8k/test.jsonl")
+    for example in examples:
         row = rows[int(example.name.split("/")[-1])]
-        said = ended(f" {row['answer']}\n\nQuestion: 1 + 1?", task.stop)
-        assert task.grade(said, example) == {"exact_match": 1.0}
+        for said in (row["answer"], f"So it is ${example.answers[0]}."):
+            said = ended(f" {said}\n\nQuestion: 1 + 1?", task.stop)
+            assert task.grade(said, example) == {"exact_match": 1.0}
 
 
 @pytest.mark.parametrize("subtask", bbh.SUBTASKS)
