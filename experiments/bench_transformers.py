@@ -66,7 +66,7 @@ def main(_):
         Case("decode, batch 16", 16, FLAGS.prompt, FLAGS.new),
         Case("prefill, 4 x 512", 4, 512, 0),
     )
-    peer = peers.Peer(FLAGS.peer_python, __file__)
+    peer = peers.Peer(FLAGS.peer_python, __file__, "--worker")
     ours = kvjax_side(peer)
     figures = {
         case.name: race(case, ours, peer)
@@ -165,16 +165,14 @@ def by_generate(model, prompts, new):
 
 def by_loop(model, prompts, new):
     """Seconds of the bare steps, or of the prompt alone if `new` is 0."""
+    from peers import decoding
+
     start = time.perf_counter()
-    out = model(prompts, use_cache=True, logits_to_keep=1)
-    tokens = [out.logits[:, -1].argmax(dim=-1, keepdim=True)]
+    prompt = decoding.prefill(model, prompts)
     read = time.perf_counter()
-    for _ in range(new - 1):
-        out = model(tokens[-1], past_key_values=out.past_key_values, use_cache=True)
-        tokens.append(out.logits[:, -1].argmax(dim=-1, keepdim=True))
+    tokens = decoding.decode(model, prompt, new or 1)
     end = time.perf_counter()
-    chosen = [[int(token[row]) for token in tokens] for row in range(len(prompts))]
-    return {"seconds": end - read if new else read - start, "tokens": chosen}
+    return {"seconds": end - read if new else read - start, "tokens": tokens}
 
 
 # ----------------------------------------------------------------------- the report

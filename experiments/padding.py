@@ -55,16 +55,10 @@ from typing import Any, NamedTuple
 
 import peers
 from absl import flags, logging
+from peers import presses
 
 FLAGS = flags.FLAGS
-LABELS = {
-    "snapkv": "SnapKV",
-    "tova": "TOVA",
-    "key_diff": "KeyDiff",
-    "key_norm": "Knorm",
-    "streaming": "StreamingLLM",
-    "expected_attention": "Expected Attention",
-}
+LABELS = {k: v for k, v in presses.LABELS.items() if k not in presses.EAGER}
 PACKAGES = "kvpress", "torch", "transformers"  # of the other side
 WINDOW, KERNEL = 32, 5  # of SnapKV, on both sides
 SETTINGS = "model", "attention", "short", "long", "pads", "pairs", "new", "half"
@@ -113,7 +107,7 @@ def main(_):
     from kvjax.weights import hub
 
     start = time.perf_counter()
-    peer = peers.Peer(FLAGS.peer_python, __file__)
+    peer = peers.Peer(FLAGS.peer_python, __file__, "--worker")
     peer.load(hub.fetch(FLAGS.model), FLAGS.attention)
     model = kvjax.load(FLAGS.model)
     words = model.tokenizer(text.haystack(), verbose=False)["input_ids"]
@@ -350,7 +344,7 @@ def kvjax_rows(model, policy, new: int, prompts, slots: int) -> list[Row]:
 def kvpress_rows(peer, name, new: int, pad: int, prompts, slots: int) -> list[Row]:
     """The rows of one batch; without a name nothing is compressed."""
     width = max(map(len, prompts))
-    ratio = 1 - (slots + 0.5) / width  # half a slot more: the press rounds down
+    ratio = presses.ratio(slots, width)
     request = {"policy": name, "ratio": ratio, "prompts": prompts}
     done = peer.ask(request | {"new": new, "pad": pad})
     assert not name or {len(h) for k in done["kept"][0] for h in k} == {slots}
@@ -360,6 +354,7 @@ def kvpress_rows(peer, name, new: int, pad: int, prompts, slots: int) -> list[Ro
 def answer(model, request):
     """The worker's: kept positions and tokens of a batch, padded on the left."""
     import torch
+    from peers import decoding
 
     prompts, new, pad = (request[key] for key in ("prompts", "new", "pad"))
     width = max(map(len, prompts))
@@ -386,42 +381,18 @@ def answer(model, request):
     ]
     found.clear()
     tokens = out[:, width:].tolist()
-    loop = by_loop(model, press, ids, mask, new) if any(short) else tokens
+    loop = tokens
+    if any(short):
+        loop = decoding.decode(model, decoding.prefill(model, ids, press, mask), new)
     return {"kept": kept, "tokens": tokens, "loop": loop}
-
-
-def by_loop(model, press, ids, mask, new):
-    """As kvpress' own pipeline decodes: every slot left is seen, by true positions."""
-    import torch
-    import transformers
-
-    cache = transformers.DynamicCache()
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    inputs = {"attention_mask": mask, "logits_to_keep": 1}
-    tokens = []
-    for _ in range(new):
-        with press(model) if not tokens else contextlib.nullcontext():
-            out = model(ids, position_ids=positions, past_key_values=cache, **inputs)
-        ids = out.logits[:, -1:].argmax(dim=-1)
-        tokens.append(ids)
-        positions, inputs = positions[:, -1:] + 1, {}
-    return torch.cat(tokens, dim=1).tolist()
 
 
 def press_of(name, ratio):
     """A press, and the list it writes the slots it keeps to, `[layer]` of [B, K, n]."""
-    import kvpress
-
     if name is None:
         return (lambda model: contextlib.nullcontext()), []
-    press = {
-        "snapkv": lambda: kvpress.SnapKVPress(ratio, WINDOW, KERNEL),
-        "tova": lambda: kvpress.TOVAPress(ratio),
-        "key_diff": lambda: kvpress.KeyDiffPress(ratio),
-        "key_norm": lambda: kvpress.KnormPress(ratio),
-        "streaming": lambda: kvpress.StreamingLLMPress(ratio, n_sink=4),
-        "expected_attention": lambda: kvpress.ExpectedAttentionPress(ratio),
-    }[name]()
+    options = {"snapkv": {"window_size": WINDOW, "kernel_size": KERNEL}}
+    press = presses.make(name, ratio, **options.get(name, {}))
     compress, found = press.compress, []
 
     def recorded(module, hidden_states, keys, values, attentions, kwargs):

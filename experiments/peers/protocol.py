@@ -1,14 +1,14 @@
 r"""A PyTorch process beside JAX's, for the experiments that compare the two.
 
-PyTorch need not live in JAX's environment: the experiment starts its own script again
-under another interpreter, with `--worker`, and the two exchange JSON lines. The worker
+PyTorch need not live in JAX's environment: the experiment starts a worker under another
+interpreter, often its own script once more, and the two exchange JSON lines. The worker
 first says its versions, then loads a GGUF file, then answers request by request::
 
-    peer = peers.Peer(python, __file__)            # in JAX's process
-    peer.load(path_of_gguf)
-    answer = peer.ask({"prompts": [[1, 2, 3]]})
+    with peers.Peer(python, __file__, "--worker") as peer:      # in JAX's process
+        peer.load(path_of_gguf)
+        answer = peer.ask({"prompts": [[1, 2, 3]]})
 
-    peers.serve(("torch", "transformers"), answer_to)      # in the worker
+    peers.serve(("torch", "transformers"), answer_to)           # in the worker
 """
 
 import contextlib
@@ -22,20 +22,23 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from absl import app
+EXPERIMENTS = pathlib.Path(__file__).resolve().parents[1]
 
 
 class PeerError(Exception):
     """The other side cannot run; one line."""
 
 
+class PeerDied(PeerError):
+    """The worker ended without a word, as when the system kills it for memory."""
+
+
 class Peer:
-    """The worker's process, as JAX's process sees it.
+    """The worker's process, as JAX's process sees it; a context that ends it.
 
     Args:
-      python: an interpreter with the packages that the script serves, and with gguf
-        and absl-py.
-      script: what it runs, with `--worker`.
+      python: an interpreter with the packages that the worker serves, and with gguf.
+      arguments: of the interpreter; `peers` can be imported whatever they are.
 
     Attributes:
       versions: of the packages that the worker named.
@@ -44,22 +47,42 @@ class Peer:
       PeerError: here and in every method, when the other side cannot run.
     """
 
-    def __init__(self, python: str, script: str):
+    def __init__(self, python: str, *arguments: str):
         self.python = python
+        folders = [str(EXPERIMENTS), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = os.environ | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+        env["PYTHONPATH"] = os.pathsep.join(folders)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         try:
             self.process = subprocess.Popen(
-                [python, script, "--worker"], env=env, text=True, **pipes
+                [python, *arguments], env=env, text=True, **pipes
             )
         except OSError as error:
             raise PeerError(f"--peer_python: {error}") from None
-        self.versions = self._answer()
+        try:
+            self.versions = self._answer()
+        except PeerError:
+            self.close()
+            raise
 
-    def load(self, path: pathlib.Path, attention: str = "sdpa") -> None:
-        """Has the worker load a GGUF file; `attention` is transformers' name of it."""
-        source = {"folder": str(path.parent), "file": path.name, "attention": attention}
-        self.ask(source)
+    def __enter__(self) -> "Peer":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def load(
+        self, path: pathlib.Path, attention: str = "sdpa", device: str = "cpu"
+    ) -> None:
+        """Has the worker load a GGUF file.
+
+        Args:
+          path: of the file.
+          attention: transformers' name of it.
+          device: `cpu`, in float32; or `best`: a GPU, in bfloat16, where there is one.
+        """
+        source = {"folder": str(path.parent), "file": path.name}
+        self.ask(source | {"attention": attention, "device": device})
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(BrokenPipeError):  # its last line says why
@@ -67,12 +90,20 @@ class Peer:
         return self._answer()
 
     def close(self) -> None:
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.wait()
+        self.process.stdout.close()
 
     def _answer(self):
         line = self.process.stdout.readline()
-        answer = json.loads(line) if line else {"error": "the worker died, see above"}
+        if not line:
+            code = self.process.wait()
+            raise PeerDied(f"{self.python}: the worker died ({code}), see above")
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            raise PeerError(f"{self.python}: no worker: {line.strip()!r}") from None
         if "error" in answer:
             raise PeerError(f"{self.python}: {answer['error']}")
         return answer
@@ -110,6 +141,8 @@ def serve(
 
 def run(main: Callable) -> None:
     """`app.run`, with one line and exit code 2 where the other side cannot run."""
+    from absl import app
+
     try:
         app.run(main)
     except PeerError as error:
@@ -117,12 +150,16 @@ def run(main: Callable) -> None:
         sys.exit(2)
 
 
-def _load(folder, file, attention):
+def _load(folder, file, attention, device):
     import torch
     import transformers
 
+    gpu = device == "best" and torch.cuda.is_available()
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=file, dtype=torch.float32, attn_implementation=attention
+        folder,
+        gguf_file=file,
+        dtype=torch.bfloat16 if gpu else torch.float32,
+        attn_implementation=attention,
     )
     model.generation_config.eos_token_id = None  # decode to the end
-    return model
+    return model.to("cuda") if gpu else model

@@ -1,0 +1,202 @@
+"""The other interpreter's side of `peers.throughput`: runs batches, weighs and times.
+
+    python -m peers.worker
+
+Requests, after the model:
+
+    {"methods": [{policy, ratio, options}, ...]}    can all be made? the model's shape
+    {"policy", "ratio", "options", "chunk", "prompts", "new", "limit", "runs"}
+
+The second runs a batch `runs` times and answers with lists of seconds, the bytes at the
+peak of each phase, how many pairs were kept, and the tokens; or, where memory ran out,
+with `out_of_memory`. With a `limit` it is a rehearsal: see `Meter`.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib.metadata
+import os
+import pathlib
+import platform
+import time
+
+import peers
+from peers import presses
+
+OUT_OF_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # names of mallopt's parameters
+
+
+class Meter:
+    """Peak bytes, the weights included, of what runs after `start`.
+
+    On a GPU they are the allocator's. On a CPU they are the growth of the resident set
+    and the weights, and there `exact` matters: by itself glibc keeps freed blocks up to
+    32 MiB for later, and what then lies between others in use made 210 to 270 MB of 140
+    in a prefill of two rows. With `exact` large blocks go back to the system at once,
+    which costs page faults (decoding took 1.4 times as long), so that batches are
+    weighed with it and timed without.
+
+    Where the system does not tell (no Linux), `peak` is None.
+    """
+
+    def __init__(self, model, exact: bool):
+        self.device = model.device
+        self.weights = sum(each.nbytes for each in model.parameters())
+        gc.collect()
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+        else:
+            _keep_freed(below=1 << 20 if exact else 32 << 20)
+            self.before = _resident("VmRSS")
+
+    def start(self) -> None:
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            with contextlib.suppress(OSError):
+                pathlib.Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self) -> int | None:
+        if self.device.type == "cuda":
+            import torch
+
+            return torch.cuda.max_memory_allocated()
+        top = _resident("VmHWM")
+        return None if top is None else self.weights + top - self.before
+
+
+def _resident(field: str) -> int | None:
+    try:
+        lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(x.split()[1]) << 10 for x in lines if x.startswith(field)), None)
+
+
+def _keep_freed(below: int) -> None:
+    """Which freed blocks glibc keeps; other C libraries have no such choice."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(MMAP_THRESHOLD, below)
+        libc.mallopt(TRIM_THRESHOLD, 2 * below)
+        libc.malloc_trim(0)
+
+
+def answer(model, request):
+    if "methods" in request:
+        for each in request["methods"]:
+            _press(**each)
+        warm_up(model)
+        return about(model)
+    try:
+        return run(model, **request)
+    except RuntimeError as error:  # of CUDA, of the CPU's allocator, of cuBLAS
+        if not any(words in str(error) for words in OUT_OF_MEMORY):
+            raise
+        return {"out_of_memory": str(error).splitlines()[0]}
+
+
+def warm_up(model):
+    """All cores, and what libraries set up at first use out of the way."""
+    import torch
+
+    from peers import decoding
+
+    if model.device.type == "cpu":
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    read = decoding.prefill(model, torch.zeros(1, 16, dtype=int, device=model.device))
+    decoding.decode(model, read, 2)
+
+
+def about(model):
+    """The model's shape, and what it runs on."""
+    import torch
+
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    head_dim = getattr(config, "head_dim", None)
+    shape = {
+        "layers": config.num_hidden_layers,
+        "heads": heads,
+        "kv_heads": kv_heads or heads,
+        "head_dim": head_dim or config.hidden_size // heads,
+        "model_dim": config.hidden_size,
+        "ff_dim": config.intermediate_size,
+        "vocab": config.vocab_size,
+        "element": model.dtype.itemsize,
+        "weights": sum(each.nbytes for each in model.parameters()),
+    }
+    gpu = model.device.type == "cuda"
+    versions = {"python": platform.python_version()}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions["kvpress"] = importlib.metadata.version("kvpress")
+    return {
+        "shape": shape,
+        "device": torch.cuda.get_device_name() if gpu else "cpu",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": None if gpu else torch.get_num_threads(),
+        "versions": versions,
+    }
+
+
+def run(model, policy, ratio, options, chunk, prompts, new, limit, runs):
+    """One batch, some times over."""
+    import torch
+
+    eager = policy in presses.EAGER
+    model.set_attn_implementation("eager" if eager else "sdpa")
+    press = _press(policy, ratio, options)
+    ids = torch.tensor(prompts, device=model.device)
+    meter = Meter(model, exact=limit is not None)
+    seconds = {"prefill": [], "decode": []}
+    peaks = {}
+    done = {}
+    for _ in range(runs):
+        done = _timed(model, ids, press, chunk, new, meter, seconds, peaks, limit)
+    return {"seconds": seconds, "bytes": peaks, **done}
+
+
+def _timed(model, ids, press, chunk, new, meter, seconds, peaks, limit):
+    """Adds one run's figures; ends after the prompt if that is over the limit."""
+    from peers import decoding
+
+    def phase(name, call):
+        meter.start()
+        start = _now(model)
+        made = call()
+        seconds[name].append(_now(model) - start)
+        peak = meter.peak()
+        if peak is not None:
+            peaks[name] = max(peak, peaks.get(name, 0))
+        return made
+
+    read = phase("prefill", lambda: decoding.prefill(model, ids, press, None, chunk))
+    kept = sorted({layer.get_seq_length() for layer in read.cache.layers})
+    if limit is not None and peaks.get("prefill", 0) > limit:
+        return {"kept": kept, "tokens": None}
+    tokens = phase("decode", lambda: decoding.decode(model, read, new))
+    return {"kept": kept, "tokens": tokens}
+
+
+def _press(policy, ratio, options):
+    return presses.make(policy, ratio, **options) if policy else None
+
+
+def _now(model) -> float:
+    """Seconds, when all that was asked of the device is done."""
+    if model.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    peers.serve(("torch", "transformers"), answer)
