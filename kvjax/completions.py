@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int
 
 from kvjax import axes, cache, programs, sharding
 from kvjax.codecs import Codec, identity
@@ -142,16 +143,7 @@ def run_batch(
       RuntimeError: the state ran out of slots.
     """
     compiled = programs.programs(job)
-    tokens = np.zeros((job.batch, job.prompt), np.int32)
-    lengths = np.zeros((job.batch,), np.int32)
-    numbers = np.zeros((job.batch,), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-        lengths[row], numbers[row] = len(prompt), indices[row]
-    keys = programs.row_keys(jnp.int32(seed), jnp.asarray(numbers))
-    tokens, lengths, active, keys = sharding.by_row(
-        job.mesh, tokens, lengths, lengths > 0, keys
-    )
+    tokens, lengths, active, keys = packed(job, prompts, indices, seed)
     state = jax.block_until_ready(compiled.init())
     start = time.perf_counter()
     state, logits = compiled.prefill(params, state, tokens, lengths)
@@ -163,9 +155,33 @@ def run_batch(
     jax.block_until_ready(state)
     end = time.perf_counter()
     cache.raise_errors(state)
-    out, count = axes.fetched((out, count))
-    new = [out[row, : count[row]].tolist() for row in range(len(prompts))]
+    new = unpacked(out, count, len(prompts))
     return BatchResult(new, state, middle - start, end - middle)
+
+
+def packed(
+    job: Job,
+    prompts: Sequence[Sequence[int]],
+    indices: Sequence[int],
+    seed: int,
+) -> tuple[Int[Array, "B T"], Int[Array, "B"], Bool[Array, "B"], Array]:
+    """Left-aligned prompts, their lengths, rows in use, PRNG keys; see `run_batch`."""
+    tokens = np.zeros((job.batch, job.prompt), np.int32)
+    lengths = np.zeros((job.batch,), np.int32)
+    numbers = np.zeros((job.batch,), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+        lengths[row], numbers[row] = len(prompt), indices[row]
+    keys = programs.row_keys(jnp.int32(seed), jnp.asarray(numbers))
+    return sharding.by_row(job.mesh, tokens, lengths, lengths > 0, keys)
+
+
+def unpacked(
+    tokens: Int[Array, "B N"], count: Int[Array, "B"], rows: int
+) -> list[list[int]]:
+    """The tokens that each of the first `rows` rows has generated."""
+    out, count = axes.fetched((tokens, count))
+    return [out[row, : count[row]].tolist() for row in range(rows)]
 
 
 def batches(indices: Sequence[int], most: int) -> list[list[int]]:

@@ -115,10 +115,10 @@ def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
         batch -= batch % job.ways
     needed = {
         phase: int(fixed + job.ways * row)
-        for phase, (fixed, row) in _growth(job).items()
+        for phase, (fixed, row) in growth(job).items()
     }
     worst = max(needed, key=needed.get)
-    raise UserError(_too_small(job, memory_bytes, worst, needed[worst]))
+    raise UserError(too_small(job, memory_bytes, worst, needed[worst]))
 
 
 def plan_by_shapes(job: Job, memory_bytes: int, max_batch: int) -> Plan:
@@ -132,7 +132,7 @@ def plan_by_shapes(job: Job, memory_bytes: int, max_batch: int) -> Plan:
     row = 2 * max(state_bytes(dataclasses.replace(job, batch=job.ways)).values())
     batch = min(max_batch, (memory_bytes - weights_bytes(job)) // row * job.ways)
     if batch < 1:
-        raise UserError(_too_small(job, memory_bytes, "it", weights_bytes(job) + row))
+        raise UserError(too_small(job, memory_bytes, "it", weights_bytes(job) + row))
     limit = "prompts" if batch == max_batch else "prefill"
     peak = weights_bytes(job) + -(-batch // job.ways) * row
     return _plan(dataclasses.replace(job, batch=batch), limit, memory_bytes, peak)
@@ -141,7 +141,7 @@ def plan_by_shapes(job: Job, memory_bytes: int, max_batch: int) -> Plan:
 def check_one_row(job: Job, memory_bytes: int) -> None:
     """Raises UserError if weights and one row's state alone are too much; instant."""
     if _least(job) > memory_bytes:
-        raise UserError(_too_small(job, memory_bytes, "it", _least(job)))
+        raise UserError(too_small(job, memory_bytes, "it", _least(job)))
 
 
 def phase_bytes(job: Job) -> dict[str, int]:
@@ -150,11 +150,13 @@ def phase_bytes(job: Job) -> dict[str, int]:
     Compaction does not take the weights as an argument, but they are there.
     """
     compiled = programs.programs(job)
-    peaks = {"prefill": _peak(compiled.prefill), "decode": _peak(compiled.decode)}
+    peaks = {
+        "prefill": program_bytes(compiled.prefill),
+        "decode": program_bytes(compiled.decode),
+    }
     if compiled.compact:
-        weights = weights_bytes(job)
-        logits = 4 * job.batch // job.ways * job.spec.vocab_size
-        peaks["compact"] = _peak(compiled.compact) + weights + logits
+        logits = programs.tree_bytes(programs.arguments(job).logits)
+        peaks["compact"] = program_bytes(compiled.compact) + weights_bytes(job) + logits
     return peaks
 
 
@@ -200,13 +202,13 @@ def _estimated(job: Job, memory_bytes: int) -> tuple[str, int]:
         phase: int((memory_bytes - fixed) // row) // job.ways * job.ways
         if memory_bytes > fixed
         else 0
-        for phase, (fixed, row) in _growth(job).items()
+        for phase, (fixed, row) in growth(job).items()
     }
     limit = min(fits, key=fits.get)
     return limit, fits[limit]
 
 
-def _growth(job: Job) -> dict[str, tuple[float, float]]:
+def growth(job: Job) -> dict[str, tuple[float, float]]:
     """Per phase, the bytes that are always there and those that each row adds."""
     few, many = (probe * job.ways for probe in _PROBES)
     small, large = _estimate(job, few), _estimate(job, many)
@@ -239,7 +241,7 @@ def _plan(job: Job, limit: str, memory_bytes: int, peak: int) -> Plan:
     return Plan(job, limit, memory_bytes, peak, weights_bytes(job), row)
 
 
-def _too_small(job: Job, memory_bytes: int, what: str, needed: int) -> str:
+def too_small(job: Job, memory_bytes: int, what: str, needed: int) -> str:
     return (
         f"memory of {memory_bytes / 1e9:.3g} GB is too small for one row of "
         f"{job.spec.name}: {what} needs at least {needed / 1e9:.3g} GB, weights and KV "
@@ -260,7 +262,7 @@ def weights_bytes(job: Job) -> int:
     return programs.tree_bytes(programs.arguments(job).params)
 
 
-def _peak(compiled: jax.stages.Compiled) -> int:
+def program_bytes(compiled: jax.stages.Compiled) -> int:
     """Bytes a program holds at once; aliased outputs live in their inputs."""
     m = compiled.memory_analysis()
     held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes

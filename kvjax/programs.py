@@ -119,45 +119,68 @@ def bucket(spec: ModelSpec, made: cache.Compression, longest: int, new: int) -> 
 @functools.cache
 def programs(job: Job) -> Programs:
     """Compiles everything that the job runs."""
-    keep_compiled()
-    with sharding.use(job.mesh):
-        return _compiled(job)
-
-
-def _compiled(job: Job) -> Programs:
-    spec, made = job.spec, job.made
-    inputs = arguments(job)
-    before, after = inputs.before, inputs.after
-    read = prefill.lower(
-        inputs.params, before, inputs.tokens, inputs.rows, spec=spec, made=made
-    )
-    write = decode.lower(
-        inputs.params,
-        after,
-        inputs.logits,
-        inputs.active,
-        inputs.keys,
-        spec=spec,
-        made=made,
-        steps=job.new,
-        how=job.how,
-        eos=job.eos,
-    )
-    shrink = None
-    if made.schedule.compacts:
-        shrink = compact.lower(
-            before, spec=spec, made=made, capacity=job.decode_capacity
-        )
-    placed = jax.tree.map(lambda leaf: leaf.sharding, before) if job.mesh else None
-    first = jax.jit(
-        functools.partial(init_state, job, job.prefill_capacity), out_shardings=placed
-    )
     return Programs(
-        init=first.lower().compile(),
-        prefill=read.compile(),
-        compact=shrink.compile() if shrink else None,
-        decode=write.compile(),
+        init=compile_init(job, job.prefill_capacity),
+        prefill=compile_prefill(job),
+        compact=compile_compact(job) if job.made.schedule.compacts else None,
+        decode=compile_decode(job),
     )
+
+
+def compile_init(job: Job, capacity: tuple[int, ...]) -> jax.stages.Compiled:
+    """() -> an empty state."""
+    keep_compiled()
+    placed = None
+    if job.mesh:
+        over = job.mesh
+        placed = sharding.state_partitions(job.spec, job.made, capacity, over)
+    with sharding.use(job.mesh):
+        init = functools.partial(init_state, job, capacity)
+        return jax.jit(init, out_shardings=placed).lower().compile()
+
+
+def compile_prefill(job: Job) -> jax.stages.Compiled:
+    """(params, state, tokens, lengths) -> (state, logits), see `generate.prefill`."""
+    keep_compiled()
+    given = arguments(job)
+    with sharding.use(job.mesh):
+        return prefill.lower(
+            given.params,
+            given.before,
+            given.tokens,
+            given.rows,
+            spec=job.spec,
+            made=job.made,
+        ).compile()
+
+
+def compile_compact(job: Job) -> jax.stages.Compiled:
+    """state -> state, see `generate.compact`."""
+    keep_compiled()
+    before, after = arguments(job).before, job.decode_capacity
+    with sharding.use(job.mesh):
+        return compact.lower(
+            before, spec=job.spec, made=job.made, capacity=after
+        ).compile()
+
+
+def compile_decode(job: Job) -> jax.stages.Compiled:
+    """(params, state, logits, active, keys) -> state, tokens, count; see `generate`."""
+    keep_compiled()
+    given = arguments(job)
+    with sharding.use(job.mesh):
+        return decode.lower(
+            given.params,
+            given.after,
+            given.logits,
+            given.active,
+            given.keys,
+            spec=job.spec,
+            made=job.made,
+            steps=job.new,
+            how=job.how,
+            eos=job.eos,
+        ).compile()
 
 
 class Arguments(NamedTuple):
