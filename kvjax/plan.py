@@ -47,6 +47,11 @@ class Plan:
     def batch(self) -> int:
         return self.job.batch
 
+    @property
+    def reading(self) -> tuple[int, int]:
+        """Rows whose prompts are read at a time, and how many times."""
+        return self.batch, 1
+
 
 def plan(
     spec: ModelSpec,
@@ -94,7 +99,10 @@ def plan(
 
 
 def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
-    """The largest batch of a job, whatever batch it names; see `plan`."""
+    """The largest batch of a job, whatever batch it names; see `plan`.
+
+    A batch whose programs a compiler refuses for lack of memory does not fit either.
+    """
     check_one_row(job, memory_bytes)
     if max_batch is not None:
         max_batch = -(-max_batch // job.ways) * job.ways
@@ -106,10 +114,16 @@ def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
             limit, batch = "prompts", max_batch
     while batch > 0:
         planned = dataclasses.replace(job, batch=batch)
-        peaks = phase_bytes(planned)
+        try:
+            peaks = phase_bytes(planned)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            limit, batch = "compiler", batch - job.ways
+            continue
         worst = max(peaks, key=peaks.get)
         if peaks[worst] <= memory_bytes:
-            return _plan(planned, limit, memory_bytes, peaks[worst])
+            return as_plan(planned, limit, memory_bytes, peaks[worst])
         limit = worst
         batch = min(batch - 1, int(batch * memory_bytes / peaks[worst]))
         batch -= batch % job.ways
@@ -135,7 +149,7 @@ def plan_by_shapes(job: Job, memory_bytes: int, max_batch: int) -> Plan:
         raise UserError(too_small(job, memory_bytes, "it", weights_bytes(job) + row))
     limit = "prompts" if batch == max_batch else "prefill"
     peak = weights_bytes(job) + -(-batch // job.ways) * row
-    return _plan(dataclasses.replace(job, batch=batch), limit, memory_bytes, peak)
+    return as_plan(dataclasses.replace(job, batch=batch), limit, memory_bytes, peak)
 
 
 def check_one_row(job: Job, memory_bytes: int) -> None:
@@ -236,7 +250,23 @@ def _estimate(job: Job, batch: int) -> dict[str, int]:
     return {phase: peak + more[phase] for phase, peak in phase_bytes(short).items()}
 
 
-def _plan(job: Job, limit: str, memory_bytes: int, peak: int) -> Plan:
+def fitting(job: Job, limit: str, memory_bytes: int) -> Plan | None:
+    """The plan of the job as it is, or None if its compiled programs do not fit."""
+    try:
+        peak = max(phase_bytes(job).values())
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return None
+    return as_plan(job, limit, memory_bytes, peak) if peak <= memory_bytes else None
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether a device, or a compiler on its behalf, has run out of memory."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def as_plan(job: Job, limit: str, memory_bytes: int, peak: int) -> Plan:
     row = max(state_bytes(job).values()) * job.ways // job.batch
     return Plan(job, limit, memory_bytes, peak, weights_bytes(job), row)
 

@@ -55,6 +55,10 @@ class StaggeredPlan(Plan):
         return -(-self.batch // self.group)
 
     @property
+    def reading(self) -> tuple[int, int]:
+        return self.group, self.groups
+
+    @property
     def starts(self) -> list[int]:
         """The first row of every group."""
         return [

@@ -49,6 +49,9 @@ MAY = {
     "plan": {"types", "axes", "cache", "policies", "programs", "sharding"},
     "layerwise": {"types", "cache", "models", "policies", "generate"},
     "staggered": {"types", "cache", "plan", "programs", "completions"},
+    "memory": set(),
+    "protocols": {"types", "memory", "plan", "programs", "completions", "staggered"},
+    "roofline": {"types", "models", "plan", "programs"},
 }
 
 

@@ -39,6 +39,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama-2-70b": _config(_L, 80, 8192, 28672, 64, 8, 32_000, 4096),
     "llama-3-8b": _config(_L, 32, 4096, 14336, 32, 8, _V3, 8192, rope_theta=5e5),
     "llama-3-70b": _config(_L, 80, 8192, 28672, 64, 8, _V3, 8192, rope_theta=5e5),
+    "llama-3.1-8b": _config(
+        *(_L, 32, 4096, 14336, 32, 8, _V3, 131_072),
+        rope_theta=5e5,
+        rope_scaling=_LLAMA3_ROPE,
+    ),
     "llama-3.1-405b": _config(
         *(_L, 126, 16384, 53248, 128, 8, _V3, 131_072),
         rope_theta=5e5,

@@ -13,13 +13,16 @@ import dataclasses
 import os
 import pathlib
 
+import jax
 import jax.numpy as jnp
 
+from kvjax.models import decoder, published
 from kvjax.types import Model, UserError
 from kvjax.weights import gguf, hub, safetensors, store
 
 __all__ = ["load"]
 
+_RANDOM = "random:"
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -40,7 +43,8 @@ def load(
     Args:
       name_or_path: a known name ("smollm2-135m-instruct"), a `.gguf` file of the llama
         architecture, or a folder or hub id with `config.json` and safetensors of a
-        family in docs/models.md.
+        family in docs/models.md. "random:llama-3.1-8b" is a shape of
+        `kvjax.models.published` with random weights, to measure speed and memory.
       dtype: of all params: float32, bfloat16 or float16.
       context: most tokens of a prompt and its completion; None for all that the model
         can read. Rotary positions that differ with it (LongRoPE) are chosen by it.
@@ -65,6 +69,8 @@ def load(
 
 
 def _load(asked: str, dtype: jnp.dtype, context: int | None) -> Model:
+    if asked.startswith(_RANDOM):
+        return _random(asked.removeprefix(_RANDOM), dtype)
     if asked in hub.NAMED:
         path, identity = hub.fetch(asked), hub.NAMED[asked].sha256
         return store.load(
@@ -85,6 +91,13 @@ def _load(asked: str, dtype: jnp.dtype, context: int | None) -> Model:
         f"{', '.join(sorted(hub.NAMED))}, a .gguf file, a Hugging Face folder, or "
         "the id of a model on its hub (owner/name)"
     )
+
+
+def _random(name: str, dtype: jnp.dtype) -> Model:
+    """A published shape with weights drawn at random, always the same, no tokenizer."""
+    spec = published.spec(name)
+    draw = jax.jit(decoder.random_params, static_argnums=(0, 2))
+    return Model(spec, draw(spec, jax.random.key(0), dtype), None)
 
 
 def _dtype(dtype: jnp.dtype) -> jnp.dtype:

@@ -1,0 +1,172 @@
+"""Which batch a method runs at, and how long it takes: Batch-Max's protocol.
+
+Source: Metel et al. 2024, arXiv 2412.05693, section 4.1. Whether a batch fits is read
+off its compiled programs; `step_back` is for devices that run out of memory all the
+same.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvjax import completions, staggered
+from kvjax.memory import peak_memory
+from kvjax.plan import Plan, fitting, plan_job
+from kvjax.programs import Job
+from kvjax.types import PyTree, UserError
+
+PROTOCOLS = ("full", "ed", "batch_max", "staggered")
+
+
+class Timing(NamedTuple):
+    """What came of running all prompts several times.
+
+    Attributes:
+      tokens: new tokens of each prompt.
+      prefill, decode: seconds of every repeat.
+      rows, read: rows and prompt tokens of one repeat, those that fill up the last
+        batch included.
+      measured_bytes: None where it is not known.
+    """
+
+    tokens: list[list[int]]
+    prefill: list[float]
+    decode: list[float]
+    rows: int
+    read: int
+    measured_bytes: int | None
+
+
+def divisors(count: int) -> list[int]:
+    """D of section 4.1: batch sizes that divide the prompts evenly, rising.
+
+    With them no batch is part-filled, and none does work that is not asked for.
+    """
+    return [size for size in range(1, count + 1) if count % size == 0]
+
+
+def find_batch(
+    protocol: str, job: Job, memory_bytes: int, count: int, most: int
+) -> Plan:
+    """The batch that a protocol gives a job.
+
+    `ed` gets b0 - 1, where b0 is the smallest batch that does not fit, and so does
+    `full`, whose `most` is ED's; `batch_max` the largest of D that fits, see
+    `divisors`; `staggered` the largest pool, then the largest groups.
+
+    Args:
+      protocol: of `PROTOCOLS`.
+      job: whatever batch it names.
+      memory_bytes: the limit.
+      count: prompts there are.
+      most: no larger batch than that.
+
+    Raises:
+      UserError: not even one row fits.
+    """
+    if protocol == "staggered":
+        return staggered.plan_job(job, memory_bytes, most)
+    planned = plan_job(job, memory_bytes, most)
+    if protocol == "batch_max":
+        return _largest_divisor(planned, count, most)
+    return _largest(planned, most)
+
+
+def _largest(planned: Plan, most: int) -> Plan:
+    """One row more at a time until a batch does not fit: that one is b0."""
+    found: Plan | None = planned
+    while found and found.batch < most:
+        planned = found
+        found = _with_batch(planned, planned.batch + 1)
+    return found or planned
+
+
+def _largest_divisor(planned: Plan, count: int, most: int) -> Plan:
+    """The largest of D that fits; the plan may be a row below what does."""
+    for size in reversed(divisors(count)):
+        if size <= min(planned.batch + 1, most):
+            found = _with_batch(planned, size)
+            if found:
+                return found
+    return planned
+
+
+def _with_batch(planned: Plan, batch: int) -> Plan | None:
+    job = dataclasses.replace(planned.job, batch=batch)
+    return fitting(job, planned.limit, planned.memory_bytes)
+
+
+def step_back(protocol: str, planned: Plan, count: int) -> Plan:
+    """The next smaller plan after one that ran out of memory all the same.
+
+    Raises:
+      UserError: there is none.
+    """
+    if isinstance(planned, staggered.StaggeredPlan) and planned.group > 1:
+        return dataclasses.replace(planned, group=planned.group // 2)
+    if planned.batch == 1:
+        raise UserError(
+            f"one row of {planned.job.spec.name} runs out of memory, though "
+            f"{planned.peak_bytes / 1e9:.3g} GB were planned: lower memory_gb, and see "
+            "what else uses the device"
+        )
+    found = find_batch(
+        protocol, planned.job, planned.memory_bytes, count, planned.batch - 1
+    )
+    return dataclasses.replace(found, limit="out of memory")
+
+
+def run_planned(
+    params: PyTree,
+    planned: Plan,
+    seed: int,
+    prompts: Sequence[Sequence[int]],
+    indices: Sequence[int],
+) -> completions.BatchResult:
+    """One batch, as its plan says."""
+    if isinstance(planned, staggered.StaggeredPlan):
+        return staggered.run_batch(params, planned, prompts, indices, seed)
+    return completions.run_batch(params, planned.job, prompts, indices, seed)
+
+
+def time_prompts(
+    run_batch: Callable[..., completions.BatchResult],
+    planned: Plan,
+    prompts: Sequence[Sequence[int]],
+    repeats: int,
+) -> Timing:
+    """Runs all prompts `repeats` times, after one batch that is not counted.
+
+    A last batch that would be part-filled is filled up with the first prompts again:
+    rows cost the same whatever they hold, and all that they generate counts.
+
+    Args:
+      run_batch: of prompts and their numbers.
+      planned: for the batch.
+      prompts: token ids.
+      repeats: times that everything is run and timed.
+    """
+    parts = [
+        [row % len(prompts) for row in range(start, start + planned.batch)]
+        for start in range(0, len(prompts), planned.batch)
+    ]
+
+    def timed(rows):
+        """What the batch leaves, without its state: the next one needs the room."""
+        result = run_batch([prompts[i] for i in rows], rows)
+        return result.tokens, result.prefill_seconds, result.decode_seconds
+
+    timed(parts[0])
+    with peak_memory(planned.weights_bytes) as measured:
+        runs = [[timed(rows) for rows in parts] for _ in range(repeats)]
+    tokens: dict[int, list[int]] = {}
+    for rows, (new, *_) in zip(parts, runs[0], strict=True):
+        tokens |= dict(zip(rows, new, strict=True))
+    return Timing(
+        tokens=[tokens[i] for i in range(len(prompts))],
+        prefill=[sum(seconds for _, seconds, _ in each) for each in runs],
+        decode=[sum(seconds for _, _, seconds in each) for each in runs],
+        rows=planned.batch * len(parts),
+        read=sum(len(prompts[i]) for rows in parts for i in rows),
+        measured_bytes=measured[0] if measured else None,
+    )

@@ -1,0 +1,399 @@
+"""Tokens per second at one memory limit: the protocol of Batch-Max, and a new rival.
+
+Source: Metel et al. 2024, arXiv 2412.05693, section 4.1. Every method generates a fixed
+number of tokens for the same prompts, whatever ends a text. What differs is the batch::
+
+    ed          b0 - 1, where b0 is the smallest batch at which ED (full prefill, then
+                the newest pair only) no longer fits
+    full        the same, or the largest that fits if that is less
+    batch_max   the largest of D that fits, see `protocols.divisors`
+    staggered   the largest pool, then the largest groups, see `kvjax.staggered`
+
+Whether a batch fits is read off its compiled programs, and confirmed by running it: a
+device that runs out of memory all the same sends the method one batch back. Prompts are
+pass-key prompts, so the very tokens that are timed are graded too.
+
+Everything finished is written down at once::
+
+    WORKDIR/experiment.json   what was asked; another question wants another folder
+    WORKDIR/records.jsonl     one line per method and number of new tokens
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import evaluate, programs, protocols, report, roofline, staggered
+from kvjax.evaluate import Method
+from kvjax.plan import Plan, check_one_row, device_memory, out_of_memory
+from kvjax.programs import Job
+from kvjax.tasks import needle, text
+from kvjax.types import Model, UserError
+from kvjax.weights import load
+
+Progress = Callable[[str, int], None]  # what runs now, and units of work just finished
+Peer = Callable[..., report.Record]
+
+_COMMON: dict[str, dict[str, Any]] = {
+    "full": {},
+    "ed": {"policy": "recency", "phases": "decode", "budget": 2, "evict": 1},
+    "batch_max": {"phases": "prefill+decode"},
+    "staggered": {"phases": "after_prefill"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry(Method):
+    """A row of the table; `protocol` says how its batch is found."""
+
+    protocol: str = "full"
+
+
+@dataclasses.dataclass(frozen=True)
+class Throughput:
+    """All that a run depends on; see `configs/batch_max/smollm2_cpu.py`.
+
+    Attributes:
+      prompts: how many; every method works through all of them, `repeats` times.
+      prompt_tokens: the most that a prompt has.
+      depths: where the pass key stands, in turn.
+      max_new_tokens: generated per prompt; each number is a measurement of its own.
+    """
+
+    model: str
+    dtype: str
+    memory_gb: float | None
+    seed: int
+    haystack: str | None
+    methods: tuple[Entry, ...]
+    prompts: int
+    prompt_tokens: int
+    depths: tuple[float, ...]
+    max_new_tokens: tuple[int, ...]
+    repeats: int
+
+    @property
+    def units(self) -> int:
+        """Of work that progress is counted in: measurements."""
+        return len(self.methods) * len(self.max_new_tokens)
+
+
+class Prompts(NamedTuple):
+    """Token ids, and what a completion is worth; None where nobody can tell."""
+
+    tokens: list[Sequence[int]]
+    grade: Callable[[int, list[int]], float] | None
+
+
+def from_config(config: dict[str, Any], overrides: dict[str, Any]) -> Throughput:
+    """The experiment that a config's fields describe.
+
+    Args:
+      config: fields of `Throughput`, and `block` and `budget` for the methods that do
+        not set their own. A method's `protocol` also sets what all its methods have in
+        common, such as ED's policy and budget. A `memory_gb` of 0 is the device's
+        limit; an empty `haystack` is the default text.
+      overrides: fields to replace where the value is not None.
+
+    Raises:
+      UserError: a field that is missing or unknown.
+    """
+    given = config | {key: v for key, v in overrides.items() if v is not None}
+    shared = {key: given.pop(key) for key in ("block", "budget") if key in given}
+    methods = tuple(_entry(dict(each), shared) for each in given.pop("methods", ()))
+    given["haystack"] = given.get("haystack") or None
+    if given.get("memory_gb") == 0 and overrides.get("memory_gb") is None:
+        given["memory_gb"] = None
+    return evaluate._build(Throughput, given | {"methods": methods}, "config")
+
+
+def _entry(fields: dict[str, Any], shared: dict[str, Any]) -> Entry:
+    protocol = fields.get("protocol")
+    if protocol not in protocols.PROTOCOLS:
+        raise UserError(
+            f"method {fields.get('name')!r}: protocol {protocol!r} is unknown, use one "
+            f"of {', '.join(protocols.PROTOCOLS)}"
+        )
+    fields["options"] = tuple(sorted(fields.get("options", {}).items()))
+    if protocol == "full":
+        shared = {key: v for key, v in shared.items() if key != "budget"}
+    fields = shared | _COMMON[protocol] | fields
+    return evaluate._build(Entry, fields, f"method {fields.get('name')!r}")
+
+
+def run(
+    experiment: Throughput,
+    workdir: str | os.PathLike,
+    progress: Progress,
+    peers: Mapping[str, Peer] | None = None,
+) -> list[report.Record]:
+    """Measures what is not yet in `workdir`; one record per method and new tokens.
+
+    Args:
+      experiment: what to measure.
+      workdir: where records go, and are found again.
+      progress: told what runs.
+      peers: methods of other engines by the name in their records, each called with
+        `(prompts, new_tokens, memory_bytes, repeats)` for a record in our format: the
+        same prompts, as token ids, in the same memory.
+
+    Raises:
+      UserError: anything that does not fit, before long work starts.
+    """
+    peers = peers or {}
+    _check(experiment, peers)
+    workdir = _open(experiment, pathlib.Path(workdir))
+    programs.keep_compiled()
+    progress(f"loading {experiment.model}", 0)
+    model = load(experiment.model, jnp.dtype(experiment.dtype))
+    memory = device_memory(experiment.memory_gb)
+    for new in experiment.max_new_tokens:
+        for entry in experiment.methods:
+            check_one_row(_job(experiment, model, entry, new), memory)
+    setting = _Setting(experiment, model, _prompts(experiment, model), memory)
+    path = workdir / "records.jsonl"
+    for new in experiment.max_new_tokens:
+        for entry in sorted(experiment.methods, key=lambda each: each.protocol != "ed"):
+            done = _named(path, new)
+            if entry.name not in done:
+                say = functools.partial(_say, progress, f"{entry.name}, {new} new")
+                most = _most(setting, entry, done)
+                report.append_record(path, _measured(setting, entry, new, most, say))
+                _forget()
+            progress(entry.name, 1)
+        for name in peers.keys() - _named(path, new).keys():
+            progress(name, 0)
+            asked = setting.prompts.tokens, new, memory, experiment.repeats
+            report.append_record(path, peers[name](*asked))
+    found = [_named(path, new) for new in experiment.max_new_tokens]
+    names = [*(entry.name for entry in experiment.methods), *peers]
+    return [records[name] for records in found for name in names]
+
+
+class _Setting(NamedTuple):
+    """What all measurements of a run share."""
+
+    experiment: Throughput
+    model: Model
+    prompts: Prompts
+    memory: int
+
+
+def _measured(
+    setting: _Setting, entry: Entry, new: int, most: int, say: Progress
+) -> report.Record:
+    """One method's record: its batch found, run, and stepped back from if need be."""
+    experiment, model, prompts, memory = setting
+    job = _job(experiment, model, entry, new)
+    count, stepped_back = len(prompts.tokens), []
+    say("planning and compiling", 0)
+    planned = protocols.find_batch(entry.protocol, job, memory, count, most)
+    while True:
+        say(f"{planned.batch} prompts at once", 0)
+        run_batch = functools.partial(
+            protocols.run_planned, model.params, planned, experiment.seed
+        )
+        try:
+            timing = protocols.time_prompts(
+                run_batch, planned, prompts.tokens, experiment.repeats
+            )
+            return _record(setting, entry, planned, timing, stepped_back)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            stepped_back.append(planned.batch)
+        planned = protocols.step_back(entry.protocol, planned, count)
+
+
+def _record(
+    setting: _Setting,
+    entry: Entry,
+    planned: Plan,
+    timing: protocols.Timing,
+    stepped_back: list[int],
+) -> report.Record:
+    """The line of one measurement; tokens per second are of medians."""
+    experiment, prompts = setting.experiment, setting.prompts
+    made, new = planned.job.made, planned.job.new
+    length, written = max(map(len, prompts.tokens)), timing.rows * new
+    prefill, decode = map(statistics.median, (timing.prefill, timing.decode))
+    both = statistics.median(map(sum, zip(timing.prefill, timing.decode, strict=True)))
+    speed = timing.read / prefill, written / decode
+    grade = prompts.grade
+    grades = [grade(*each) for each in enumerate(timing.tokens)] if grade else []
+    return {
+        "kind": "throughput",
+        "method": entry.name,
+        "label": entry.label or entry.name,
+        "engine": "kvjax",
+        "policy": made.policy.name if made.policy else None,
+        "schedule": made.schedule.phases,
+        "budget": entry.budget,
+        "role": entry.protocol,
+        "batch": planned.batch,
+        "group": planned.reading[0],
+        "batch_limit": planned.limit,
+        "stepped_back": stepped_back,
+        "prompts": len(prompts.tokens),
+        "prompt_tokens": length,
+        "new_tokens": new,
+        "prefill_seconds": prefill,
+        "decode_seconds": decode,
+        "seconds": both,
+        "prefill_seconds_all": timing.prefill,
+        "decode_seconds_all": timing.decode,
+        "prefill_tokens_per_s": speed[0],
+        "decode_tokens_per_s": speed[1],
+        "tokens_per_s": written / both,
+        "accuracy": statistics.fmean(grades) if grades else None,
+        "examples": len(grades),
+        "kv_bytes_per_row": planned.row_bytes,
+        "planned_bytes": planned.peak_bytes,
+        "measured_bytes": timing.measured_bytes,
+        "memory_bytes": planned.memory_bytes,
+        **_roofline(experiment.dtype, planned, length, *speed),
+        "seed": experiment.seed,
+        "model": experiment.model,
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__, "python": platform.python_version()},
+    }
+
+
+def _roofline(
+    dtype: str, planned: Plan, length: int, reading: float, writing: float
+) -> report.Record:
+    """What a full batch has to do, what the device could, and the share reached.
+
+    Args:
+      dtype: of the run.
+      planned: the batch.
+      length: of its prompts, in tokens.
+      reading, writing: tokens per second that were measured.
+    """
+    rates = roofline.measured_rates(dtype)
+    best = roofline.predict(planned, rates, length)
+    steps = {
+        "prefill": roofline.prefill(planned, length),
+        "decode": roofline.decode(planned, length),
+    }
+    work = {phase: roofline.total(each) for phase, each in steps.items()}
+    return {
+        **{f"{phase}_bytes": each.bytes for phase, each in work.items()},
+        **{f"{phase}_flops": each.flops for phase, each in work.items()},
+        "copy_bytes_per_s": rates.bytes_per_s,
+        "matrix_flops_per_s": rates.flops_per_s,
+        "prefill_roofline": reading / best.prefill_tokens_per_s,
+        "decode_roofline": writing / best.decode_tokens_per_s,
+        **{f"predicted_{key}": value for key, value in best._asdict().items()},
+    }
+
+
+def _most(setting: _Setting, entry: Entry, done: dict[str, report.Record]) -> int:
+    """Prompts there are; for the full cache, ED's batch where ED is measured too.
+
+    ED goes first, so that its record, steps back included, is there by then.
+    """
+    count = len(setting.prompts.tokens)
+    if entry.protocol != "full":
+        return count
+    eds = [each for each in setting.experiment.methods if each.protocol == "ed"]
+    return min((done[each.name]["batch"] for each in eds), default=count)
+
+
+def _prompts(experiment: Throughput, model: Model) -> Prompts:
+    """Pass-key prompts; random tokens for a model without a tokenizer."""
+    count, length = experiment.prompts, experiment.prompt_tokens
+    if model.tokenizer is None:
+        rng = np.random.default_rng(experiment.seed)
+        drawn = rng.integers(model.spec.vocab_size, size=(count, length))
+        return Prompts(drawn.tolist(), None)
+    examples = needle.examples(
+        model.tokenizer,
+        count,
+        length,
+        experiment.depths,
+        experiment.seed,
+        text.haystack(experiment.haystack),
+    )
+
+    def grade(index, tokens):
+        return needle.grade(examples[index], model.tokenizer.decode(tokens))
+
+    return Prompts([example.tokens for example in examples], grade)
+
+
+def _job(experiment: Throughput, model: Model, entry: Entry, new: int) -> Job:
+    """Without an end token: all rows generate `new` tokens."""
+    made = entry.compression(model.spec)
+    prompt = programs.bucket(model.spec, made, experiment.prompt_tokens, new)
+    return Job(model.spec, made, 1, prompt, new, experiment.dtype)
+
+
+def _check(experiment: Throughput, peers: Mapping[str, Peer]) -> None:
+    """All that can be told wrong before the model is loaded."""
+    names = [*(entry.name for entry in experiment.methods), *peers]
+    if not experiment.methods or len(set(names)) < len(names):
+        raise UserError(f"methods {names}: give one or more, with different names")
+    if not experiment.max_new_tokens:
+        raise UserError("max_new_tokens is empty: give one number or more")
+    sizes = {"prompts": experiment.prompts, "repeats": experiment.repeats}
+    sizes |= {"prompt_tokens": experiment.prompt_tokens}
+    for field, value in [
+        *sizes.items(),
+        *(("max_new_tokens", new) for new in experiment.max_new_tokens),
+    ]:
+        if value < 1:
+            raise UserError(f"{field} {value}: at least 1")
+    device_memory(experiment.memory_gb)
+    for entry in experiment.methods:
+        entry.check()
+
+
+def _open(experiment: Throughput, workdir: pathlib.Path) -> pathlib.Path:
+    """The folder, if what lies in it answers the same question."""
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"workdir {workdir}: {error.strerror}; name another") from None
+    asked = json.loads(json.dumps(dataclasses.asdict(experiment)))
+    path = workdir / "experiment.json"
+    if not (workdir / "records.jsonl").exists() or not path.exists():
+        partial = path.with_suffix(".part")
+        partial.write_text(json.dumps(asked, indent=2) + "\n")
+        partial.replace(path)
+        return workdir
+    before = json.loads(path.read_text())
+    changed = sorted(key for key in asked if asked[key] != before.get(key))
+    if changed:
+        raise UserError(
+            f"workdir {workdir} holds results of another configuration ({changed[0]} "
+            f"was {before.get(changed[0])!r:.80}): name another folder or delete it"
+        )
+    return workdir
+
+
+def _named(path: pathlib.Path, new: int) -> dict[str, report.Record]:
+    """The finished records of one number of new tokens, by their methods."""
+    records = report.read_records(path)
+    return {r["method"]: r for r in records if r["new_tokens"] == new}
+
+
+def _say(progress: Progress, name: str, what: str, units: int) -> None:
+    progress(f"{name}: {what}", units)
+
+
+def _forget() -> None:
+    """Compiled programs go: those of many methods exhaust a process's memory maps."""
+    programs.programs.cache_clear()
+    staggered.compile_programs.cache_clear()
+    jax.clear_caches()

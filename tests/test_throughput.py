@@ -1,0 +1,315 @@
+"""Batch-Max's protocol on a tiny model: batches, clocks, steps back, resumption."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from conftest import tiny_model
+from test_tasks import HAYSTACK, make_tokenizer
+
+from kvjax import completions, protocols, report, roofline, staggered, throughput
+from kvjax.plan import phase_bytes
+from kvjax.protocols import divisors, find_batch, step_back, time_prompts
+from kvjax.types import UserError
+
+MEMORY = 1_200_000
+CONFIG = {
+    "model": "tiny",
+    "dtype": "float32",
+    "memory_gb": 0.0012,
+    "seed": 0,
+    "haystack": "",
+    "budget": 48,
+    "block": 16,
+    "methods": [
+        {"name": "FKV", "protocol": "full"},
+        {"name": "ED", "protocol": "ed"},
+        {
+            "name": "SnapKV",
+            "protocol": "staggered",
+            "policy": "snapkv",
+            "options": {"window": 8},
+        },
+        {"name": "Batch-Max", "protocol": "batch_max", "policy": "key_diff"},
+    ],
+    "prompts": 12,
+    "prompt_tokens": 100,
+    "depths": [0.2, 0.8],
+    "max_new_tokens": [3, 6],
+    "repeats": 2,
+}
+SPEED = ("second", "_per_s", "measured", "roofline", "predicted")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_go_with_this_module():
+    yield
+    staggered.compile_programs.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(vocab_size=2000)._replace(tokenizer=make_tokenizer())
+
+
+@pytest.fixture
+def experiment(tmp_path, monkeypatch, model):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(HAYSTACK)
+    monkeypatch.setattr(throughput, "load", lambda name, dtype: model)
+    return throughput.from_config(CONFIG, {"haystack": str(tmp_path / "texts")})
+
+
+def job_of(experiment, model, place, new=6):
+    return throughput._job(experiment, model, experiment.methods[place], new)
+
+
+def exhausted():
+    return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes too many")
+
+
+def without_speed(records):
+    return [
+        {k: r[k] for k in r if not any(word in k for word in SPEED)} for r in records
+    ]
+
+
+def test_divisors():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(13) == [1, 13] and divisors(1) == [1]
+
+
+def test_batches_of_the_protocol(experiment, model):
+    """By the compiler's own count: b0 is the first that does not fit."""
+    ed = find_batch("ed", job_of(experiment, model, 1), MEMORY, 12, 12)
+    assert 1 < ed.batch < 12 and ed.limit != "prompts"
+    b0 = dataclasses.replace(ed.job, batch=ed.batch + 1)
+    assert max(phase_bytes(ed.job).values()) <= MEMORY < max(phase_bytes(b0).values())
+    full = find_batch("full", job_of(experiment, model, 0), MEMORY, 12, ed.batch)
+    assert full.batch <= ed.batch
+    job = job_of(experiment, model, 3)
+    found = find_batch("batch_max", job, MEMORY, 12, 12)
+    assert found.batch in divisors(12) and found.batch > ed.batch
+    assert found.peak_bytes == max(phase_bytes(found.job).values()) <= MEMORY
+    next_one = divisors(12)[divisors(12).index(found.batch) + 1 :][:1]
+    for size in next_one:
+        assert max(phase_bytes(dataclasses.replace(job, batch=size)).values()) > MEMORY
+    pool = find_batch("staggered", job_of(experiment, model, 2), MEMORY, 12, 12)
+    assert pool.batch > ed.batch and pool.group < pool.batch
+
+
+def test_a_divisor_only(experiment, model):
+    """13 prompts have no even batch but 1 and 13: the protocol takes 1 of those."""
+    job = job_of(experiment, model, 3)
+    assert find_batch("batch_max", job, MEMORY, 13, 12).batch == 1
+
+
+def fake_clock(seconds):
+    """A run whose batches take `seconds` each, and whose tokens name their prompt."""
+    calls = []
+
+    def run_batch(prompts, rows):
+        calls.append(list(rows))
+        reading, writing = seconds[len(calls) - 1]
+        new = [[i, len(prompt)] for i, prompt in zip(rows, prompts, strict=True)]
+        return completions.BatchResult(new, None, reading, writing)
+
+    return run_batch, calls
+
+
+def test_time_prompts(experiment, model):
+    """One warm-up that does not count; the last batch filled up; sums per repeat."""
+    planned = find_batch("batch_max", job_of(experiment, model, 3), MEMORY, 12, 2)
+    assert planned.batch == 2
+    prompts = [[1] * length for length in (3, 5, 7)]
+    clock = [(9.0, 9.0), (1.0, 2.0), (3.0, 4.0), (5.0, 6.0), (7.0, 8.0)]
+    run_batch, calls = fake_clock(clock)
+    timing = time_prompts(run_batch, planned, prompts, repeats=2)
+    assert calls == [[0, 1], [0, 1], [2, 0], [0, 1], [2, 0]]
+    assert timing.tokens == [[0, 3], [1, 5], [2, 7]]
+    assert timing.prefill == [4.0, 12.0] and timing.decode == [6.0, 14.0]
+    assert timing.rows == 4 and timing.read == 3 + 5 + 7 + 3
+
+
+def test_records_and_resumption(experiment, tmp_path):
+    """Stopped at any step, it goes on there and ends with the same records."""
+    steps = []
+    whole = throughput.run(experiment, tmp_path / "a", lambda *step: steps.append(step))
+    assert sum(units for _, units in steps) == experiment.units == 8
+    names = ["FKV", "ED", "SnapKV", "Batch-Max"]
+    assert [(r["method"], r["new_tokens"]) for r in whole] == [
+        (name, new) for new in (3, 6) for name in names
+    ]
+    full, ed, snap, batch_max = whole[:4]
+    assert full["batch"] <= ed["batch"] < batch_max["batch"]
+    assert snap["batch"] > ed["batch"] and snap["group"] < snap["batch"]
+    assert (ed["policy"], ed["budget"], ed["schedule"]) == ("recency", 2, "decode")
+    assert (full["budget"], snap["schedule"]) == (None, "after_prefill")
+    for record in whole:
+        check_record(record)
+
+    class Stop(KeyboardInterrupt):
+        pass
+
+    stops = 0
+    for limit in range(1, 40, 4):
+        seen = []
+
+        def stop(what, units, seen=seen, limit=limit):
+            seen.append(what)
+            if len(seen) > limit:
+                raise Stop
+
+        try:
+            again = throughput.run(experiment, tmp_path / "b", stop)
+            break
+        except Stop:
+            stops += 1
+            path = tmp_path / "b" / "records.jsonl"
+            if path.exists():  # a kill in the middle of a line
+                path.write_bytes(path.read_bytes() + b'{"method": "FKV", "new_t')
+    assert stops >= 3
+    assert without_speed(again) == without_speed(whole)
+    path = tmp_path / "b" / "records.jsonl"
+    assert len(report.read_records(path)) == len(path.read_text().splitlines()) == 8
+    other = dataclasses.replace(experiment, repeats=3)
+    with pytest.raises(UserError, match=r"another configuration [(]repeats was 2"):
+        throughput.run(other, tmp_path / "b", lambda *step: None)
+
+
+def check_record(record):
+    """Its own arithmetic, and that JSON holds it."""
+    assert record["kind"] == "throughput" and record["engine"] == "kvjax"
+    batches = -(-12 // record["batch"])
+    new = batches * record["batch"] * record["new_tokens"]
+    for phase in ("prefill", "decode"):
+        assert len(record[f"{phase}_seconds_all"]) == 2
+        median = np.median(record[f"{phase}_seconds_all"])
+        assert record[f"{phase}_seconds"] == pytest.approx(median)
+    assert record["decode_tokens_per_s"] == pytest.approx(
+        new / record["decode_seconds"]
+    )
+    both = np.add(record["prefill_seconds_all"], record["decode_seconds_all"])
+    assert record["tokens_per_s"] == pytest.approx(new / np.median(both))
+    assert record["planned_bytes"] <= record["memory_bytes"] == MEMORY
+    assert 0 <= record["accuracy"] <= 1 and record["examples"] == 12
+    for phase in ("prefill", "decode"):
+        assert record[f"{phase}_bytes"] > 0 and record[f"{phase}_flops"] > 0
+        share = record[f"{phase}_roofline"]
+        predicted = record[f"predicted_{phase}_tokens_per_s"]
+        measured = record[f"{phase}_tokens_per_s"]
+        assert 0 < share == pytest.approx(measured / predicted)
+    json.dumps(record)
+
+
+def test_out_of_memory_steps_back(experiment, model, tmp_path, monkeypatch):
+    """ED's batch fails twice, FKV follows it; a pool first reads fewer at a time."""
+    real, tried = protocols.run_planned, []
+
+    def run_planned(params, planned, seed, prompts, indices):
+        tried.append((planned.job.made.schedule.phases, planned.batch))
+        pooled = isinstance(planned, staggered.StaggeredPlan)
+        if planned.reading[0] > (1 if pooled else 2):
+            raise exhausted()
+        return real(params, planned, seed, prompts, indices)
+
+    monkeypatch.setattr(protocols, "run_planned", run_planned)
+    short = dataclasses.replace(experiment, max_new_tokens=(3,), repeats=1)
+    full, ed, snap, batch_max = throughput.run(short, tmp_path, lambda *step: None)
+    assert ed["batch"] == 2 and ed["batch_limit"] == "out of memory"
+    assert ed["stepped_back"] == list(range(ed["stepped_back"][0], 2, -1))
+    assert len(ed["stepped_back"]) >= 1
+    assert (full["batch"], full["stepped_back"]) == (2, [])
+    assert batch_max["batch"] == 2 and batch_max["stepped_back"] == [
+        size for size in reversed(divisors(12)) if 2 < size <= tried_first(tried)
+    ]
+    assert (snap["group"], set(snap["stepped_back"])) == (1, {snap["batch"]})
+    assert all(r["tokens_per_s"] > 0 for r in (full, ed, snap, batch_max))
+
+
+def tried_first(tried):
+    return next(batch for phases, batch in tried if phases == "prefill+decode")
+
+
+def test_other_errors_are_not_swallowed(experiment, tmp_path, monkeypatch):
+    def run_planned(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(protocols, "run_planned", run_planned)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        throughput.run(experiment, tmp_path, lambda *step: None)
+
+
+def test_one_row_that_does_not_run(experiment, model):
+    planned = find_batch("ed", job_of(experiment, model, 1), MEMORY, 12, 1)
+    with pytest.raises(UserError, match="one row of tiny runs out of memory"):
+        step_back("ed", planned, 12)
+
+
+def test_peers_stand_beside_ours(experiment, tmp_path):
+    """Other engines get the same prompts, once, and their records come last."""
+    asked = []
+
+    def peer(prompts, new_tokens, memory_bytes, repeats):
+        asked.append((prompts, new_tokens, memory_bytes, repeats))
+        return {"method": "theirs", "engine": "x", "new_tokens": new_tokens}
+
+    one = dataclasses.replace(
+        experiment, methods=experiment.methods[:1], max_new_tokens=(3,), repeats=1
+    )
+    for _ in range(2):
+        records = throughput.run(one, tmp_path, lambda *step: None, {"theirs": peer})
+        assert [r["method"] for r in records] == ["FKV", "theirs"]
+    (prompts, *rest), *more = asked
+    assert not more and rest == [3, MEMORY, 1]
+    assert len(prompts) == 12 and max(map(len, prompts)) <= 100
+
+
+def test_a_model_without_a_tokenizer(experiment, model, tmp_path, monkeypatch):
+    """Random prompts of exactly the length, and nothing to grade."""
+    bare = model._replace(tokenizer=None)
+    monkeypatch.setattr(throughput, "load", lambda name, dtype: bare)
+    one = dataclasses.replace(
+        experiment, methods=experiment.methods[:1], max_new_tokens=(3,), repeats=1
+    )
+    (record,) = throughput.run(one, tmp_path, lambda *step: None)
+    assert (record["accuracy"], record["examples"]) == (None, 0)
+    assert record["prompt_tokens"] == 100
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"repeats": 0}, "repeats 0: at least 1"),
+        ({"max_new_tokens": []}, "max_new_tokens is empty"),
+        ({"max_new_tokens": [0]}, "max_new_tokens 0: at least 1"),
+        ({"methods": []}, "methods .*: give one or more"),
+        ({"promts": 3}, "unknown field 'promts'"),
+        ({"methods": [{"name": "x"}]}, "protocol None is unknown"),
+        ({"memory_gb": -1}, "memory_gb -1"),
+        (
+            {
+                "methods": [
+                    {"name": "x", "protocol": "staggered", "phases": "prefill+decode"}
+                    | {"policy": "recency"}
+                ]
+            },
+            "staggered prefill pools",
+        ),
+    ],
+)
+def test_mistakes(tmp_path, monkeypatch, model, change, message):
+    monkeypatch.setattr(throughput, "load", lambda name, dtype: model)
+    with pytest.raises(UserError, match=message):
+        experiment = throughput.from_config(CONFIG | change, {})
+        throughput.run(experiment, tmp_path, lambda *step: None)
+
+
+def test_the_roofline_is_of_this_batch(experiment, model):
+    planned = find_batch("batch_max", job_of(experiment, model, 3), MEMORY, 12, 4)
+    found = throughput._roofline("float32", planned, 100, 50.0, 20.0)
+    best = roofline.predict(planned, roofline.measured_rates("float32"), 100)
+    assert found["prefill_roofline"] == 50.0 / best.prefill_tokens_per_s
+    assert found["decode_flops"] == roofline.total(roofline.decode(planned, 100)).flops
