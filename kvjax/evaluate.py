@@ -9,10 +9,8 @@ interrupted goes on where it stopped and loses at most the batch in flight::
     WORKDIR/records.jsonl     one line per finished method, made from its batches
 """
 
-import dataclasses
 import functools
 import inspect
-import json
 import os
 import pathlib
 import platform
@@ -24,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache, completions, layerwise, programs, report, tasks
-from kvjax.experiment import Experiment, Method, TaskRun
+from kvjax.experiment import Experiment, Method, TaskRun, opened
 from kvjax.generate import compact, prefill, score_tokens
 from kvjax.memory import peak_memory
 from kvjax.plan import (
@@ -76,7 +74,7 @@ def run(
       UserError: anything that does not fit, before long work starts.
     """
     experiment.check()
-    workdir = _open(experiment, pathlib.Path(workdir))
+    workdir = opened(experiment, pathlib.Path(workdir), "batches.jsonl")
     programs.keep_compiled()
     progress(f"loading {experiment.model}", 0)
     model = load(experiment.model, jnp.dtype(experiment.dtype))
@@ -198,29 +196,6 @@ def _layers(model: Model, jobs: Iterable[Job]) -> _Engine:
 
 def _say(progress: Progress, name: str, what: str, units: int) -> None:
     progress(f"{name}: {what}", units)
-
-
-def _open(experiment: Experiment, workdir: pathlib.Path) -> pathlib.Path:
-    """The folder, if what lies in it answers the same question."""
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"workdir {workdir}: {error.strerror}; name another") from None
-    asked = json.loads(json.dumps(dataclasses.asdict(experiment)))
-    path = workdir / "experiment.json"
-    if not (workdir / "batches.jsonl").exists() or not path.exists():
-        partial = path.with_suffix(".part")
-        partial.write_text(json.dumps(asked, indent=2) + "\n")
-        partial.replace(path)
-        return workdir
-    before = json.loads(path.read_text())
-    changed = sorted(key for key in asked if asked[key] != before.get(key))
-    if changed:
-        raise UserError(
-            f"workdir {workdir} holds results of another configuration ({changed[0]} "
-            f"was {before.get(changed[0])!r:.80}): name another folder or delete it"
-        )
-    return workdir
 
 
 def _job(experiment: Experiment, model: Model, made, task: Prepared) -> Job:

@@ -1,6 +1,8 @@
 """What an experiment asks: methods, tasks and sizes, made from a config's fields."""
 
 import dataclasses
+import json
+import pathlib
 from typing import Any
 
 from kvjax import cache, policies
@@ -154,7 +156,7 @@ def from_config(config: dict[str, Any], overrides: dict[str, Any]) -> Experiment
     )
     given["methods"] = tuple(method(m, of_methods) for m in given.pop("methods", ()))
     given["tasks"] = tuple(
-        _with_options(TaskRun, of_tasks | dict(task), f"task {task.get('name')!r}")
+        with_options(TaskRun, of_tasks | dict(task), f"task {task.get('name')!r}")
         for task in given.pop("tasks", ())
     )
     return build(Experiment, given, "config")
@@ -179,10 +181,11 @@ def method(fields: dict[str, Any], shared: dict[str, Any]) -> Method:
     """A method from its fields and those that it shares with others."""
     if fields.get("policy"):
         fields = shared | dict(fields)
-    return _with_options(Method, fields, f"method {fields.get('name')!r}")
+    return with_options(Method, fields, f"method {fields.get('name')!r}")
 
 
-def _with_options(cls, fields: dict[str, Any], what: str):
+def with_options(cls, fields: dict[str, Any], what: str):
+    """`build` for a class with `options`: a dict in a config, sorted pairs here."""
     options = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in fields.get("options", {}).items()
@@ -205,3 +208,35 @@ def build(cls, fields: dict[str, Any], what: str):
         )
     except TypeError as error:
         raise UserError(f"{what}: {error}") from None
+
+
+def opened(experiment: Any, workdir: pathlib.Path, results: str) -> pathlib.Path:
+    """The folder, if what lies in it answers the same question.
+
+    Args:
+      experiment: a dataclass: the question, kept in `experiment.json`.
+      workdir: made if it is not there.
+      results: the file whose presence says that there are answers.
+
+    Raises:
+      UserError: it holds results of another configuration, or cannot be made.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"workdir {workdir}: {error.strerror}; name another") from None
+    asked = json.loads(json.dumps(dataclasses.asdict(experiment)))
+    path = workdir / "experiment.json"
+    if not (workdir / results).exists() or not path.exists():
+        partial = path.with_suffix(".part")
+        partial.write_text(json.dumps(asked, indent=2) + "\n")
+        partial.replace(path)
+        return workdir
+    before = json.loads(path.read_text())
+    changed = sorted(key for key in asked if asked[key] != before.get(key))
+    if changed:
+        raise UserError(
+            f"workdir {workdir} holds results of another configuration ({changed[0]} "
+            f"was {before.get(changed[0])!r:.80}): name another folder or delete it"
+        )
+    return workdir

@@ -21,7 +21,6 @@ Everything finished is written down at once::
 
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 import platform
@@ -33,8 +32,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import evaluate, programs, protocols, report, roofline, staggered
-from kvjax.evaluate import Method
+from kvjax import programs, protocols, report, roofline, staggered
+from kvjax.experiment import (
+    Method,
+    build,
+    flattened,
+    opened,
+    with_options,
+)
 from kvjax.plan import Plan, check_one_row, device_memory, out_of_memory
 from kvjax.programs import Job
 from kvjax.tasks import needle, text
@@ -108,13 +113,10 @@ def from_config(config: dict[str, Any], overrides: dict[str, Any]) -> Throughput
     Raises:
       UserError: a field that is missing or unknown.
     """
-    given = config | {key: v for key, v in overrides.items() if v is not None}
+    given = flattened(config, overrides)
     shared = {key: given.pop(key) for key in ("block", "budget") if key in given}
     methods = tuple(_entry(dict(each), shared) for each in given.pop("methods", ()))
-    given["haystack"] = given.get("haystack") or None
-    if given.get("memory_gb") == 0 and overrides.get("memory_gb") is None:
-        given["memory_gb"] = None
-    return evaluate._build(Throughput, given | {"methods": methods}, "config")
+    return build(Throughput, given | {"methods": methods}, "config")
 
 
 def _entry(fields: dict[str, Any], shared: dict[str, Any]) -> Entry:
@@ -124,11 +126,10 @@ def _entry(fields: dict[str, Any], shared: dict[str, Any]) -> Entry:
             f"method {fields.get('name')!r}: protocol {protocol!r} is unknown, use one "
             f"of {', '.join(protocols.PROTOCOLS)}"
         )
-    fields["options"] = tuple(sorted(fields.get("options", {}).items()))
     if protocol == "full":
         shared = {key: v for key, v in shared.items() if key != "budget"}
     fields = shared | _COMMON[protocol] | fields
-    return evaluate._build(Entry, fields, f"method {fields.get('name')!r}")
+    return with_options(Entry, fields, f"method {fields.get('name')!r}")
 
 
 def run(
@@ -152,7 +153,7 @@ def run(
     """
     peers = peers or {}
     _check(experiment, peers)
-    workdir = _open(experiment, pathlib.Path(workdir))
+    workdir = opened(experiment, pathlib.Path(workdir), "records.jsonl")
     programs.keep_compiled()
     progress(f"loading {experiment.model}", 0)
     model = load(experiment.model, jnp.dtype(experiment.dtype))
@@ -336,7 +337,7 @@ def _job(experiment: Throughput, model: Model, entry: Entry, new: int) -> Job:
     """Without an end token: all rows generate `new` tokens."""
     made = entry.compression(model.spec)
     prompt = programs.bucket(model.spec, made, experiment.prompt_tokens, new)
-    return Job(model.spec, made, 1, prompt, new, experiment.dtype)
+    return programs.job_of(model, made, prompt, new)
 
 
 def _check(experiment: Throughput, peers: Mapping[str, Peer]) -> None:
@@ -357,29 +358,6 @@ def _check(experiment: Throughput, peers: Mapping[str, Peer]) -> None:
     device_memory(experiment.memory_gb)
     for entry in experiment.methods:
         entry.check()
-
-
-def _open(experiment: Throughput, workdir: pathlib.Path) -> pathlib.Path:
-    """The folder, if what lies in it answers the same question."""
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"workdir {workdir}: {error.strerror}; name another") from None
-    asked = json.loads(json.dumps(dataclasses.asdict(experiment)))
-    path = workdir / "experiment.json"
-    if not (workdir / "records.jsonl").exists() or not path.exists():
-        partial = path.with_suffix(".part")
-        partial.write_text(json.dumps(asked, indent=2) + "\n")
-        partial.replace(path)
-        return workdir
-    before = json.loads(path.read_text())
-    changed = sorted(key for key in asked if asked[key] != before.get(key))
-    if changed:
-        raise UserError(
-            f"workdir {workdir} holds results of another configuration ({changed[0]} "
-            f"was {before.get(changed[0])!r:.80}): name another folder or delete it"
-        )
-    return workdir
 
 
 def _named(path: pathlib.Path, new: int) -> dict[str, report.Record]:

@@ -84,7 +84,8 @@ def test_an_error_of_one_group_stays(tiny):
     pool, logits = compiled.init_pool(), np.zeros((2, 50), np.float32)
     group = completions.run_batch(
         tiny.params, dataclasses.replace(made, batch=1), ragged(1), [0]
-    ).state.replace(error=np.uint32(cache.OVERFLOW))
+    ).state
+    group = group.replace(error=np.full_like(group.error, cache.OVERFLOW))
     pool, _ = compiled.insert(pool, logits, group, logits[:1], np.int32(1))
     with pytest.raises(RuntimeError, match="no empty slot"):
         cache.raise_errors(pool)
