@@ -15,31 +15,44 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 from tqdm import tqdm
 
-from kvjax import evaluate, report
-from kvjax.experiment import from_config
+from kvjax import evaluate, experiment, report, throughput
 from kvjax.types import UserError
 
+_KINDS = {  # a config's `kind`: how it is read, and run
+    "quality": (experiment.from_config, evaluate.run),
+    "throughput": (throughput.from_config, throughput.run),
+}
 FLAGS = flags.FLAGS
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where results go, and are resumed.")
 _MEMORY = flags.DEFINE_float("memory_gb", None, "Overrides the config's memory_gb.")
 _HAYSTACK = flags.DEFINE_string("haystack", None, "Overrides the config's haystack.")
+_DATA = flags.DEFINE_string("data_dir", None, "A folder of data sets, for the tasks.")
+_MESH = flags.DEFINE_string("mesh", None, "Devices to split over: data:2,model:4.")
 
 
 def main(_):
     logging.set_verbosity(logging.WARNING)  # checkpoint libraries are talkative
     if not _WORKDIR.value:
         raise UserError("--workdir is missing: name the folder for the results")
-    experiment = from_config(
-        _config(), {"memory_gb": _MEMORY.value, "haystack": _HAYSTACK.value}
+    fields = _config()
+    from_config, run = _KINDS[fields.pop("kind", "quality")]
+    asked = from_config(
+        fields,
+        {
+            "memory_gb": _MEMORY.value,
+            "haystack": _HAYSTACK.value,
+            "data_dir": _DATA.value,
+            "mesh": _MESH.value,
+        },
     )
-    with tqdm(total=experiment.units, unit="prompt", smoothing=0) as bar:
+    with tqdm(total=asked.units, unit="unit", smoothing=0) as bar:
 
         def progress(what, units):
             bar.set_description(what)
             bar.update(units)
 
-        records = evaluate.run(experiment, _WORKDIR.value, progress)
+        records = run(asked, _WORKDIR.value, progress)
     path = report.write_report(records, _WORKDIR.value)
     print(report.overview(records), f"\n{path}\n", sep="\n")
     print(json.dumps(report.summary(records)))

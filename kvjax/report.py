@@ -20,6 +20,9 @@ missing value counts as unknown and shows as "-"):
                                 the end: of the pairs kept, and of all slots
     planned_bytes, measured_bytes, memory_bytes    of the whole run; the last, its limit
     seconds, seed, prompt_tokens, max_new_tokens, model, device, versions
+    kind                        "throughput" for those of `kvjax.throughput`, which also
+                                say engine, role, group, new_tokens and what the
+                                roofline allows; see `throughput_table`
 
 Records are a *sweep* if two labels or more come with several budgets or schedules. A
 report of a sweep begins with the best method per budget and schedule, and draws a heat
@@ -157,7 +160,7 @@ def _labels(records: Sequence[Record]) -> list[str]:
         peers = [r for r, m in zip(records, methods, strict=True) if m == method]
         parts = [
             form(record)
-            for form in (_policy, _schedule, _slots)
+            for form in (_policy, _schedule, _slots, _new)
             if len({form(peer) for peer in peers}) > 1
         ]
         names.append(f"{method} ({', '.join(parts)})" if parts else method)
@@ -175,6 +178,11 @@ def _policy(record: Record) -> str:
 
 def _schedule(record: Record) -> str:
     return _text(record.get("schedule"))
+
+
+def _new(record: Record) -> str:
+    new = record.get("new_tokens")
+    return "-" if new is None else f"{new} new"
 
 
 def _text(value: Any) -> str:
@@ -307,7 +315,43 @@ def table(records: Sequence[Record]) -> str:
 
 def overview(records: Sequence[Record]) -> str:
     """Returns the table that fits on a screen: of a sweep, the best methods."""
+    if is_throughput(records):
+        return throughput_table(records)
     return _best_table(records) if is_sweep(records) else table(records)
+
+
+def is_throughput(records: Sequence[Record]) -> bool:
+    """Whether these are `kvjax.throughput`'s: a table of their own, and no pictures."""
+    kinds = {record.get("kind") for record in records}
+    return kinds == {"throughput"}
+
+
+def throughput_table(records: Sequence[Record]) -> str:
+    """Returns batches, rates and shares of the roofline, by number of new tokens.
+
+    In brackets, end-to-end rates relative to ED's at as many new tokens.
+    """
+    eds = {r["new_tokens"]: r for r in records if r.get("role") == "ed"}
+
+    def end_to_end(record):
+        return _end_to_end(record, eds.get(record["new_tokens"], {}))
+
+    columns: dict[str, Callable[[Record], str]] = {
+        "New": lambda r: _text(r["new_tokens"]),
+        "KV slots": _slots,
+        "Batch (limited by)": _batch,
+        "Read at once": lambda r: _text(r.get("group")),
+        "Prefill tok/s": lambda r: _rate(r.get("prefill_tokens_per_s")),
+        "of roofline": lambda r: _number(r.get("prefill_roofline")),
+        "Decode tok/s": lambda r: _rate(r.get("decode_tokens_per_s")),
+        "roofline": lambda r: _number(r.get("decode_roofline")),
+        "End-to-end tok/s": end_to_end,
+        "Predicted": lambda r: _rate(r.get("predicted_tokens_per_s")),
+        "Needle": lambda r: _number(r.get("accuracy")),
+        "Planned MB": lambda r: _megabytes(r.get("planned_bytes")),
+        "Measured MB": lambda r: _megabytes(r.get("measured_bytes")),
+    }
+    return _markdown(records, columns, [_text(r.get("method")) for r in records])
 
 
 def _best_table(records: Sequence[Record]) -> str:
@@ -411,6 +455,16 @@ _READING_SWEEP = """\
   prompt saves memory only from then on. A method on the line has the best quality that
   its memory, statistics included, or less can buy."""
 
+_READING_THROUGHPUT = """\
+- All methods generate the same number of tokens (**New**) for the same prompts,
+  whatever ends a text. **Batch** is how many prompts decode at a time and what kept it
+  from more; **Read at once**, how many prompts are read at a time.
+- **End-to-end** is generated tokens by the time of prefill and decoding together, the
+  median of all rounds; in brackets, how many times ED's at as many new tokens.
+- **roofline** is the share of what the device could reach by its measured bandwidth and
+  matrix rate, if it did only what the method needs; **Predicted**, end to end, is that
+  limit, known before the run."""
+
 _MEMORY_NOTE = """\
 **KV MB live / allocated** are the keys and values of one prompt at the end: those of
 the pairs kept, and of all slots. A rule that keeps fewer pairs than the budget in some
@@ -422,7 +476,7 @@ saved."""
 def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathlib.Path:
     """Writes report.md and its pictures.
 
-    They are heat_map.png and pareto.png for a sweep, and otherwise
+    They are heat_map.png and pareto.png for a sweep, none for throughput, and otherwise
     quality_vs_memory.png and throughput_vs_memory.png.
 
     Args:
@@ -438,19 +492,26 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
     if not records:
         raise ValueError("there are no records to report")
     workdir = pathlib.Path(workdir)
-    if is_sweep(records):
-        columns = [_setting_of(r) for r in records]
-        rows, settings = [_label(r) for r in records], _settings(records)
-        full = _full(records)
-        sweep_pictures.draw(records, rows, columns, settings, full, workdir)
-    else:
-        pictures.draw(records, _labels(records), _full(records), workdir)
+    if not is_throughput(records):
+        _draw(records, workdir)
     path = workdir / "report.md"
     path.write_text(_report(records), encoding="utf-8")
     return path
 
 
+def _draw(records: Sequence[Record], workdir: pathlib.Path) -> None:
+    full = _full(records)
+    if is_sweep(records):
+        columns = [_setting_of(r) for r in records]
+        rows, settings = [_label(r) for r in records], _settings(records)
+        sweep_pictures.draw(records, rows, columns, settings, full, workdir)
+    else:
+        pictures.draw(records, _labels(records), full, workdir)
+
+
 def _report(records: Sequence[Record]) -> str:
+    if is_throughput(records):
+        return _throughput_report(records)
     examples = [r["examples"] for r in records if r.get("examples")]
     among = f"; of {min(examples)} prompts, one counts {1 / min(examples):.2f}"
     sweep = is_sweep(records)
@@ -466,6 +527,19 @@ def _report(records: Sequence[Record]) -> str:
         "## Memory, loss and time",
         _MEMORY_NOTE,
         _memory_table(records),
+        "## Versions",
+        _versions(records),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _throughput_report(records: Sequence[Record]) -> str:
+    parts = [
+        "# Throughput at one memory limit",
+        _setting(records),
+        throughput_table(records),
+        "## How to read it",
+        _READING_THROUGHPUT,
         "## Versions",
         _versions(records),
     ]

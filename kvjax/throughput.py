@@ -248,6 +248,7 @@ def _record(
         "prompts": len(prompts.tokens),
         "prompt_tokens": length,
         "new_tokens": new,
+        "max_new_tokens": new,
         "prefill_seconds": prefill,
         "decode_seconds": decode,
         "seconds": both,

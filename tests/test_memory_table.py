@@ -20,6 +20,7 @@ PARAMETERS = {
     "llama-2-13b": 13.02,
     "llama-2-70b": 68.98,
     "llama-3-8b": 8.03,
+    "llama-3.1-8b": 8.03,
     "llama-3-70b": 70.55,
     "llama-3.1-405b": 405.85,
     "mistral-7b": 7.24,

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import pathlib
+import runpy
 
 import jax
 import numpy as np
@@ -9,11 +11,13 @@ import pytest
 from conftest import tiny_model
 from test_tasks import HAYSTACK, make_tokenizer
 
-from kvjax import completions, protocols, report, roofline, staggered, throughput
+from kvjax import completions, load, protocols, report, roofline, staggered, throughput
+from kvjax.models import published
 from kvjax.plan import phase_bytes
 from kvjax.protocols import divisors, find_batch, step_back, time_prompts
-from kvjax.types import UserError
+from kvjax.types import Model, UserError
 
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 MEMORY = 1_200_000
 CONFIG = {
     "model": "tiny",
@@ -90,12 +94,11 @@ def test_batches_of_the_protocol(experiment, model):
     full = find_batch("full", job_of(experiment, model, 0), MEMORY, 12, ed.batch)
     assert full.batch <= ed.batch
     job = job_of(experiment, model, 3)
-    found = find_batch("batch_max", job, MEMORY, 12, 12)
-    assert found.batch in divisors(12) and found.batch > ed.batch
+    found = find_batch("batch_max", job, MEMORY, 30, 30)
+    assert found.batch in divisors(30) and found.batch > ed.batch
     assert found.peak_bytes == max(phase_bytes(found.job).values()) <= MEMORY
-    next_one = divisors(12)[divisors(12).index(found.batch) + 1 :][:1]
-    for size in next_one:
-        assert max(phase_bytes(dataclasses.replace(job, batch=size)).values()) > MEMORY
+    size = divisors(30)[divisors(30).index(found.batch) + 1]
+    assert max(phase_bytes(dataclasses.replace(job, batch=size)).values()) > MEMORY
     pool = find_batch("staggered", job_of(experiment, model, 2), MEMORY, 12, 12)
     assert pool.batch > ed.batch and pool.group < pool.batch
 
@@ -211,19 +214,19 @@ def test_out_of_memory_steps_back(experiment, model, tmp_path, monkeypatch):
     def run_planned(params, planned, seed, prompts, indices):
         tried.append((planned.job.made.schedule.phases, planned.batch))
         pooled = isinstance(planned, staggered.StaggeredPlan)
-        if planned.reading[0] > (1 if pooled else 2):
+        if planned.reading[0] > (1 if pooled else 3):
             raise exhausted()
         return real(params, planned, seed, prompts, indices)
 
     monkeypatch.setattr(protocols, "run_planned", run_planned)
     short = dataclasses.replace(experiment, max_new_tokens=(3,), repeats=1)
     full, ed, snap, batch_max = throughput.run(short, tmp_path, lambda *step: None)
-    assert ed["batch"] == 2 and ed["batch_limit"] == "out of memory"
-    assert ed["stepped_back"] == list(range(ed["stepped_back"][0], 2, -1))
-    assert len(ed["stepped_back"]) >= 1
-    assert (full["batch"], full["stepped_back"]) == (2, [])
-    assert batch_max["batch"] == 2 and batch_max["stepped_back"] == [
-        size for size in reversed(divisors(12)) if 2 < size <= tried_first(tried)
+    assert ed["batch"] == 3 and ed["batch_limit"] == "out of memory"
+    assert ed["stepped_back"] == list(range(ed["stepped_back"][0], 3, -1))
+    assert len(ed["stepped_back"]) >= 2
+    assert (full["batch"], full["stepped_back"]) == (3, [])
+    assert batch_max["batch"] == 3 and batch_max["stepped_back"] == [
+        size for size in reversed(divisors(12)) if 3 < size <= tried_first(tried)
     ]
     assert (snap["group"], set(snap["stepped_back"])) == (1, {snap["batch"]})
     assert all(r["tokens_per_s"] > 0 for r in (full, ed, snap, batch_max))
@@ -313,3 +316,66 @@ def test_the_roofline_is_of_this_batch(experiment, model):
     best = roofline.predict(planned, roofline.measured_rates("float32"), 100)
     assert found["prefill_roofline"] == 50.0 / best.prefill_tokens_per_s
     assert found["decode_flops"] == roofline.total(roofline.decode(planned, 100)).flops
+
+
+def config_of(path):
+    return runpy.run_path(str(path))["get_config"]()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((CONFIGS / "batch_max").glob("*.py")), ids=lambda path: path.stem
+)
+def test_configs(path):
+    """They are understood, and fit the models that they name."""
+    fields = config_of(path).to_dict()
+    assert fields.pop("kind") == "throughput"
+    asked = throughput.from_config(fields, {})
+    throughput._check(asked, {})
+    assert {entry.protocol for entry in asked.methods} == set(protocols.PROTOCOLS)
+    assert path.stem in runpy.run_path(str(path))["__doc__"]
+    assert len(divisors(asked.prompts)) >= 6
+    if asked.model.startswith("random:"):
+        spec = published.spec(asked.model.removeprefix("random:"))
+        for entry in asked.methods:
+            for new in asked.max_new_tokens:
+                bare = Model(spec, None, None)
+                assert throughput._job(asked, bare, entry, new).new == new
+
+
+@pytest.mark.parametrize("name", ["squeeze", "kcache"])
+def test_configs_of_what_is_missing(name):
+    (path,) = (CONFIGS / name).glob("*.py")
+    with pytest.raises(ValueError, match="is missing: kvjax does not yet"):
+        config_of(path)
+
+
+def test_random_models(monkeypatch):
+    """The published shape, the same weights every time, and no tokenizer."""
+    small = published._config("LlamaForCausalLM", 1, 16, 32, 4, 2, 50, 64)
+    monkeypatch.setitem(published.CONFIGS, "small", small)
+    one, two = load("random:small"), load("random:small", "bfloat16")
+    assert one.spec == published.spec("small") and one.tokenizer is None
+    assert one.params["embed"].shape == (50, 16)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(two.params)} == {"bfloat16"}
+    again = load("random:small")
+    jax.tree.map(np.testing.assert_array_equal, one.params, again.params)
+    with pytest.raises(UserError, match="no shape of 'medium'"):
+        load("random:medium")
+
+
+def test_table_and_report(tmp_path):
+    records = [
+        {"kind": "throughput", "method": name, "role": role, "new_tokens": new}
+        | {"tokens_per_s": speed * new, "budget": 64, "engine": "kvjax"}
+        for new in (3, 6)
+        for name, role, speed in (("ED", "ed", 2.0), ("Batch|Max", "batch_max", 5.0))
+    ]
+    table = report.overview(records)
+    assert table.count("(2.50x)") == 2 and table.count("(1.00x)") == 2
+    assert "30.0 (2.50x)" in table and "Batch\\|Max" in table
+    path = report.write_report(records, tmp_path)
+    assert table in path.read_text()
+    assert [p.name for p in tmp_path.iterdir()] == ["report.md"]
+    labels = list(report.summary(records)["methods"])
+    names = ("ED", "Batch|Max")
+    assert labels == [f"{name} ({new} new)" for new in (3, 6) for name in names]

@@ -1,0 +1,53 @@
+"""Batch-Max's comparison at the shape of Llama 3.1 8B, on one accelerator.
+
+    python experiments/run.py --config=configs/batch_max/random_8b.py \\
+        --workdir=runs/batch_max_8b
+
+Random weights in bfloat16: speed and memory are those of the real model, quality is not
+measured. Prompts of 4,000 random tokens, 512 new ones, |kv| = 1024. All memory that the
+device offers; `--memory_gb=24` compares on less, as a smaller device would have it.
+
+Not run yet: expect 16 GB of weights, and 131 kB per token and row of the full cache.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """The fields of `kvjax.throughput.Throughput`, and what its methods share."""
+    return ConfigDict(
+        {
+            "kind": "throughput",
+            "model": "random:llama-3.1-8b",
+            "dtype": "bfloat16",
+            "memory_gb": 0,  # the device's own limit
+            "seed": 0,
+            "haystack": "",
+            "budget": 1024,  # |kv|
+            "block": 128,  # p
+            "methods": (
+                {"name": "FKV", "protocol": "full"},
+                {"name": "ED", "protocol": "ed"},
+                {
+                    "name": "Batch-Max",
+                    "protocol": "batch_max",
+                    "policy": "average_attention",
+                },
+                {
+                    "name": "Batch-Max, KeyDiff",
+                    "protocol": "batch_max",
+                    "policy": "key_diff",
+                },
+                {
+                    "name": "Staggered SnapKV",
+                    "protocol": "staggered",
+                    "policy": "snapkv",
+                },
+            ),
+            "prompts": 240,
+            "prompt_tokens": 4000,
+            "depths": (0.1, 0.3, 0.5, 0.7, 0.9),
+            "max_new_tokens": (128, 512),
+            "repeats": 3,
+        }
+    )
