@@ -36,7 +36,10 @@ def main(_):
     if not _WORKDIR.value:
         raise UserError("--workdir is missing: name the folder for the results")
     fields = _config()
-    from_config, run = _KINDS[fields.pop("kind", "quality")]
+    kind = fields.pop("kind", "quality")
+    if kind not in _KINDS:
+        raise UserError(f"kind {kind!r} is unknown: use one of {', '.join(_KINDS)}")
+    from_config, run = _KINDS[kind]
     asked = from_config(
         fields,
         {
@@ -73,7 +76,9 @@ def _parse(argv):
     try:
         return FLAGS(argv)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as e:
-        raise UserError(f"flags: {e}".splitlines()[0]) from None
+        lines = f"flags: {e}".splitlines()
+        raised = any(line.startswith("Traceback") for line in lines)
+        raise UserError(lines[-1] if raised else lines[0]) from None
 
 
 if __name__ == "__main__":

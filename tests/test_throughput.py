@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import runpy
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -379,3 +382,24 @@ def test_table_and_report(tmp_path):
     labels = list(report.summary(records)["methods"])
     names = ("ED", "Batch|Max")
     assert labels == [f"{name} ({new} new)" for new in (3, 6) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["configs/squeeze/throughput.py"], "SqueezeAttention is missing"),
+        (["configs/batch_max/random_8b.py", "--config.kind=x"], "kind 'x' is unknown"),
+    ],
+)
+def test_the_command_says_what_is_wrong(tmp_path, arguments, message):
+    config, *more = arguments
+    command = ["experiments/run.py", f"--config={config}", f"--workdir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, *command, *more],
+        cwd=CONFIGS.parent,
+        env=os.environ | {"PYTHONPATH": str(CONFIGS.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
