@@ -121,7 +121,7 @@ def next_batch(
     """The batch to try next, or None if the largest that fits is among the trials.
 
     The first guess is the count's; then the last trial's bytes say what a row takes.
-    Where a trial failed without a figure the interval is halved.
+    Without such a figure the count stands if it fits; else the interval is halved.
 
     Args:
       row: bytes of a row, counted.
@@ -133,11 +133,11 @@ def next_batch(
     low, high = _between(trials, most)
     if low + 1 >= high:
         return None
-    last = trials[-1] if trials else None
-    if last and last.peak is None and last.why:
-        return (low + high) // 2
-    if last and last.peak is not None:
-        row = max((last.peak - weights) / last.batch, 1)
+    if trials and trials[-1].peak is None:
+        halve = any(each.why for each in trials)
+        return (low + high) // 2 if halve else None
+    if trials:
+        row = max((trials[-1].peak - weights) / trials[-1].batch, 1)
     guess = min(int((limit - weights) / row), high - 1)
     if guess <= low and low:
         return None  # no clear room for another row

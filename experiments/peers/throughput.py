@@ -1,9 +1,9 @@
-"""transformers and kvpress, each at the largest batch that one memory limit allows.
+"""transformers and kvpress at the largest batch that a memory limit allows.
 
-`measure` gives one record per method, to stand beside kvjax's own::
+`measure` gives tokens per second of each, in records to stand beside kvjax's own::
 
     methods = [Method(), Method("key_diff", 512)]
-    measure("venv/bin/python", path_of_gguf, methods, prompts, 64, int(4e9))
+    measure("venv/bin/python", path_of_gguf, methods, prompts, 64, 4 * 10**9)
 
 What the other libraries are given so that it is fair: the same token ids, all prompts
 of one length, nothing padded, EOS ignored; one call for the prompt, as in kvpress' own
@@ -47,7 +47,7 @@ class Method(NamedTuple):
 
     policy: str | None = None
     budget: int | None = None
-    options: dict[str, Any] = {}  # noqa: RUF012  # read only
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def name(self) -> str:
@@ -58,13 +58,13 @@ class Method(NamedTuple):
     def request(self, prompt_tokens: int) -> dict[str, Any]:
         """What the worker makes the press of."""
         ratio = presses.ratio(self.budget, prompt_tokens) if self.policy else None
-        return {"policy": self.policy, "ratio": ratio, "options": self.options}
+        return {"policy": self.policy, "ratio": ratio, "options": dict(self.options)}
 
     def kept(self, prompt_tokens: int) -> int:
         return min(self.budget, prompt_tokens) if self.policy else prompt_tokens
 
     def work(self, prompt_tokens: int, new: int, chunk: int | None) -> memory.Work:
-        window = {"snapkv": self.options.get("window_size", 64), "tova": 1}
+        window = {"snapkv": dict(self.options).get("window_size", 64), "tova": 1}
         return memory.Work(
             prompt_tokens,
             new,
@@ -92,23 +92,22 @@ def measure(
     Args:
       python: the interpreter with torch, transformers, gguf, and kvpress for presses.
       gguf_path: the model.
-      methods: of different names.
-      prompts: token ids, all of one length; no larger batch is tried than there are.
+      methods: any; the machine is theirs one after the other.
+      prompts: token ids, all of one length; no larger batch is tried than there are,
+        and every repeat answers all of them, a batch at a time.
       new_tokens: to generate, whatever they are.
       memory_bytes: what weights, pairs and activations may take together.
-      repeats: timed runs of the batch found.
+      repeats: timed runs of all prompts.
       progress: told what runs.
-      keep_tokens: adds `tokens`, what the batch's prompts were answered with (to be
-        graded and taken out of the record).
+      keep_tokens: adds `tokens`, each prompt's answer, to be graded and taken out.
 
     Returns:
       A record per method. Among its fields: `batch`, and `batch_limit`, the phase that
-      needs the most memory or `prompts`; seconds as medians, and all of them in
-      `*_seconds_all`; `prefill_tokens_per_s` of the prompts, `decode_tokens_per_s` of
-      the `new_tokens` - 1 steps that follow (the prompt gives the first new token),
-      `tokens_per_s` of all new tokens over both phases; `measured_bytes`, the peak that
-      had to fit; `timed_bytes`, the peak of the timed runs; `counted_bytes`, what was
-      expected; `tried`, all batches run on the way.
+      needs the most memory or `prompts`; seconds for all prompts as medians, and all of
+      them in `*_seconds_all`; rates as in kvjax's records, where new tokens count in
+      full over the seconds of the decode phase, though the prompt gives the first;
+      `measured_bytes`, the peak that had to fit; `timed_bytes`, the peak of the timed
+      runs; `counted_bytes`, what was expected; `tried`, the batches run on the way.
 
     Raises:
       UserError: arguments that do not fit; not even one prompt fits.
@@ -128,55 +127,26 @@ def measure(
     return records
 
 
-def complete(
-    python: str,
-    gguf_path: str | pathlib.Path,
-    methods: Sequence[Method],
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    batch: int = 4,
-    progress: Progress = lambda what, finished: None,
-) -> list[list[list[int]]]:
-    """What methods answer to prompts, for grading; nothing is timed.
-
-    Args:
-      prompts: of any lengths; those of one length share batches of up to `batch`.
-      python, gguf_path, methods, new_tokens, progress: as in `measure`.
-
-    Returns:
-      Greedy tokens, EOS ignored, as `[method][prompt]`.
-
-    Raises:
-      UserError, PeerError: as `measure`.
-    """
-    lengths = sorted(set(map(len, prompts)))
-    for length in lengths:
-        alike = [prompt for prompt in prompts if len(prompt) == length]
-        _check(methods, alike, new_tokens, 1)
-    answers = [[[]] * len(prompts) for _ in methods]
-    with _Worker(python, gguf_path, methods, lengths[-1]) as worker:
-        for method, found in zip(methods, answers, strict=True):
-            for rows in _batches(prompts, batch):
-                progress(f"{method.name}: {len(rows)} prompts", 0)
-                task = _Task([prompts[i] for i in rows], new_tokens, None, 1)
-                done = worker.run(method, task, len(rows), None, None)
-                if "out_of_memory" in done:
-                    raise PeerError(f"{method.name}: {done['out_of_memory']}")
-                for i, tokens in zip(rows, done["tokens"], strict=True):
-                    found[i] = tokens
-            progress(method.name, 1)
-    return answers
-
-
 class _Task(NamedTuple):
     prompts: Sequence[Sequence[int]]
     new: int
-    limit: int | None
+    limit: int
     repeats: int
 
     @property
     def length(self) -> int:
         return len(self.prompts[0])
+
+    def batches(self, size: int) -> list[list[list[int]]]:
+        """All prompts; the last batch is filled up with the first ones again.
+
+        As in kvjax's own measurement, so that rates are those of full batches.
+        """
+        count = len(self.prompts)
+        return [
+            [list(self.prompts[row % count]) for row in range(start, start + size)]
+            for start in range(0, count, size)
+        ]
 
 
 class _Worker:
@@ -211,13 +181,14 @@ class _Worker:
         chunk: int | None,
         limit: int | None,
     ) -> dict[str, Any]:
-        """A rehearsal under a limit, or the timed runs; see `peers.worker`."""
+        """A rehearsal of one batch under a limit, or the timed runs of all prompts."""
+        rehearsal = limit is not None
         asked = {
             "chunk": chunk,
-            "prompts": [list(prompt) for prompt in task.prompts[:batch]],
+            "batches": task.batches(batch)[: 1 if rehearsal else None],
             "new": task.new,
             "limit": limit,
-            "runs": 1 if limit is not None else task.repeats,
+            "runs": 1 if rehearsal else task.repeats,
         }
         try:
             done = self.peer.ask(method.request(task.length) | asked)
@@ -232,26 +203,27 @@ class _Worker:
 
 
 def _faster(worker: _Worker, method: Method, task: _Task, say) -> dict[str, Any]:
-    """The record, in the faster of the ways to read a prompt that are worth it."""
-    chunks = _chunks(worker, method, task)
-    ways = [_way(worker, method, task, chunk, say) for chunk in chunks]
+    """The record, in the faster of the ways to read a prompt that are worth it.
+
+    In chunks only where by the count more rows fit than were found to fit at once.
+    """
+    chunks = (None,) if method.policy or task.length <= CHUNK else (None, CHUNK)
+    ways: list[dict[str, Any]] = []
+    refused = None
+    for chunk in chunks:
+        room = min(_room(worker, method, task, chunk), len(task.prompts))
+        if ways and room <= ways[0]["batch"]:
+            continue
+        try:
+            ways.append(_way(worker, method, task, chunk, say))
+        except UserError as error:
+            refused = error
+    if not ways:
+        raise refused
     record, *others = sorted(ways, key=lambda way: -way["tokens_per_s"])
     brief = ("prefill_chunk", "batch", "tokens_per_s", "measured_bytes")
     record["alternatives"] = [{key: each[key] for key in brief} for each in others]
     return record
-
-
-def _chunks(worker: _Worker, method: Method, task: _Task) -> list[int | None]:
-    """All at once; and in chunks, where by the count more rows fit so."""
-    if method.policy or task.length <= CHUNK:
-        return [None]
-    whole, parts = (
-        min(_room(worker, method, task, chunk), len(task.prompts))
-        for chunk in (None, CHUNK)
-    )
-    if not whole and parts:
-        return [CHUNK]
-    return [None, CHUNK] if parts > whole else [None]
 
 
 def _room(worker, method, task, chunk) -> int:
@@ -314,19 +286,20 @@ def _record(worker, method, task, chunk, trials, done) -> dict[str, Any]:
     read, written = done["seconds"]["prefill"], done["seconds"]["decode"]
     reading, writing = statistics.median(read), statistics.median(written)
     both = statistics.median(map(sum, zip(read, written, strict=True)))
-    steps = batch * (task.new - 1)
+    rows = batch * len(task.batches(batch))
     return {
         "kind": "throughput",
         "method": method.name,
         "label": method.name,
         "engine": "kvpress" if method.policy else "transformers",
         "policy": method.policy,
-        "options": method.options,
+        "options": dict(method.options),
         "budget": method.budget,
         "schedule": "after_prefill" if method.policy else "full",
         "batch": batch,
         "batch_limit": limit,
         "tried": [each._asdict() for each in trials],
+        "prompts": len(task.prompts),
         "prompt_tokens": task.length,
         "new_tokens": task.new,
         "prefill_chunk": chunk,
@@ -336,9 +309,9 @@ def _record(worker, method, task, chunk, trials, done) -> dict[str, Any]:
         "seconds": both,
         "prefill_seconds_all": read,
         "decode_seconds_all": written,
-        "prefill_tokens_per_s": batch * task.length / reading,
-        "decode_tokens_per_s": steps / writing if steps else None,
-        "tokens_per_s": batch * task.new / both,
+        "prefill_tokens_per_s": rows * task.length / reading,
+        "decode_tokens_per_s": rows * task.new / writing,
+        "tokens_per_s": rows * task.new / both,
         "measured_bytes": fits.peak,
         "timed_bytes": max(done["bytes"].values(), default=None),
         "counted_bytes": worker.shape.weights + batch * max(counted.values()),
@@ -349,30 +322,20 @@ def _record(worker, method, task, chunk, trials, done) -> dict[str, Any]:
         "device": worker.about["device"],
         "threads": worker.about["threads"],
         "versions": worker.peer.versions | worker.about["versions"],
-        "tokens": done["tokens"],
+        "tokens": done["tokens"][: len(task.prompts)],
         **dict.fromkeys(UNGRADED),
     }
 
 
-def _batches(prompts: Sequence[Sequence[int]], most: int) -> list[list[int]]:
-    """Indices of prompts of one length, up to `most` at a time."""
-    alike: dict[int, list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        alike.setdefault(len(prompt), []).append(i)
-    return [
-        rows[start : start + most]
-        for rows in alike.values()
-        for start in range(0, len(rows), most)
-    ]
-
-
 def _check(methods, prompts, new_tokens, repeats) -> None:
-    names = [method.name for method in methods]
-    if not names or len(set(names)) < len(names):
-        raise UserError(f"methods {names}: give one or more, with different names")
-    for method in methods:
-        if method.policy and (method.budget or 0) < 1:
-            raise UserError(f"budget {method.budget} of {method.name}: at least 1")
+    if not methods or len(set(methods)) < len(methods):
+        raise UserError(f"methods {list(methods)}: give one or more, each once")
+    for policy, budget, _ in methods:
+        if policy and policy not in presses.LABELS:
+            known = ", ".join(presses.LABELS)
+            raise UserError(f"policy {policy!r} has no press: use one of {known}")
+        if policy and (budget or 0) < 1:
+            raise UserError(f"budget {budget} of {policy}: at least 1")
     lengths = sorted(set(map(len, prompts)))
     if len(lengths) != 1 or not lengths[0]:
         raise UserError(f"prompts of {lengths} tokens: give prompts of one length")

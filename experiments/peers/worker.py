@@ -5,11 +5,11 @@
 Requests, after the model:
 
     {"methods": [{policy, ratio, options}, ...]}    can all be made? the model's shape
-    {"policy", "ratio", "options", "chunk", "prompts", "new", "limit", "runs"}
+    {"policy", "ratio", "options", "chunk", "batches", "new", "limit", "runs"}
 
-The second runs a batch `runs` times and answers with lists of seconds, the bytes at the
-peak of each phase, how many pairs were kept, and the tokens; or, where memory ran out,
-with `out_of_memory`. With a `limit` it is a rehearsal: see `Meter`.
+The second runs all batches `runs` times and answers with the seconds of every time, the
+bytes at the peak of each phase, how many pairs were kept, and the tokens; or, where
+memory ran out, with `out_of_memory`. With a `limit` it is a rehearsal, see `Meter`.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import os
 import pathlib
 import platform
 import time
+from typing import NamedTuple
 
 import peers
 from peers import presses
@@ -33,10 +34,10 @@ class Meter:
 
     On a GPU they are the allocator's. On a CPU they are the growth of the resident set
     and the weights, and there `exact` matters: by itself glibc keeps freed blocks up to
-    32 MiB for later, and what then lies between others in use made 210 to 270 MB of 140
-    in a prefill of two rows. With `exact` large blocks go back to the system at once,
-    which costs page faults (decoding took 1.4 times as long), so that batches are
-    weighed with it and timed without.
+    32 MiB for later, and those that lie between others in use made 211 to 267 MB of 149
+    (SmolLM2, two prompts of 1,000 tokens). With `exact` large blocks go back to the
+    system at once, which costs page faults (decoding took 1.4 times as long). So
+    batches are weighed with it and timed without.
 
     Where the system does not tell (no Linux), `peak` is None.
     """
@@ -146,43 +147,65 @@ def about(model):
     }
 
 
-def run(model, policy, ratio, options, chunk, prompts, new, limit, runs):
-    """One batch, some times over."""
-    import torch
-
+def run(model, policy, ratio, options, chunk, batches, new, limit, runs):
+    """Batches one after the other, some times over."""
     eager = policy in presses.EAGER
     model.set_attn_implementation("eager" if eager else "sdpa")
     press = _press(policy, ratio, options)
-    ids = torch.tensor(prompts, device=model.device)
     meter = Meter(model, exact=limit is not None)
-    seconds = {"prefill": [], "decode": []}
-    peaks = {}
-    done = {}
-    for _ in range(runs):
-        done = _timed(model, ids, press, chunk, new, meter, seconds, peaks, limit)
-    return {"seconds": seconds, "bytes": peaks, **done}
+    rounds = [
+        [_batch(model, press, chunk, rows, new, meter, limit) for rows in batches]
+        for _ in range(runs)
+    ]
+    every = [each for each_round in rounds for each in each_round]
+    phases = every[0].seconds
+    return {
+        "seconds": {
+            phase: [sum(each.seconds[phase] for each in done) for done in rounds]
+            for phase in phases
+        },
+        "bytes": {
+            phase: max(each.bytes[phase] for each in every)
+            for phase in phases
+            if meter.peak() is not None
+        },
+        "kept": sorted({count for each in every for count in each.kept}),
+        "tokens": [tokens for each in rounds[0] for tokens in each.tokens],
+    }
 
 
-def _timed(model, ids, press, chunk, new, meter, seconds, peaks, limit):
-    """Adds one run's figures; ends after the prompt if that is over the limit."""
+class Batch(NamedTuple):
+    """What one batch came to: by phase, seconds and peak bytes; pairs kept; tokens."""
+
+    seconds: dict[str, float]
+    bytes: dict[str, int | None]
+    kept: set[int]
+    tokens: list[list[int]]
+
+
+def _batch(model, press, chunk, rows, new, meter, limit) -> Batch:
+    """Ends after the prompts if they are over the limit."""
+    import torch
+
     from peers import decoding
+
+    done = Batch({}, {}, set(), [])
+    ids = torch.tensor(rows, device=model.device)
 
     def phase(name, call):
         meter.start()
         start = _now(model)
         made = call()
-        seconds[name].append(_now(model) - start)
-        peak = meter.peak()
-        if peak is not None:
-            peaks[name] = max(peak, peaks.get(name, 0))
+        done.seconds[name] = _now(model) - start
+        done.bytes[name] = meter.peak()
         return made
 
     read = phase("prefill", lambda: decoding.prefill(model, ids, press, None, chunk))
-    kept = sorted({layer.get_seq_length() for layer in read.cache.layers})
-    if limit is not None and peaks.get("prefill", 0) > limit:
-        return {"kept": kept, "tokens": None}
-    tokens = phase("decode", lambda: decoding.decode(model, read, new))
-    return {"kept": kept, "tokens": tokens}
+    done.kept.update(layer.get_seq_length() for layer in read.cache.layers)
+    if not limit or (done.bytes["prefill"] or 0) <= limit:
+        tokens = phase("decode", lambda: decoding.decode(model, read, new))
+        done.tokens.extend(tokens)
+    return done
 
 
 def _press(policy, ratio, options):
