@@ -223,9 +223,10 @@ def tokenize(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
 
 
 def end_tokens(model: Model) -> tuple[int, ...]:
-    """The tokens that end a completion."""
+    """The tokens that end a completion: the checkpoint's and the tokenizer's."""
     eos = getattr(model.tokenizer, "eos_token_id", None)
-    return NO_EOS if eos is None else (eos,)
+    ends = {*model.end_tokens} if eos is None else {*model.end_tokens, eos}
+    return tuple(sorted(ends)) or NO_EOS
 
 
 def _text(model: Model, tokens: list[int]) -> str | None:

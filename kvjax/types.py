@@ -134,11 +134,14 @@ class Model(NamedTuple):
       params: weights, see `kvjax.models.decoder`.
       tokenizer: a `transformers.PreTrainedTokenizerFast` with its chat template,
         or None for a model that has none (random weights).
+      end_tokens: ids that end a completion, as far as the checkpoint says; the
+        tokenizer's own end token does besides.
     """
 
     spec: ModelSpec
     params: PyTree
     tokenizer: Any
+    end_tokens: tuple[int, ...] = ()
 
 
 PHASES = ("full", "prefill+decode", "after_prefill", "decode")

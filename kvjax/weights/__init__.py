@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from kvjax.models import decoder, published
 from kvjax.types import Model, UserError
-from kvjax.weights import gguf, hub, safetensors, store
+from kvjax.weights import gguf, hub, pack, safetensors, store
 
 __all__ = ["load"]
 
@@ -30,6 +30,8 @@ def load(
     name_or_path: str | os.PathLike,
     dtype: jnp.dtype = jnp.float32,
     context: int | None = None,
+    placement: pack.Placement | None = None,
+    keep: bool | None = None,
 ) -> Model:
     """Loads a model by name, from a GGUF file, a Hugging Face folder or the hub.
 
@@ -48,10 +50,14 @@ def load(
       dtype: of all params: float32, bfloat16 or float16.
       context: most tokens of a prompt and its completion; None for all that the model
         can read. Rotary positions that differ with it (LongRoPE) are chosen by it.
+      placement: where the params go; None for the default device.
+      keep: whether a copy of the params, ready to be read, is used and left in the
+        cache folder. None: of GGUF files only, whose dequantised weights take long to
+        make.
 
     Returns:
-      The spec, the params (shapes in `kvjax.models.decoder`, on the default device) and
-      the tokenizer, None where the checkpoint has none.
+      The spec, the params (shapes in `kvjax.models.decoder`), the tokenizer, None where
+      the checkpoint has none, and the tokens that end a completion.
 
     Raises:
       UserError: a name or path that is not there; a checkpoint that is damaged,
@@ -61,31 +67,34 @@ def load(
     dtype = _dtype(dtype)
     if context is not None and context < 1:
         raise UserError(f"context {context}: must be at least 1 token")
-    model = _load(os.fspath(name_or_path), dtype, context)
+    model = _load(os.fspath(name_or_path), dtype, context, placement, keep)
     if context is None or model.spec.positions == "learned":
         return model
     short = min(context, model.spec.context_length)
     return model._replace(spec=dataclasses.replace(model.spec, context_length=short))
 
 
-def _load(asked: str, dtype: jnp.dtype, context: int | None) -> Model:
+def _load(
+    asked: str,
+    dtype: jnp.dtype,
+    context: int | None,
+    placement: pack.Placement | None,
+    keep: bool | None,
+) -> Model:
     if asked.startswith(_RANDOM):
         return _random(asked.removeprefix(_RANDOM), dtype)
     if asked in hub.NAMED:
         path, identity = hub.fetch(asked), hub.NAMED[asked].sha256
-        return store.load(
-            asked, identity, dtype, lambda: gguf.load(path, dtype, name=asked)
-        )
+        return _load_gguf(path, asked, identity, dtype, placement, keep)
     path = pathlib.Path(asked).expanduser()
     if not path.exists() and hub.is_id(asked):
         path = hub.snapshot(asked)
     if path.is_dir():
-        return safetensors.load(path, dtype, context)
+        return safetensors.load(path, dtype, context, placement, bool(keep))
     if path.is_file():
         gguf.check_magic(path)
-        return store.load(
-            path.stem, store.file_identity(path), dtype, lambda: gguf.load(path, dtype)
-        )
+        identity = store.identity([path])
+        return _load_gguf(path, path.stem, identity, dtype, placement, keep)
     raise UserError(
         f"no model named {asked!r} and no such file or folder: give one of "
         f"{', '.join(sorted(hub.NAMED))}, a .gguf file, a Hugging Face folder, or "
@@ -98,6 +107,20 @@ def _random(name: str, dtype: jnp.dtype) -> Model:
     spec = published.spec(name)
     draw = jax.jit(decoder.random_params, static_argnums=(0, 2))
     return Model(spec, draw(spec, jax.random.key(0), dtype), None)
+
+
+def _load_gguf(
+    path: pathlib.Path,
+    name: str,
+    identity: str,
+    dtype: jnp.dtype,
+    placement: pack.Placement | None,
+    keep: bool | None,
+) -> Model:
+    make = lambda: gguf.load(path, dtype, name, placement)
+    if keep is False:
+        return make()
+    return store.load(name, identity, dtype, make, placement)
 
 
 def _dtype(dtype: jnp.dtype) -> jnp.dtype:

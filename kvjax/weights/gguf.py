@@ -65,13 +65,19 @@ def check_magic(path: pathlib.Path) -> None:
             )
 
 
-def load(path: pathlib.Path, dtype: jnp.dtype, name: str | None = None) -> Model:
+def load(
+    path: pathlib.Path,
+    dtype: jnp.dtype,
+    name: str | None = None,
+    placement: pack.Placement | None = None,
+) -> Model:
     """Reads, dequantises and packs a GGUF file.
 
     Args:
       path: of the file.
       dtype: of the params.
       name: of the spec; the file's name without its ending by default.
+      placement: where the params go; None for the default device.
 
     Raises:
       UserError: truncated, another architecture, scaled rotary positions, tensors
@@ -106,6 +112,8 @@ def load(path: pathlib.Path, dtype: jnp.dtype, name: str | None = None) -> Model
                 f"{tensor.name} in {path} is quantised as {tensor.tensor_type.name}, "
                 "which the gguf package cannot read: use another file of the model"
             ) from error
+        # A copy: what is not quantised is a view of the mapped file.
+        array = array.astype(dtype)
         if name.endswith("q_proj.weight"):
             return _half_rotated(array, spec.num_heads)
         if name.endswith("k_proj.weight"):
@@ -113,7 +121,8 @@ def load(path: pathlib.Path, dtype: jnp.dtype, name: str | None = None) -> Model
         return array
 
     tokenizer = tokenizers.from_gguf(fields, path, spec)
-    return Model(spec, pack.pack(spec, theirs, read, dtype), tokenizer)
+    params = pack.pack(spec, theirs, read, dtype, placement)
+    return Model(spec, params, tokenizer, _end_tokens(fields))
 
 
 def _spec(
@@ -175,6 +184,12 @@ def _spec(
     )
     pack.check_heads(spec, path)
     return spec
+
+
+def _end_tokens(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids that end a completion: the ends of text, of turn and of message."""
+    keys = (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
+    return tuple(int(fields[key]) for key in keys if key in fields)
 
 
 def _names(num_layers: int) -> dict[str, str]:

@@ -5,7 +5,8 @@ of query and key heads in half-rotated order; what is peculiar to a file format 
 its reader, where a family keeps its tensors in its `Names`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,31 @@ from kvjax.models.names import Names
 from kvjax.types import ModelSpec, PyTree, UserError
 
 Read = Callable[[str], np.ndarray]
+
+
+class Placement(NamedTuple):
+    """Where params go when they are not to lie on the default device.
+
+    Attributes:
+      place: `(spec, path, array) -> jax.Array` puts one array there, given its keys in
+        the params (`("layers", 0, "qkv")`) and itself, on the host, often as a
+        transposed view. It may exchange rows or columns, never change the shape.
+      shardings: `(spec) -> pytree` of `jax.sharding.Sharding` in the params' structure:
+        what `place` gives them. Copies in the cache folder are read into these.
+      order: names the exchange of rows and columns that `place` makes, "" for none:
+        copies in another order are others.
+    """
+
+    place: Callable[[ModelSpec, tuple[str | int, ...], np.ndarray], jax.Array]
+    shardings: Callable[[ModelSpec], PyTree]
+    order: str = ""
+
+
+def on_device(
+    spec: ModelSpec, path: tuple[str | int, ...], array: np.ndarray
+) -> jax.Array:
+    """The usual place: the default device."""
+    return jax.device_put(array)  # unlike jnp.array, makes no copy on the host first
 
 
 def tensor_shapes(spec: ModelSpec, names: Names) -> dict[str, tuple[int, ...]]:
@@ -119,107 +145,143 @@ def check(
             )
 
 
-def pack(spec: ModelSpec, names: Names, read: Read, dtype: jnp.dtype) -> PyTree:
+def pack(
+    spec: ModelSpec,
+    names: Names,
+    read: Read,
+    dtype: jnp.dtype,
+    placement: Placement | None = None,
+) -> PyTree:
     """Reads every tensor once and packs it; layouts as in `kvjax.models.decoder`.
+
+    The next array is read when the one before is where it belongs. The host holds it
+    and, while it is joined of several tensors, one of them.
 
     Args:
       spec: the model's shape.
       names: where the checkpoint keeps what.
-      read: tensor by Hugging Face name, `[out, in]`, any float dtype.
+      read: tensor by Hugging Face name, `[out, in]`, any float dtype. Nothing may
+        write to it later: the params may be a view of it.
       dtype: of the params.
+      placement: where the params go; None for the default device.
     """
 
-    def tensor(name):
+    def tensor(name: str) -> np.ndarray:
         return np.asarray(read(name)).astype(dtype, copy=False)
+
+    place = placement.place if placement else on_device
+
+    def put(array: np.ndarray, *path: str | int) -> jax.Array:
+        return jax.block_until_ready(place(spec, path, array))
 
     end = lambda part: tensor(names.ends[part] + ".weight")
     params = {
-        "embed": jnp.array(end("embed")),
+        "embed": put(end("embed"), "embed"),
         "layers": tuple(
-            _layer(spec, names, index, tensor) for index in range(spec.num_layers)
+            _layer(spec, names, index, tensor, put) for index in range(spec.num_layers)
         ),
     }
     if spec.final_norm:
-        params["final_norm"] = _norm(spec, names.ends["final_norm"], tensor)
+        name = names.ends["final_norm"]
+        params["final_norm"] = _norm(spec, name, tensor, put, "final_norm")
     if spec.positions == "learned":
-        params["positions"] = jnp.array(end("positions")[names.skipped_positions :])
+        skipped = names.skipped_positions
+        params["positions"] = put(end("positions")[skipped:], "positions")
     if spec.embed_dim not in (None, spec.model_dim):
-        params |= {part: jnp.array(end(part).T) for part in ("embed_in", "embed_out")}
+        for part in ("embed_in", "embed_out"):
+            params[part] = put(end(part).T, part)
     if not spec.tied_head:
-        params["head"] = jnp.array(end("head").T)
+        params["head"] = put(end("head").T, "head")
     wanted = jax.tree.map(lambda leaf: leaf.shape, decoder.param_shapes(spec))
     assert jax.tree.map(lambda leaf: leaf.shape, params) == wanted
     return params
 
 
-def _layer(spec: ModelSpec, names: Names, index: int, tensor: Read) -> PyTree:
+def _layer(spec: ModelSpec, names: Names, index: int, tensor: Read, put) -> PyTree:
     """One layer's params."""
+    here = ("layers", index)
+    layer = {}
 
-    def part(name, kind="weight"):
-        """A tensor; experts are stacked on a leading axis."""
-        template = f"{names.layer[name]}.{kind}"
-        if "{e}" not in template:
-            return tensor(template.format(i=index))
-        each = [tensor(template.format(i=index, e=e)) for e in range(spec.experts)]
-        return np.stack(each)
+    def add(key: str, array: np.ndarray) -> None:
+        layer[key] = put(array, *here, key)
 
-    layer = {
-        "qkv": jnp.array(_heads(spec, names, part, "weight").T),
-        "out": jnp.array(_out(spec, part("out"))),
-        "down": _turned(part("down")),
-    }
-    if "gate" in names.layer:
-        both = [part("gate"), part("up")]
-        layer["gate_up"] = _turned(np.concatenate(both, axis=-2))
-    else:
-        name = "gate_up" if spec.gated else "up"
-        layer[name] = _turned(part(name))
+    def one(part: str, kind: str = "weight") -> np.ndarray:
+        return tensor(f"{names.layer[part].format(i=index)}.{kind}")
+
+    first = "gate_up" if spec.gated else "up"
+    parts = ("gate", "up") if "gate" in names.layer else (first,)
+    add("qkv", _heads(spec, names, one, "weight").T)
+    add("out", _out(spec, one("out")))
+    for key, its in ((first, parts), ("down", ("down",))):
+        add(key, np.swapaxes(_mlp(spec, names, index, tensor, its), -1, -2))
     if "router" in names.layer:
-        layer["router"] = _turned(part("router"))
+        add("router", one("router").T)
     for norm in ("attn_norm", "mlp_norm", "attn_after", "mlp_after"):
         if norm in names.layer:
-            layer[norm] = _norm(spec, names.layer[norm].format(i=index), tensor)
+            name = names.layer[norm].format(i=index)
+            layer[norm] = _norm(spec, name, tensor, put, *here, norm)
     for norm in ("q_norm", "k_norm") if spec.qk_norm else ():
-        layer[norm] = jnp.array(part(norm))
+        add(norm, one(norm))
     if "qkv" in spec.biases:
-        layer["qkv_bias"] = jnp.array(_heads(spec, names, part, "bias"))
+        add("qkv_bias", _heads(spec, names, one, "bias"))
     if "out" in spec.biases:
-        layer["out_bias"] = jnp.array(part("out", "bias"))
+        add("out_bias", one("out", "bias"))
     if "mlp" in spec.biases:
-        first = "gate_up" if spec.gated else "up"
-        parts = ("gate", "up") if "gate" in names.layer else (first,)
-        each = [part(name, "bias") for name in parts]
-        layer[first + "_bias"] = jnp.array(np.concatenate(each))
-        layer["down_bias"] = jnp.array(part("down", "bias"))
+        add(first + "_bias", np.concatenate([one(part, "bias") for part in parts]))
+        add("down_bias", one("down", "bias"))
     return layer
 
 
-def _heads(spec: ModelSpec, names: Names, part, kind: str) -> np.ndarray:
+def _heads(spec: ModelSpec, names: Names, one, kind: str) -> np.ndarray:
     """Rows of queries, keys and values, KV head by KV head: [K (G+2) D, ...]."""
     k, g, d = spec.num_kv_heads, spec.group, spec.head_dim
     if "qkv" in names.layer:
-        fused = part("qkv", kind)
+        fused = one("qkv", kind)
         if names.grouped:
             return fused
-        q, key, value = np.split(fused, [k * g * d, (k * g + k) * d])
+        pieces = iter(np.split(fused, [k * g * d, (k * g + k) * d]))
     else:
-        q, key, value = (part(name, kind) for name in "qkv")
-    q, key, value = (x.reshape(k, -1, d, *x.shape[1:]) for x in (q, key, value))
-    heads = np.concatenate([q, key, value], axis=1)
+        pieces = (one(name, kind) for name in "qkv")
+    split = (piece.reshape(k, -1, d, *piece.shape[1:]) for piece in pieces)
+    heads = _join(split, g + 2, 1)
     return heads.reshape(-1, *heads.shape[3:])
+
+
+def _mlp(
+    spec: ModelSpec, names: Names, index: int, tensor: Read, parts: tuple[str, ...]
+) -> np.ndarray:
+    """Projections side by side, [out, in]; experts on a leading axis."""
+    rows = sum(_part_shapes(spec, part)["weight"][0] for part in parts)
+    name = lambda part, expert: names.layer[part].format(i=index, e=expert) + ".weight"
+    one = lambda expert: _join((tensor(name(part, expert)) for part in parts), rows, 0)
+    if not spec.experts:
+        return one(0)
+    return _join((one(e)[None] for e in range(spec.experts)), spec.experts, 0)
+
+
+def _join(pieces: Iterable[np.ndarray], length: int, axis: int) -> np.ndarray:
+    """`np.concatenate` to this length along an axis, holding one piece at a time."""
+    whole, done = None, 0
+    for piece in pieces:
+        size = piece.shape[axis]
+        if size == length:
+            return piece
+        if whole is None:
+            shape = (*piece.shape[:axis], length, *piece.shape[axis + 1 :])
+            whole = np.empty(shape, piece.dtype)
+        into = np.moveaxis(whole, axis, 0)[done : done + size]
+        into[:] = np.moveaxis(piece, axis, 0)
+        done += size
+        del piece  # before the next one is read
+    return whole
 
 
 def _out(spec: ModelSpec, weight: np.ndarray) -> np.ndarray:
     return weight.T.reshape(spec.num_kv_heads, spec.group, spec.head_dim, -1)
 
 
-def _turned(weight: np.ndarray) -> jnp.ndarray:
-    """[..., out, in] to [..., in, out]."""
-    return jnp.array(np.swapaxes(weight, -1, -2))
-
-
-def _norm(spec: ModelSpec, name: str, tensor: Read) -> PyTree:
-    weight = jnp.array(tensor(name + ".weight"))
+def _norm(spec: ModelSpec, name: str, tensor: Read, put, *path: str | int) -> PyTree:
     if spec.norm != "layer":
-        return weight
-    return {"weight": weight, "bias": jnp.array(tensor(name + ".bias"))}
+        return put(tensor(name + ".weight"), *path)
+    kinds = ("weight", "bias")
+    return {kind: put(tensor(f"{name}.{kind}"), *path, kind) for kind in kinds}

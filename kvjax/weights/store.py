@@ -1,11 +1,14 @@
-"""The cache folder, and the ready-made copies of dequantised models in it.
+"""The cache folder, and the ready-made copies of checkpoints in it.
 
 A copy is a folder `<name>-<dtype>-<key>` with
 
     params/      an orbax checkpoint in the layout of `kvjax.models.decoder`
+    files.json   size and CRC-32 of each other file
+
+and, of a GGUF file, whose own fields take long to read,
+
+    model.json   the `ModelSpec` and the end tokens
     tokenizer/   the tokenizer's own files, absent where there is none
-    spec.json    the `ModelSpec`
-    files.json   size and CRC-32 of each file above
 
 It is written under another name and renamed when complete, so a write that was cut
 short is never taken for a copy; `files.json` catches damage after that.
@@ -21,8 +24,8 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +33,14 @@ import jax.numpy as jnp
 from kvjax.models import decoder
 from kvjax.types import Model, ModelSpec, PyTree, RopeScaling
 from kvjax.weights import tokenizer as tokenizers
+from kvjax.weights.pack import Placement
+
+Kept = TypeVar("Kept", Model, PyTree)
 
 # Part of every copy's key: raise it whenever the layout of the params or of the copy
 # changes, and old copies are no longer found.
-FORMAT = 3
+FORMAT = 4
+_IN_FLIGHT = 1 << 26  # bytes read or written at once, besides one array
 
 
 class _UnusableCopy(Exception):
@@ -53,70 +60,123 @@ def notice(text: str) -> None:
     print(f"kvjax: {text}", file=sys.stderr, flush=True)
 
 
-def file_identity(path: pathlib.Path) -> str:
-    """Changes when the file is replaced or written to; does not read it."""
-    stat = path.stat()
-    return f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+def identity(files: Sequence[pathlib.Path]) -> str:
+    """Changes when a file is replaced or written to; does not read them."""
+    stats = [(path.resolve(), path.stat()) for path in files]
+    return "\n".join(f"{path}:{s.st_size}:{s.st_mtime_ns}" for path, s in stats)
 
 
-def copy_path(name: str, identity: str, dtype: jnp.dtype) -> pathlib.Path:
-    """Where the copy of this source in this dtype lies, whether or not it exists."""
-    key = hashlib.sha256(f"{FORMAT}:{dtype.name}:{identity}".encode()).hexdigest()
-    return cache_dir() / "copies" / f"{name[:64]}-{dtype.name}-{key[:16]}"
+def copy_path(
+    name: str, identity: str, dtype: jnp.dtype, order: str = ""
+) -> pathlib.Path:
+    """Where the copy of this source in this dtype lies, whether or not it exists.
+
+    Args:
+      name: readable start of the folder's name.
+      identity: of the source; another identity means another copy.
+      dtype: of the params.
+      order: of their rows and columns, see `kvjax.weights.pack.Placement`.
+    """
+    key = f"{FORMAT}:{dtype.name}:{order}:{identity}"
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return cache_dir() / "copies" / f"{name[:64]}-{dtype.name}-{digest[:16]}"
 
 
 def load(
-    name: str, identity: str, dtype: jnp.dtype, make: Callable[[], Model]
+    name: str,
+    identity: str,
+    dtype: jnp.dtype,
+    make: Callable[[], Model],
+    placement: Placement | None = None,
 ) -> Model:
     """The model from its copy, or from `make`, which then leaves a copy.
+
+    A copy that cannot be used is made again with a notice; one that cannot be written
+    costs a notice, not the load.
 
     Args:
       name: readable start of the copy's folder name.
       identity: of the source; another identity means another copy.
       dtype: of the params that `make` returns.
       make: converts the source; called only when there is no good copy.
-
-    Returns:
-      The model, on the default device. A copy that cannot be used is made again with a
-      notice; one that cannot be written costs a notice, not the load.
+      placement: where the params of a copy go, and those of `make` already are; None
+        for the default device.
     """
-    copy = copy_path(name, identity, dtype)
+
+    def read(copy: pathlib.Path) -> Model:
+        listed = json.loads((copy / "model.json").read_text())
+        spec, folder = _spec(listed["spec"]), copy / "tokenizer"
+        params = _restore(copy / "params", spec, dtype, placement)
+        tokenizer = tokenizers.restore(folder) if folder.exists() else None
+        return Model(spec, params, tokenizer, tuple(listed["end_tokens"]))
+
+    def write(part: pathlib.Path, model: Model) -> None:
+        _save(part / "params", model.params)
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(part / "tokenizer")
+        spec = dataclasses.asdict(model.spec)
+        listed = {"spec": spec, "end_tokens": model.end_tokens}
+        (part / "model.json").write_text(json.dumps(listed))
+
+    order = placement.order if placement else ""
+    return _kept(copy_path(name, identity, dtype, order), make, read, write)
+
+
+def params(
+    spec: ModelSpec,
+    identity: str,
+    dtype: jnp.dtype,
+    make: Callable[[], PyTree],
+    placement: Placement | None = None,
+) -> PyTree:
+    """The params of a known spec from their copy, or from `make`; as in `load`."""
+    order = placement.order if placement else ""
+    return _kept(
+        copy_path(spec.name, identity, dtype, order),
+        make,
+        lambda copy: _restore(copy / "params", spec, dtype, placement),
+        lambda part, made: _save(part / "params", made),
+    )
+
+
+def _kept(
+    copy: pathlib.Path,
+    make: Callable[[], Kept],
+    read: Callable[[pathlib.Path], Kept],
+    write: Callable[[pathlib.Path, Kept], None],
+) -> Kept:
     unusable = False
     if copy.exists():
         try:
-            return _read(copy, dtype)
+            return _read(copy, read)
         except _UnusableCopy as error:
             unusable = True
             notice(f"the copy {copy} cannot be used ({error}); making it again")
-    model = make()
+    made = make()
     try:
         # Only now: where `make` fails too (no memory left), the copy was not at fault.
         if unusable:
             shutil.rmtree(copy)
-        _write(copy, model)
+        _write(copy, lambda part: write(part, made))
     except Exception as error:
         # orbax reports a full disk by more than one type of exception.
         notice(f"no copy is kept in {copy}: {_one_line(error)}")
-    return model
+    return made
 
 
-def _read(copy: pathlib.Path, dtype: jnp.dtype) -> Model:
+def _read(copy: pathlib.Path, read: Callable[[pathlib.Path], Kept]) -> Kept:
     try:
         listed = json.loads((copy / "files.json").read_text())
         for name, expected in listed.items():
             if _fingerprint(copy / name) != expected:
                 raise _UnusableCopy(f"{name} has changed")
-        spec = _spec(json.loads((copy / "spec.json").read_text()))
-        params = _restore(copy / "params", decoder.param_shapes(spec, dtype))
-        folder = copy / "tokenizer"
-        tokenizer = tokenizers.restore(folder) if folder.exists() else None
+        return read(copy)
     except _UnusableCopy:
         raise
     except Exception as error:
         # Damage, or a copy by a version of orbax or transformers that differs: whatever
         # the readers raise, the answer is the same.
         raise _UnusableCopy(_one_line(error)) from error
-    return Model(spec, params, tokenizer)
 
 
 def _spec(fields: dict[str, Any]) -> ModelSpec:
@@ -128,15 +188,12 @@ def _spec(fields: dict[str, Any]) -> ModelSpec:
     return ModelSpec(**fields | {"rope": RopeScaling(**rope)})
 
 
-def _write(copy: pathlib.Path, model: Model) -> None:
+def _write(copy: pathlib.Path, fill: Callable[[pathlib.Path], None]) -> None:
     copy.parent.mkdir(parents=True, exist_ok=True)
     _sweep(copy.parent)
     part = pathlib.Path(tempfile.mkdtemp(dir=copy.parent, prefix=".making-"))
     try:
-        _save(part / "params", model.params)
-        if model.tokenizer is not None:
-            model.tokenizer.save_pretrained(part / "tokenizer")
-        (part / "spec.json").write_text(json.dumps(dataclasses.asdict(model.spec)))
+        fill(part)
         files = sorted(path for path in part.rglob("*") if path.is_file())
         listed = {str(path.relative_to(part)): _fingerprint(path) for path in files}
         (part / "files.json").write_text(json.dumps(listed, indent=1))
@@ -166,29 +223,49 @@ def _fingerprint(path: pathlib.Path) -> list[int]:
 def _save(path: pathlib.Path, params: PyTree) -> None:
     import orbax.checkpoint as ocp
 
-    with _checkpointer() as checkpointer:
+    with _checkpointer(params) as checkpointer:
         checkpointer.save(path, args=ocp.args.PyTreeSave(params))
 
 
-def _restore(path: pathlib.Path, shapes: PyTree) -> PyTree:
+def _restore(
+    path: pathlib.Path,
+    spec: ModelSpec,
+    dtype: jnp.dtype,
+    placement: Placement | None,
+) -> PyTree:
     import orbax.checkpoint as ocp
 
-    # An array made now lies where the user's settings put arrays.
-    place = jnp.zeros(()).sharding
+    shapes = decoder.param_shapes(spec, dtype)
+    if placement:
+        shardings = placement.shardings(spec)
+    else:
+        # An array made now lies where the user's settings put arrays.
+        usual = jnp.zeros(()).sharding
+        shardings = jax.tree.map(lambda _: usual, shapes)
     target = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
         shapes,
+        shardings,
     )
     how = ocp.checkpoint_utils.construct_restore_args(target)
-    with _checkpointer() as checkpointer:
+    with _checkpointer(shapes) as checkpointer:
         return checkpointer.restore(path, args=ocp.args.PyTreeRestore(target, how))
 
 
-def _checkpointer():
+def _checkpointer(shapes: PyTree):
+    """Of arrays like these; holds few of them at once, besides those on the device."""
     import orbax.checkpoint as ocp
 
-    # Dequantised weights compress by a third, and then take four times as long to read.
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+    most = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    handler = ocp.BasePyTreeCheckpointHandler(
+        save_concurrent_bytes=most + _IN_FLIGHT,
+        restore_concurrent_bytes=most + _IN_FLIGHT,
+        # Weights compress by a third at best, and take four times as long to read.
+        use_compression=False,
+    )
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(handler_impl=handler))
 
 
 def _one_line(error: Exception) -> str:
