@@ -73,7 +73,8 @@ def generate(
     Args:
       model: from `kvjax.load`.
       prompts: texts, or sequences of token ids. Texts are taken as they are: apply
-        `model.tokenizer.apply_chat_template` yourself where you want it.
+        `model.tokenizer.apply_chat_template` yourself where you want it. A text that
+        begins with the BOS token gets no second one.
       policy: which pairs stay, of `kvjax.policies`; None is the full cache.
       budget: |kv|, pairs per head, for all layers or one per layer; the full cache
         pays no heed to it.
@@ -209,6 +210,9 @@ def tokenize(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
                     f"prompt {index} is text, but the model has no tokenizer"
                 )
             prompt = model.tokenizer(prompt, verbose=False)["input_ids"]
+            bos = getattr(model.tokenizer, "bos_token_id", None)
+            if bos is not None and list(prompt[:2]) == [bos, bos]:
+                prompt = prompt[1:]  # chat templates write one themselves
         ids = [int(token) for token in prompt]
         if not ids:
             raise UserError(f"prompt {index} is empty: it needs at least one token")

@@ -1,43 +1,26 @@
-"""Loading: names, GGUF files, Hugging Face folders, and the copies in the cache."""
+"""Loading: names, GGUF files, and the copies in the cache folder."""
 
 import dataclasses
 import hashlib
-import json
 import os
 import pathlib
 import shutil
 import sys
 import zipfile
 
+import checkpoints
 import gguf as gguf_format
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 import tokenizers
+from checkpoints import EMBED, HEAD, assert_same_params, one_line, write_folder
 
 from kvjax import weights
-from kvjax.models import llama
 from kvjax.types import UserError
-from kvjax.weights import gguf, hub, pack, store
-from kvjax.weights import safetensors as folders
+from kvjax.weights import gguf, hub, store
 
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 270,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500.0,
-    "tie_word_embeddings": True,
-}
 BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 TOKENS = ["<|end|>", "<|start|>", *BYTES, "Ġ1", "ĠĠ", "th", "the", "<tool>"]
 KEYS = {
@@ -56,31 +39,12 @@ KEYS = {
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("KVJAX_CACHE", str(folder))
-    return folder
+    return checkpoints.cache(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")
-def spec(tmp_path_factory):
-    return folders._spec(write_folder(tmp_path_factory.mktemp("spec")), None)[0]
-
-
-@pytest.fixture(scope="module")
-def tensors(spec):
-    """A checkpoint by Hugging Face name, float32."""
-    rng = np.random.default_rng(0)
-    shapes = pack.tensor_shapes(spec, llama.tensor_names(spec))
-    return {n: rng.standard_normal(s, dtype=np.float32) for n, s in shapes.items()}
-
-
-def write_folder(path, tensors=None, **changes):
-    path.mkdir(exist_ok=True)
-    config = {k: v for k, v in {**CONFIG, **changes}.items() if v is not ...}
-    (path / "config.json").write_text(json.dumps(config))
-    if tensors is not None:
-        safetensors.numpy.save_file(tensors, path / "model.safetensors")
-    return path
+def tensors():
+    return checkpoints.tensors()
 
 
 def interleaved(array, heads):
@@ -124,6 +88,7 @@ def write_gguf(
         "eos_token_id": writer.add_eos_token_id,
         "chat_template": writer.add_chat_template,
         "add_bos_token": writer.add_add_bos_token,
+        "eot_token_id": writer.add_eot_token_id,
     }
     if fields["model"] is not None:
         writer.add_token_list(TOKENS)
@@ -148,21 +113,6 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def assert_same_params(left, right, **tolerance):
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_allclose(
-            np.asarray(a, np.float32), np.asarray(b, np.float32), **tolerance
-        )
-
-
-def one_line(error):
-    text = str(error.value)
-    assert "\n" not in text and len(text) < 600
-    return text
 
 
 # Names and downloads.
@@ -316,6 +266,13 @@ def test_gguf_add_bos_is_honoured_from_the_copy_too(tmp_path, tensors):
         assert weights.load(path).tokenizer("the").input_ids[0] == 1
 
 
+def test_gguf_end_tokens_are_those_of_the_copy_too(tmp_path, tensors):
+    more = {"eot_token_id": 7}
+    path = write_gguf(tmp_path / "m.gguf", tensors, tokenizer=more)
+    for _ in range(2):
+        assert set(weights.load(path).end_tokens) == {0, 7}
+
+
 def test_gguf_without_tokenizer(tmp_path, tensors):
     path = write_gguf(tmp_path / "m.gguf", tensors, tokenizer={"model": None})
     for _ in range(2):
@@ -376,6 +333,13 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
 
 
 # Copies.
+
+
+def test_no_copy_when_asked_for_none(tmp_path, tensors, cache):
+    path = write_gguf(tmp_path / "m.gguf", tensors)
+    model = weights.load(path, keep=False)
+    assert not cache.exists()
+    assert_same_params(weights.load(path).params, model.params, rtol=0)
 
 
 @pytest.fixture
@@ -488,142 +452,3 @@ def test_a_copy_that_cannot_be_kept_does_not_stop_the_load(file, cache, capsys):
     assert weights.load(file).spec.num_layers == 2
     notice = capsys.readouterr().err
     assert notice.count("\n") == 1 and "no copy is kept" in notice
-
-
-# Hugging Face folders.
-
-
-def test_sharded_and_half_precision_folder(tmp_path, tensors):
-    whole = weights.load(write_folder(tmp_path / "whole", tensors), jnp.bfloat16)
-    path = write_folder(tmp_path / "shards")
-    names = sorted(tensors)
-    shards = {"a.safetensors": names[:7], "b.safetensors": names[7:]}
-    for shard, own in shards.items():
-        halves = {name: tensors[name].astype(jnp.bfloat16) for name in own}
-        safetensors.numpy.save_file(halves, path / shard)
-    index = {"weight_map": {n: shard for shard, own in shards.items() for n in own}}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    model = weights.load(str(path), jnp.bfloat16)
-    assert_same_params(model.params, whole.params, rtol=0)
-    (path / "b.safetensors").unlink()
-    with pytest.raises(UserError, match=r"b\.safetensors, which is missing"):
-        weights.load(path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"attention_bias": True}, r"lacks 8 tensors, .*q_proj\.bias"),
-        ({"mlp_bias": True}, r"lacks 6 tensors, .*gate_proj\.bias"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ({"pretraining_tp": 2}, "pretraining_tp = 2"),
-        ({"sliding_window": 4096}, "sliding_window = 4096"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),
-        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "{'rope_type': 'ntk'"),
-        ({"rope_scaling": {"type": "linear", "odd": 2}}, "'linear', 'odd': 2"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "without low_freq_factor"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "without short_factor"),
-        ({"rope_parameters": "linear"}, "rope_parameters = 'linear'"),
-        ({"head_dim": 5}, "head_dim 5"),
-        ({"num_key_value_heads": 3}, "3 KV heads for 4 query heads"),
-        ({"num_attention_heads": "4"}, "num_attention_heads = '4'"),
-        ({"hidden_size": ...}, "has no hidden_size"),
-        ({"architectures": ["BertModel"]}, r"\['BertModel'\]: kvjax knows Falcon"),
-        ({"architectures": ["MistralForCausalLM"]}, "model_type = 'llama'"),
-        ({"model_type": "mistral"}, "model_type = 'mistral'"),
-        ({"num_hidden_layers": 3}, r"lacks 9 tensors, model\.layers\.2"),
-        ({"num_hidden_layers": 1}, "has 9 tensors that"),
-        ({"tie_word_embeddings": False}, r"lacks 1 tensors, lm_head\.weight"),
-        ({"intermediate_size": 65}, r"shape \(64, 32\), .* \(65, 32\)"),
-    ],
-)
-def test_config_that_we_do_not_compute_is_refused(tmp_path, tensors, changes, message):
-    path = write_folder(tmp_path / "folder", tensors, **changes)
-    with pytest.raises(UserError, match=message) as error:
-        weights.load(path)
-    assert str(path) in one_line(error)
-
-
-def test_neutral_config_is_accepted(tmp_path, tensors, spec):
-    changes = {
-        "attention_bias": False,
-        "mlp_bias": None,
-        "hidden_act": "silu",
-        "pretraining_tp": 1,
-        "rope_theta": ...,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-        "transformers_version": "5.0",
-        "bos_token_id": 1,
-    }
-    path = write_folder(tmp_path / "folder", tensors, **changes)
-    assert weights.load(path).spec == dataclasses.replace(spec, name="folder")
-
-
-def test_a_head_beside_a_tied_embedding(tmp_path, tensors):
-    same = {**tensors, HEAD: tensors[EMBED]}
-    assert "head" not in weights.load(write_folder(tmp_path / "a", same)).params
-    other = {**tensors, HEAD: 2 * tensors[EMBED]}
-    with pytest.raises(UserError, match="tie_word_embeddings is true"):
-        weights.load(write_folder(tmp_path / "b", other))
-
-
-def test_folder_tensors_of_other_dtypes_are_refused(tmp_path, tensors):
-    eight = {**tensors, "model.norm.weight": np.ones(32, np.int8)}
-    with pytest.raises(UserError, match=r"model\.norm\.weight .* dtype I8"):
-        weights.load(write_folder(tmp_path / "a", eight))
-
-
-@pytest.mark.parametrize("length", [4, 500, -1])
-def test_truncated_safetensors_are_refused(tmp_path, tensors, length):
-    path = write_folder(tmp_path / "a", tensors) / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(UserError, match="truncated or damaged") as error:
-        weights.load(path.parent)
-    assert str(path) in one_line(error)
-
-
-def test_folders_without_weights_or_config(tmp_path):
-    with pytest.raises(UserError, match=r"config\.json is missing"):
-        weights.load(tmp_path)
-    path = write_folder(tmp_path / "a")
-    with pytest.raises(UserError, match=r"no model\.safetensors"):
-        weights.load(path)
-    (path / "pytorch_model.bin").touch()
-    with pytest.raises(UserError, match=r"pickled weights only \(pytorch_model\.bin\)"):
-        weights.load(path)
-    (path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
-        weights.load(path)
-
-
-def test_folder_tokenizer(tmp_path, tensors):
-    path = write_folder(tmp_path / "a", tensors)
-    assert weights.load(path).tokenizer is None
-    file = write_gguf(tmp_path / "m.gguf", tensors)
-    ours = weights.load(file).tokenizer
-    ours.save_pretrained(path)
-    theirs = weights.load(path).tokenizer
-    assert theirs("the 1<|end|>").input_ids == ours("the 1<|end|>").input_ids
-    (path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="cannot read the tokenizer") as error:
-        weights.load(path)
-    one_line(error)
-
-
-def test_a_model_of_the_hub_loads_from_its_cache(tmp_path, tensors, monkeypatch):
-    """Without a network, what huggingface_hub has fetched before is used."""
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    home = tmp_path / "models--owner--tiny"
-    (home / "refs").mkdir(parents=True)
-    (home / "refs" / "main").write_text("0123abcd")
-    (home / "snapshots").mkdir()
-    write_folder(home / "snapshots" / "0123abcd", tensors)
-    model = weights.load("owner/tiny")
-    assert model.spec.num_layers == 2
-    with pytest.raises(UserError, match="cannot fetch owner/other from the Hugging"):
-        weights.load("owner/other")

@@ -50,6 +50,10 @@ NAMED = {
 }
 
 
+_WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
+_UNWANTED = ("original/*", "consolidated*", "onnx/*")
+
+
 def fetch(name: str) -> pathlib.Path:
     """The verified GGUF of a known name, downloaded first when it is not cached.
 
@@ -78,18 +82,19 @@ def is_id(name: str) -> bool:
 def snapshot(name: str) -> pathlib.Path:
     """The folder of a model of the hub, fetched first where there is a network.
 
-    Weights are fetched as safetensors only.
+    Weights are fetched as safetensors only, and those of the original release that some
+    folders hold besides are left out.
 
     Raises:
       UserError: it is neither to be had nor in huggingface_hub's cache.
     """
     import huggingface_hub
 
-    wanted = ["*.json", "*.safetensors", "*.jinja"]
     try:
-        return pathlib.Path(
-            huggingface_hub.snapshot_download(name, allow_patterns=wanted)
+        folder = huggingface_hub.snapshot_download(
+            name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
         )
+        return pathlib.Path(folder)
     except Exception as error:  # of the hub, of the network below it, of the disk
         raise UserError(
             f"cannot fetch {name} from the Hugging Face hub and it is not in the cache "

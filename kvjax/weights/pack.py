@@ -242,8 +242,9 @@ def _heads(spec: ModelSpec, names: Names, one, kind: str) -> np.ndarray:
         pieces = iter(np.split(fused, [k * g * d, (k * g + k) * d]))
     else:
         pieces = (one(name, kind) for name in "qkv")
-    split = (piece.reshape(k, -1, d, *piece.shape[1:]) for piece in pieces)
-    heads = _join(split, g + 2, 1)
+    split = lambda piece: piece.reshape(k, -1, d, *piece.shape[1:])
+    # By map: a generator's variable would hold a piece while the next is read.
+    heads = _join(map(split, pieces), g + 2, 1)
     return heads.reshape(-1, *heads.shape[3:])
 
 

@@ -1,6 +1,7 @@
 """Tokenizers from a GGUF file's own fields or from a Hugging Face folder."""
 
 import contextlib
+import json
 import os
 import pathlib
 from collections.abc import Mapping
@@ -105,8 +106,12 @@ def from_gguf(fields: Mapping[str, Any], source: pathlib.Path, spec: ModelSpec):
 def from_folder(path: pathlib.Path):
     """The tokenizer of a Hugging Face folder, None where it has no tokenizer files.
 
+    Its chat template is, in this order, that of chat_template.jinja, of
+    tokenizer_config.json (one, or several by name) or of chat_template.json. Whether
+    texts get a BOS token in front is for tokenizer.json to say.
+
     Raises:
-      UserError: files that transformers cannot read.
+      UserError: files that cannot be read.
     """
     if not any((path / name).exists() for name in _FOLDER_FILES):
         return None
@@ -114,15 +119,20 @@ def from_folder(path: pathlib.Path):
         from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
+        found = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
+        # transformers reads this file for processors of images only.
+        template = path / "chat_template.json"
+        if found.chat_template is None and template.exists():
+            found.chat_template = json.loads(template.read_text())["chat_template"]
+        return found
     except Exception as error:
         # transformers raises many types here, some of them for a missing package.
         text = str(error).strip().split("\n")[0]
         raise UserError(
-            f"transformers cannot read the tokenizer in {path}: {text}; fetch its "
-            "files again, or remove them to load the model without one"
+            f"cannot read the tokenizer in {path} ({type(error).__name__}: {text}): "
+            "fetch its files again, or remove them to load the model without one"
         ) from error
 
 
