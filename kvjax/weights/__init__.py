@@ -52,8 +52,8 @@ def load(
         can read. Rotary positions that differ with it (LongRoPE) are chosen by it.
       placement: where the params go; None for the default device.
       keep: whether a copy of the params, ready to be read, is used and left in the
-        cache folder. None: of GGUF files only, whose dequantised weights take long to
-        make.
+        cache folder. None: of GGUF files only, whose weights take long to dequantise;
+        a folder's copy takes as much disk again, and its tensors load as fast.
 
     Returns:
       The spec, the params (shapes in `kvjax.models.decoder`), the tokenizer, None where
