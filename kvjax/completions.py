@@ -1,14 +1,16 @@
 """Prompts in, completions out: `kvjax.generate`."""
 
+import bisect
 import dataclasses
+import functools
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax import axes, cache, programs, sharding
 from kvjax.codecs import Codec, identity
@@ -17,9 +19,11 @@ from kvjax.plan import device_memory, plan_job
 from kvjax.policies import Policy
 from kvjax.programs import Job
 from kvjax.sampling import Sampling
+from kvjax.tasks.base import ended
 from kvjax.types import Model, PyTree, Schedule, UserError
 
 Prompt = str | Sequence[int]
+Stop = Callable[[list[int]], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,16 +116,51 @@ def generate(
     bucket = programs.bucket(model.spec, made, longest, max_new_tokens)
     eos = NO_EOS if ignore_eos else end_tokens(model)
     job = programs.job_of(model, made, bucket, max_new_tokens, how, eos)
-    job = plan_job(job, device_memory(memory_gb), len(prompts)).job
-    order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
     done = {}
-    for rows in batches(order, job.batch):
-        result = run_batch(model.params, job, [tokens[i] for i in rows], rows, seed)
+    for rows, result in run(model.params, job, tokens, device_memory(memory_gb), seed):
         kept = cache.kept_positions(result.state)
         for row, index in enumerate(rows):
             new = result.tokens[row]
             done[index] = Completion(_text(model, new), new, kept[row])
     return [done[i] for i in range(len(tokens))]
+
+
+def run(
+    params: PyTree,
+    job: Job,
+    prompts: Sequence[Sequence[int]],
+    memory_bytes: int,
+    seed: int = 0,
+    *,
+    numbers: Sequence[int] | None = None,
+    most: int | None = None,
+    stop: Stop | None = None,
+) -> Iterator[tuple[list[int], BatchResult]]:
+    """Runs prompts, the short ones first, in batches that fill the memory.
+
+    Args:
+      params: the model's weights.
+      job: what is done to each; its batch is planned here.
+      prompts: token ids.
+      memory_bytes: see `kvjax.plan.device_memory`.
+      seed: of the whole run.
+      numbers: each prompt's number in the whole run; None where these are all.
+      most: no larger batch is planned.
+      stop: see `run_batch`.
+
+    Yields:
+      Per batch, the indices of its prompts, and its result.
+
+    Raises:
+      UserError: too little memory for one row.
+    """
+    most = min(most or len(prompts), len(prompts))
+    job = plan_job(job, memory_bytes, most).job
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for rows in batches(order, job.batch):
+        given = [prompts[i] for i in rows]
+        named = [numbers[i] for i in rows] if numbers else rows
+        yield rows, run_batch(params, job, given, named, seed, stop)
 
 
 def run_batch(
@@ -130,6 +169,7 @@ def run_batch(
     prompts: Sequence[Sequence[int]],
     indices: Sequence[int],
     seed: int = 0,
+    stop: Stop | None = None,
 ) -> BatchResult:
     """Runs up to `job.batch` prompts through the job's programs.
 
@@ -139,50 +179,98 @@ def run_batch(
       prompts: token ids per row; rows that are left over stay unused.
       indices: each prompt's number in the whole run, which seeds its sampling.
       seed: of the whole run.
+      stop: asked after every `job.steps` tokens whether a row's tokens so far are all
+        that is wanted of it.
 
     Raises:
       RuntimeError: the state ran out of slots.
     """
     compiled = programs.programs(job)
-    tokens, lengths, active, keys = packed(job, prompts, indices, seed)
+    keys = row_keys(job, indices, seed)
+    state, logits, seconds = read(params, job, prompts)
+    start = time.perf_counter()
+    decode = functools.partial(compiled.decode, params)
+    state, new = write(decode, job, state, logits, keys, len(prompts), stop)
+    end = time.perf_counter()
+    cache.raise_errors(state)
+    return BatchResult(new, state, seconds, end - start)
+
+
+def read(
+    params: PyTree, job: Job, prompts: Sequence[Sequence[int]]
+) -> tuple[cache.KVState, Float[Array, "B V"], float]:
+    """The state once the prompts are in, the logits that follow them, and seconds."""
+    compiled = programs.programs(job)
+    tokens, lengths = packed(job, prompts)
     state = jax.block_until_ready(compiled.init())
     start = time.perf_counter()
     state, logits = compiled.prefill(params, state, tokens, lengths)
     if compiled.compact:
         state = compiled.compact(state)
     jax.block_until_ready((state, logits))
-    middle = time.perf_counter()
-    state, out, count = compiled.decode(params, state, logits, active, keys)
-    jax.block_until_ready(state)
-    end = time.perf_counter()
-    cache.raise_errors(state)
-    new = unpacked(out, count, len(prompts))
-    return BatchResult(new, state, middle - start, end - middle)
+    return state, logits, time.perf_counter() - start
+
+
+def write(
+    decode: Callable[..., tuple],
+    job: Job,
+    state: cache.KVState,
+    logits: Float[Array, "B V"],
+    keys: Array,
+    rows: int,
+    stop: Stop | None = None,
+) -> tuple[cache.KVState, list[list[int]]]:
+    """The state at the end and the new tokens of the first `rows` rows.
+
+    A call of `decode` after the first begins by drawing each row's last token again,
+    from logits that leave no other choice: the state has not seen it yet.
+    """
+    new: list[list[int]] = [[] for _ in range(rows)]
+    active = np.arange(job.batch) < rows
+    drawn = 0  # tokens of every active row
+    while True:
+        again = min(drawn, 1)
+        limit = min(job.steps or job.new, job.new - drawn + again)
+        (going,) = sharding.by_row(job.mesh, active)
+        state, out, count = decode(state, logits, going, keys, np.int32(limit))
+        out, count = axes.fetched((out, count))
+        for row in np.flatnonzero(active):
+            new[row] += out[row, again : count[row]].tolist()
+            ended = new[row][-1] in job.eos or (stop is not None and stop(new[row]))
+            active[row] = not ended
+        drawn += limit - again
+        if drawn == job.new or not active.any():
+            return jax.block_until_ready(state), new
+        last = np.zeros((job.batch,), np.int32)
+        last[:rows] = [tokens[-1] for tokens in new]
+        logits = _certain(*sharding.by_row(job.mesh, last), logits)
+
+
+@jax.jit
+def _certain(tokens: Int[Array, "B"], like: Float[Array, "B V"]) -> Array:
+    """Logits that give each row's token all of the probability."""
+    ids = jnp.arange(like.shape[1], dtype=jnp.int32)
+    return jnp.where(ids[None, :] == tokens[:, None], 0.0, -jnp.inf)
 
 
 def packed(
-    job: Job,
-    prompts: Sequence[Sequence[int]],
-    indices: Sequence[int],
-    seed: int,
-) -> tuple[Int[Array, "B T"], Int[Array, "B"], Bool[Array, "B"], Array]:
-    """Left-aligned prompts, their lengths, rows in use, PRNG keys; see `run_batch`."""
+    job: Job, prompts: Sequence[Sequence[int]]
+) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
+    """Left-aligned prompts and their lengths; 0 for rows that are not in use."""
     tokens = np.zeros((job.batch, job.prompt), np.int32)
     lengths = np.zeros((job.batch,), np.int32)
-    numbers = np.zeros((job.batch,), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-        lengths[row], numbers[row] = len(prompt), indices[row]
+        lengths[row] = len(prompt)
+    return sharding.by_row(job.mesh, tokens, lengths)
+
+
+def row_keys(job: Job, indices: Sequence[int], seed: int) -> Array:
+    """The PRNG keys of rows that hold the prompts of these numbers."""
+    numbers = np.zeros((job.batch,), np.int32)
+    numbers[: len(indices)] = indices
     keys = programs.row_keys(jnp.int32(seed), jnp.asarray(numbers))
-    return sharding.by_row(job.mesh, tokens, lengths, lengths > 0, keys)
-
-
-def unpacked(
-    tokens: Int[Array, "B N"], count: Int[Array, "B"], rows: int
-) -> list[list[int]]:
-    """The tokens that each of the first `rows` rows has generated."""
-    out, count = axes.fetched((tokens, count))
-    return [out[row, : count[row]].tolist() for row in range(rows)]
+    return sharding.by_row(job.mesh, keys)[0]
 
 
 def batches(indices: Sequence[int], most: int) -> list[list[int]]:
@@ -224,6 +312,23 @@ def tokenize(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
             )
         tokens.append(ids)
     return tokens
+
+
+def stops(tokenizer: Any, until: Sequence[str], tokens: list[int]) -> bool:
+    """Whether the tokens' text holds one of the texts that end a completion.
+
+    Special tokens count as their texts.
+    """
+    text = tokenizer.decode(tokens)
+    return any(stop in text for stop in until)
+
+
+def text_before(tokenizer: Any, until: Sequence[str], tokens: list[int]) -> str:
+    """The tokens' text up to the first stop, without special tokens."""
+    over = lambda count: stops(tokenizer, until, tokens[:count])
+    enough = bisect.bisect_left(range(len(tokens)), True, key=over)
+    text = tokenizer.decode(tokens[:enough], skip_special_tokens=True)
+    return ended(text, until)
 
 
 def end_tokens(model: Model) -> tuple[int, ...]:

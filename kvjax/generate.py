@@ -9,7 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import axes, cache, sampling, sharding
 from kvjax.models import decoder
@@ -17,6 +17,7 @@ from kvjax.types import ModelSpec, PyTree
 
 NO_EOS = (-1,)  # no token ends a row
 GREEDY = sampling.Sampling()
+_AT_ONCE = 16  # given tokens fed at a time where nothing is evicted any more
 
 
 @functools.partial(
@@ -79,6 +80,7 @@ def decode(
     logits: Float[Array, "B V"],
     active: Array,
     keys: Array,
+    limit: Int[Array, ""] | None = None,
     *,
     spec: ModelSpec,
     made: cache.Compression,
@@ -97,9 +99,10 @@ def decode(
       logits: those that follow each row's last token.
       active: bool[B], False for a row that is not in use.
       keys: PRNG keys [B], one per row.
+      limit: the most tokens to generate; None for N.
       spec: the model's shape.
       made: what is kept.
-      steps: N, the most tokens to generate.
+      steps: N, the most that there is room for.
       how: the sampling rule.
       eos: tokens that end a row; `NO_EOS` for runs of fixed length.
 
@@ -123,12 +126,13 @@ def decode(
         token, active, out = draw(logits, state, active, out, i)
         return i + 1, state, token, active, out, count + n
 
+    limit = jnp.int32(steps) if limit is None else limit
     out = jnp.full((active.shape[0], steps), -1, jnp.int32)
     count = active.astype(jnp.int32)
     token, active, out = draw(logits, state, active, out, 0)
     carry = (jnp.int32(1), state, token, active, out, count)
     carry = jax.lax.while_loop(
-        lambda carry: (carry[0] < steps) & jnp.any(carry[3]), step, carry
+        lambda carry: (carry[0] < limit) & jnp.any(carry[3]), step, carry
     )
     return carry[1], carry[4], carry[5]
 
@@ -156,6 +160,73 @@ def score_tokens(
         return state, decoder.logits(params, hidden[:, 0], spec)
 
     return jax.lax.scan(step, state, tokens.T)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "made"))
+def score(
+    params: PyTree,
+    state: cache.KVState,
+    logits: Float[Array, "B V"],
+    tokens: Int[Array, "B N"],
+    lengths: Int[Array, "B"],
+    *,
+    spec: ModelSpec,
+    made: cache.Compression,
+) -> tuple[cache.KVState, Float[Array, "B N"], Bool[Array, "B N"]]:
+    """Teacher forcing: how likely given continuations are.
+
+    Tokens are fed one at a time, as decoding would, or some at once where the schedule
+    has nothing left to evict. A row that is at its end feeds nothing more. The state is
+    not donated: several continuations may follow one prompt.
+
+    Args:
+      params: the model's weights.
+      state: the state after the prompt.
+      logits: those that follow each row's last token.
+      tokens: continuations, left-aligned.
+      lengths: tokens per row; 0 for a row that has none.
+      spec: the model's shape.
+      made: what is kept.
+
+    Returns:
+      The state (which has not seen the last token), the natural logarithm of each
+      token's probability, and whether the token was the likeliest. Beyond a row's
+      length 0 and True.
+    """
+    batch, most = tokens.shape
+    width = 1 if made.schedule.evicts_in_decode else min(_AT_ONCE, most)
+    steps = jnp.maximum(jnp.max(lengths) - 1 + width - 1, 0) // width
+    room = -most % width + width  # for the last step's targets, one token ahead
+    padded = jnp.pad(tokens, ((0, 0), (0, room)))
+
+    def judge(logits, targets):
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return chosen - jax.nn.logsumexp(logits, axis=-1), likeliest == targets
+
+    def step(i, carry):
+        state, logprob, greedy = carry
+        part = jax.lax.dynamic_slice_in_dim(padded, i * width, width, axis=1)
+        targets = jax.lax.dynamic_slice_in_dim(padded, i * width + 1, width, axis=1)
+        n = jnp.clip(lengths - 1 - i * width, 0, width)
+        hidden, state = forward(params, spec, part, n, state, made)
+        flat = decoder.logits(params, hidden.reshape(-1, hidden.shape[-1]), spec)
+        found = judge(flat.reshape(batch, width, -1), targets)
+        put = lambda all, new: jax.lax.dynamic_update_slice_in_dim(
+            all, new, i * width + 1, axis=1
+        )
+        return state, put(logprob, found[0]), put(greedy, found[1])
+
+    first = judge(logits, tokens[:, 0])
+    carry = (
+        state,
+        jnp.zeros(padded.shape, jnp.float32).at[:, 0].set(first[0]),
+        jnp.ones(padded.shape, jnp.bool).at[:, 0].set(first[1]),
+    )
+    state, logprob, greedy = jax.lax.fori_loop(0, steps, step, carry)
+    real = jnp.arange(most, dtype=jnp.int32)[None, :] < lengths[:, None]
+    logprob = jnp.where(real, logprob[:, :most], 0.0)
+    return state, logprob, greedy[:, :most] | ~real
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "made", "capacity"))

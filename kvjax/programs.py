@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from kvjax import axes, cache, sampling, sharding
-from kvjax.generate import GREEDY, NO_EOS, compact, decode, prefill
+from kvjax.generate import GREEDY, NO_EOS, compact, decode, prefill, score
 from kvjax.models import decoder
 from kvjax.types import Model, ModelSpec, PyTree, UserError
 from kvjax.weights import store
@@ -33,11 +33,14 @@ class Job:
       made: what is kept of the KV cache.
       batch: B, rows.
       prompt: most prompt tokens per row, see `bucket`.
-      new: most tokens to generate per row.
+      new: most tokens to generate per row, or to be given it.
       dtype: of weights and stored pairs, a name ("float32").
       how: the sampling rule.
       eos: tokens that end a row.
       mesh: the devices it runs on, see `kvjax.sharding`; None is the default device.
+      steps: most tokens that one call generates, so that somebody can look at them in
+        between; None for all.
+      scored: whether the new tokens are given, and asked how likely they are.
     """
 
     spec: ModelSpec
@@ -49,6 +52,8 @@ class Job:
     how: sampling.Sampling = GREEDY
     eos: tuple[int, ...] = NO_EOS
     mesh: Mesh | None = None
+    steps: int | None = None
+    scored: bool = False
 
     def __post_init__(self):
         if self.batch % self.ways:
@@ -86,7 +91,11 @@ def job_of(
 
 
 class Programs(NamedTuple):
-    """Compiled executables; `compact` is None where the state keeps its capacity."""
+    """Compiled executables.
+
+    `compact` is None where the state keeps its capacity. `decode` is `generate.score`
+    in a job whose tokens are given.
+    """
 
     init: jax.stages.Compiled
     prefill: jax.stages.Compiled
@@ -114,6 +123,16 @@ def bucket(spec: ModelSpec, made: cache.Compression, longest: int, new: int) -> 
         return math.ceil(spec.context_length / block) * block
     grain = math.lcm(block, _GRAIN)
     return math.ceil(longest / grain) * grain
+
+
+def size_class(made: cache.Compression, longest: int) -> int:
+    """Prompts of one class share programs without much waste: each is twice as long.
+
+    One class where the state's capacity does not depend on the prompt.
+    """
+    if made.schedule.evicts_in_prefill:
+        return 0
+    return max(longest - 1, _GRAIN - 1).bit_length()
 
 
 @functools.cache
@@ -165,21 +184,22 @@ def compile_compact(job: Job) -> jax.stages.Compiled:
 
 
 def compile_decode(job: Job) -> jax.stages.Compiled:
-    """(params, state, logits, active, keys) -> state, tokens, count; see `generate`."""
+    """`generate.decode` from its state on, or `generate.score`."""
     keep_compiled()
-    given = arguments(job)
+    given, alike = arguments(job), {"spec": job.spec, "made": job.made}
+    start = given.params, given.after, given.logits
     with sharding.use(job.mesh):
+        if job.scored:
+            return score.lower(*start, given.new, given.rows, **alike).compile()
         return decode.lower(
-            given.params,
-            given.after,
-            given.logits,
+            *start,
             given.active,
             given.keys,
-            spec=job.spec,
-            made=job.made,
-            steps=job.new,
+            jax.ShapeDtypeStruct((), jnp.int32),
+            steps=job.steps or job.new,
             how=job.how,
             eos=job.eos,
+            **alike,
         ).compile()
 
 
@@ -194,6 +214,7 @@ class Arguments(NamedTuple):
     logits: jax.ShapeDtypeStruct
     active: jax.ShapeDtypeStruct
     keys: jax.ShapeDtypeStruct
+    new: jax.ShapeDtypeStruct
 
 
 def arguments(job: Job) -> Arguments:
@@ -209,6 +230,7 @@ def arguments(job: Job) -> Arguments:
         logits=array((job.batch, spec.vocab_size), jnp.float32),
         active=array((job.batch,), jnp.bool),
         keys=jax.eval_shape(row_keys, array((), jnp.int32), rows),
+        new=array((job.batch, job.new), jnp.int32),
     )
     if job.mesh is None:
         return given
@@ -218,7 +240,7 @@ def arguments(job: Job) -> Arguments:
         decoder.param_partitions(spec, job.mesh),
         state(job.prefill_capacity),
         state(job.decode_capacity),
-        *(by_row,) * 5,
+        *(by_row,) * 6,
     )
     return jax.tree.map(
         lambda leaf, split: array(leaf.shape, leaf.dtype, sharding=split), given, splits

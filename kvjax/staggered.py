@@ -201,7 +201,8 @@ def run_batch(
       RuntimeError: the state ran out of slots.
     """
     job, compiled = planned.job, compile_programs(planned.job, planned.group)
-    tokens, lengths, active, keys = completions.packed(job, prompts, indices, seed)
+    tokens, lengths = completions.packed(job, prompts)
+    keys = completions.row_keys(job, indices, seed)
     pool = compiled.init_pool()
     logits = jnp.zeros(programs.arguments(job).logits.shape, jnp.float32)
     jax.block_until_ready((pool, logits, tokens))
@@ -215,11 +216,10 @@ def run_batch(
         pool, logits = compiled.insert(pool, logits, state, last, jnp.int32(first))
         jax.block_until_ready(pool)  # the next group's state is not to lie beside it
     middle = time.perf_counter()
-    pool, out, count = compiled.decode(params, pool, logits, active, keys)
-    jax.block_until_ready(pool)
+    decode = functools.partial(compiled.decode, params)
+    pool, new = completions.write(decode, job, pool, logits, keys, len(prompts))
     end = time.perf_counter()
     cache.raise_errors(pool)
-    new = completions.unpacked(out, count, len(prompts))
     return BatchResult(new, pool, middle - start, end - middle)
 
 

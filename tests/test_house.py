@@ -52,6 +52,15 @@ MAY = {
     "memory": set(),
     "protocols": {"types", "memory", "plan", "programs", "completions", "staggered"},
     "roofline": {"types", "models", "plan", "programs"},
+    "likelihood": {
+        "types",
+        "axes",
+        "cache",
+        "completions",
+        "plan",
+        "programs",
+        "sharding",
+    },
 }
 
 
