@@ -48,7 +48,8 @@ class Requests:
       batch_size: the harness's; 1, its default, and `auto` are as many prompts as fit,
         another number is the most at once.
       max_batch_size: the most at once.
-      device: the harness's; JAX must run there already.
+      device: the harness's, `cuda:0` unless told; not looked at. JAX decides where it
+        runs, and the environment's JAX_PLATFORMS says otherwise.
       **options: `policy.NAME`, the policy's options.
 
     Raises:
@@ -89,14 +90,21 @@ class Requests:
             implementation=implementation,
         )
         method.check()
-        _check_device(device)
         named = not isinstance(pretrained, tuple)
-        model = load(pretrained, jnp.dtype(dtype), context) if named else pretrained
+        model = load(pretrained, dtype, context) if named else pretrained
         if model.tokenizer is None:
             raise UserError(
                 f"{model.spec.name} has no tokenizer: the harness needs one"
             )
-        self.model, self.method, self.seed = model, method, seed
+        if (
+            model.tokenizer.bos_token_id is None
+            and model.tokenizer.eos_token_id is None
+        ):
+            raise UserError(
+                f"the tokenizer of {model.spec.name} has neither BOS nor EOS, one of "
+                "which stands for an empty context"
+            )
+        self.model, self.seed = model, seed
         self.made = method.compression(model.spec)
         self.memory = device_memory(memory_gb)
         self.most = _most(batch_size, max_batch_size)
@@ -123,7 +131,7 @@ class Requests:
         return MAX_NEW
 
     @property
-    def eot_token_id(self) -> int:
+    def eot_token_id(self) -> int | None:
         return self.tokenizer.eos_token_id
 
     @property
@@ -267,7 +275,9 @@ class Requests:
         with tqdm(
             total=len(prompts), desc="kvjax: generate_until", disable=disable_tqdm
         ) as bar:
-            for (new, _, how, until), rows in groups.items():
+            # The longest first: what does not fit is told before long work.
+            order = sorted(groups.items(), key=lambda group: group[0][1], reverse=True)
+            for (new, _, how, until), rows in order:
                 for index, text in self._written(how, new, until, rows, prompts, bar):
                     texts[index] = text
                     self._remember("generate_until", requests[index].args, text)
@@ -336,8 +346,8 @@ class Requests:
         unknown = sorted(set(given) - {"until", *_NEW, *_SAMPLING})
         if unknown:
             _warn(f"gen_kwargs {', '.join(unknown)}: not known to kvjax, left out")
-        eos = self.tokenizer.decode([self.eot_token_id])
-        return _sampling(given), new, tuple(s for s in (*until, eos) if s)
+        stops = (*until, self.tokenizer.eos_token or "")
+        return _sampling(given), new, tuple(stop for stop in stops if stop)
 
     def _written(self, how, new, until, rows, prompts, bar):
         """The texts of a group's requests, as their batches come in."""
@@ -428,16 +438,6 @@ def _policy_options(given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
             )
         options.append((option, value))
     return tuple(options)
-
-
-def _check_device(device: str | None) -> None:
-    asked = (device or "").partition(":")[0]
-    here = jax.devices()[0].platform
-    if asked not in ("", here) and (asked, here) != ("cuda", "gpu"):
-        raise UserError(
-            f"--device {device}: JAX runs on {here} here; leave it out, or choose with "
-            "the environment variable JAX_PLATFORMS"
-        )
 
 
 def _most(batch_size: int | str | None, max_batch_size: int | None) -> int | None:

@@ -135,8 +135,7 @@ def same(found, expected):
 # --- log-likelihood -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32"])
-def test_full_cache_is_the_models_log_softmax(model, dtype):
+def test_full_cache_is_the_models_log_softmax(model):
     texts = pairs_of_texts()
     expected = []
     for context, continuation in texts:
@@ -509,7 +508,7 @@ def test_arguments(model):
     ):
         assert answering(model, batch_size=size).most == most
     assert answering(model, batch_size=8, max_batch_size=3).most == 3
-    assert answering(model, policy="full").made.policy is None
+    assert answering(model, policy="full", device="cuda:0").made.policy is None
 
 
 @pytest.mark.parametrize(
@@ -522,7 +521,6 @@ def test_arguments(model):
         ({"policy": "h2o", "budget": None}, "needs a budget"),
         ({"budget": 24}, "full cache"),
         ({"policy": "h2o", "budget": 24, "schedule": "never"}, "never"),
-        ({"device": "tpu:0"}, "--device tpu:0: JAX runs on cpu"),
         ({"memory_gb": -1}, "memory_gb -1"),
     ],
 )
@@ -534,6 +532,17 @@ def test_wrong_arguments(model, changes, message):
 def test_model_without_tokenizer():
     with pytest.raises(UserError, match="tiny has no tokenizer"):
         answering(tiny_model())
+
+
+def test_tokenizer_without_ends(model):
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    lm = answering(model._replace(tokenizer=tokenizer))
+    given = {"max_gen_toks": 3, "until": ["w3"]}
+    assert lm._generation(given)[2] == ("w3",)
+    tokenizer.bos_token = None
+    with pytest.raises(UserError, match="neither BOS nor EOS"):
+        answering(model._replace(tokenizer=tokenizer))
 
 
 @pytest.mark.skipif(HAS_HARNESS, reason="lm_eval is installed")
