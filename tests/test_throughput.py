@@ -15,7 +15,7 @@ from conftest import tiny_model
 from test_tasks import HAYSTACK, make_tokenizer
 
 from kvjax import completions, load, protocols, report, roofline, staggered, throughput
-from kvjax.models import published
+from kvjax.models import decoder, published
 from kvjax.plan import phase_bytes
 from kvjax.protocols import divisors, find_batch, step_back, time_prompts
 from kvjax.types import Model, UserError
@@ -341,7 +341,7 @@ def test_configs(path):
         spec = published.spec(asked.model.removeprefix("random:"))
         for entry in asked.methods:
             for new in asked.max_new_tokens:
-                bare = Model(spec, None, None)
+                bare = Model(spec, decoder.param_shapes(spec), None)
                 assert throughput._job(asked, bare, entry, new).new == new
 
 
