@@ -9,6 +9,7 @@ interrupted goes on where it stopped and loses at most the batch in flight::
     WORKDIR/records.jsonl     one line per finished method, made from its batches
 """
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -40,6 +41,7 @@ from kvjax.tasks.base import encode as encoded
 from kvjax.types import Model, UserError
 from kvjax.weights import load
 
+_LOOK = 32  # tokens generated between two looks for a stop text
 Progress = Callable[[str, int], None]  # what runs now, and units of work just finished
 
 
@@ -164,8 +166,8 @@ class _Engine(NamedTuple):
 
 
 def _whole(model: Model) -> _Engine:
-    def run_batch(job, seed, prompts, rows):
-        return completions.run_batch(model.params, job, prompts, rows, seed)
+    def run_batch(job, seed, prompts, rows, stop):
+        return completions.run_batch(model.params, job, prompts, rows, seed, stop)
 
     def forget():
         programs.programs.cache_clear()
@@ -175,14 +177,13 @@ def _whole(model: Model) -> _Engine:
     return _Engine(plan_job, run_batch, forced, forget)
 
 
-def _layers(model: Model, jobs: Iterable[Job]) -> _Engine:
-    jobs = list(jobs)
-    readings = layerwise.Readings(model, (job.made for job in jobs))
+def _layers(model: Model, methods: Iterable[cache.Compression]) -> _Engine:
+    readings = layerwise.Readings(model, methods)
 
-    def run_batch(job, seed, prompts, rows):
+    def run_batch(job, seed, prompts, rows, stop):
         reading = readings.after(job.made, prompts, job.new)
         steps = (job.new, completions.end_tokens(model))
-        reading, tokens = layerwise.write(model, job.made, reading, *steps)
+        reading, tokens = layerwise.write(model, job.made, reading, *steps, stop)
         return completions.BatchResult(tokens, layerwise.joined(reading), None, None)
 
     def forced(windows, made):
@@ -205,7 +206,10 @@ def _job(experiment: Experiment, model: Model, made, task: Prepared) -> Job:
     )
     programs.bucket(model.spec, made, read, written)  # raises if they do not fit
     prompt = programs.bucket(model.spec, made, task.longest, task.new)
-    return programs.job_of(model, made, prompt, task.new)
+    job = programs.job_of(
+        model, made, prompt, task.new, eos=completions.end_tokens(model)
+    )
+    return dataclasses.replace(job, steps=_LOOK if task.task.stop else None)
 
 
 def _answers(model, plan, run_batch, task: Prepared, method, workdir, say) -> None:
@@ -215,11 +219,12 @@ def _answers(model, plan, run_batch, task: Prepared, method, workdir, say) -> No
     if done:
         say(f"{name}, taken up again", len(done))
     left = [i for i in range(len(task.examples)) if i not in done]
+    stop = functools.partial(completions.stops, model.tokenizer, task.task.stop)
     for rows in completions.batches(left, plan.batch):
         say(f"{name}, {len(rows)} prompts at once", 0)
         prompts = [task.prompts[i].tokens for i in rows]
         with peak_memory(plan.weights_bytes) as measured:
-            result = run_batch(prompts, rows)
+            result = run_batch(prompts, rows, stop)
         texts = [
             model.tokenizer.decode(new, skip_special_tokens=True)
             for new in result.tokens

@@ -9,7 +9,7 @@ it is read once for all of them.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from kvjax.policies import Policy
 from kvjax.types import Model, ModelSpec, PyTree, Schedule, Stats, UserError
 
 Prompts = Sequence[Sequence[int]]
+_LOOK = 16  # tokens between two questions whether a row may stop
 
 
 class Reading(NamedTuple):
@@ -110,9 +111,17 @@ def read(model: Model, made: cache.Compression, prompts: Prompts, new: int) -> R
 
 
 def write(
-    model: Model, made: cache.Compression, reading: Reading, steps: int, eos: tuple
+    model: Model,
+    made: cache.Compression,
+    reading: Reading,
+    steps: int,
+    eos: tuple,
+    stop: Callable[[list[int]], bool] = lambda tokens: False,
 ) -> tuple[Reading, list[list[int]]]:
-    """Greedy tokens after the prompts, at most `steps`, an end token included."""
+    """Greedy tokens after the prompts, at most `steps`, an end token included.
+
+    `stop` is asked now and then whether a row's tokens are all that is wanted of it.
+    """
     made, reading = _without_watching(made, reading)
     new = [[] for _ in range(reading.logits.shape[0])]
     active = np.ones(len(new), bool)
@@ -121,6 +130,8 @@ def write(
         for row in np.flatnonzero(active):
             new[row].append(int(drawn[row]))
         active &= ~np.isin(drawn, eos)
+        if i % _LOOK == _LOOK - 1:
+            active &= ~np.array([stop(tokens) for tokens in new])
         if not active.any() or i + 1 == steps:
             break
         n = active.astype(np.int32)

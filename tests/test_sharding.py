@@ -32,6 +32,14 @@ CASES += [  # the compaction, by policies that remember rows, heads and pairs
 ]
 
 
+@pytest.fixture(autouse=True)
+def _programs_go():
+    """Those of eight devices map eight times the memory."""
+    yield
+    programs.cache_clear()
+    jax.clear_caches()
+
+
 def of_layer(made, over):
     """States of the contract's layer after its prompt and at the end."""
     given = jnp.asarray(LENGTHS, jnp.int32)

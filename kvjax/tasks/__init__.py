@@ -24,6 +24,7 @@ MODULES = {
     "needle": "passkey",
     "passkey": "passkey",
     "ruler": "ruler",
+    "ruler_file": "ruler",
     "samsum": "summaries",
     "triviaqa": "answers",
     "xsum": "summaries",
