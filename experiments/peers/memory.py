@@ -92,7 +92,7 @@ def _press(shape: Shape, work: Work) -> int:
         "snapkv": width + weights,
         "tova": width + weights,
         "key_diff": work.prompt * shape.pair,
-        "expected_attention": 5 * width,
+        "expected_attention": 2 * width,
         "average_attention": shape.heads * work.prompt**2 * shape.element,
     }.get(work.policy, 0)
 

@@ -53,7 +53,7 @@ class Meter:
 
             torch.cuda.empty_cache()
         else:
-            _keep_freed(below=1 << 20 if exact else 32 << 20)
+            _keep_freed(below=64 << 10 if exact else 32 << 20)
             self.before = _resident("VmRSS")
 
     def start(self) -> None:
