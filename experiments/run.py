@@ -8,11 +8,13 @@ stopped.
 """
 
 import contextlib
+import functools
 import json
 import sys
 
 from absl import app, flags, logging
 from ml_collections import config_flags
+from peers.throughput import joined
 from tqdm import tqdm
 
 from kvjax import evaluate, experiment, meshes, report, throughput
@@ -28,6 +30,9 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where results go, and are resum
 _MEMORY = flags.DEFINE_float("memory_gb", None, "Overrides the config's memory_gb.")
 _HAYSTACK = flags.DEFINE_string("haystack", None, "Overrides the config's haystack.")
 _DATA = flags.DEFINE_string("data_dir", None, "A folder of data sets, for the tasks.")
+_PEERS = flags.DEFINE_string(
+    "peer_python", None, "An interpreter with torch and kvpress: runs the peers too."
+)
 _DISTRIBUTED = flags.DEFINE_string(
     "distributed", None, "Join other processes: auto, or HOST:PORT/N/I."
 )
@@ -45,6 +50,7 @@ def main(_):
     if kind not in _KINDS:
         raise UserError(f"kind {kind!r} is unknown: use one of {', '.join(_KINDS)}")
     from_config, run = _KINDS[kind]
+    run = functools.partial(run, **_peers(fields))
     asked = from_config(
         fields,
         {
@@ -64,6 +70,14 @@ def main(_):
     path = report.write_report(records, _WORKDIR.value)
     print(report.overview(records), f"\n{path}\n", sep="\n")
     print(json.dumps(report.summary(records)))
+
+
+def _peers(fields):
+    """The methods of other engines that a throughput config names, if they can run."""
+    asked = fields.pop("peers", ())
+    if not asked or not _PEERS.value:
+        return {}
+    return {"peers": joined(_PEERS.value, fields["model"], asked)}
 
 
 def _config():

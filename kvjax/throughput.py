@@ -114,6 +114,7 @@ def from_config(config: dict[str, Any], overrides: dict[str, Any]) -> Throughput
       UserError: a field that is missing or unknown.
     """
     given = flattened(config, overrides)
+    given.pop("peers", None)  # other engines are the caller's, see `run`
     shared = {key: given.pop(key) for key in ("block", "budget") if key in given}
     methods = tuple(_entry(dict(each), shared) for each in given.pop("methods", ()))
     return build(Throughput, given | {"methods": methods}, "config")
@@ -146,7 +147,8 @@ def run(
       progress: told what runs.
       peers: methods of other engines by the name in their records, each called with
         `(prompts, new_tokens, memory_bytes, repeats)` for a record in our format: the
-        same prompts, as token ids, in the same memory.
+        same prompts, as token ids, in the same memory. If it has `tokens`, the
+        answers, they are graded and taken out.
 
     Raises:
       UserError: anything that does not fit, before long work starts.
@@ -172,10 +174,11 @@ def run(
                 report.append_record(path, _measured(setting, entry, new, most, say))
                 _forget()
             progress(entry.name, 1)
-        for name in peers.keys() - _named(path, new).keys():
+        for name in [name for name in peers if name not in _named(path, new)]:
             progress(name, 0)
             asked = setting.prompts.tokens, new, memory, experiment.repeats
-            report.append_record(path, peers[name](*asked))
+            record = _graded(setting.prompts, peers[name](*asked))
+            report.append_record(path, record | {"seed": experiment.seed})
     found = [_named(path, new) for new in experiment.max_new_tokens]
     names = [*(entry.name for entry in experiment.methods), *peers]
     return [records[name] for records in found for name in names]
@@ -214,6 +217,15 @@ def _measured(
                 raise
             stepped_back.append(planned.batch)
         planned = protocols.step_back(entry.protocol, planned, count)
+
+
+def _graded(prompts: Prompts, record: report.Record) -> report.Record:
+    """A peer's record, with what its answers are worth in the place of the answers."""
+    answers = record.pop("tokens", None)
+    if answers is None or prompts.grade is None:
+        return record
+    grades = [prompts.grade(*each) for each in enumerate(answers)]
+    return record | {"accuracy": statistics.fmean(grades), "examples": len(grades)}
 
 
 def _record(
@@ -331,7 +343,17 @@ def _prompts(experiment: Throughput, model: Model) -> Prompts:
     def grade(index, tokens):
         return needle.grade(examples[index], model.tokenizer.decode(tokens))
 
-    return Prompts([example.tokens for example in examples], grade)
+    return Prompts(_equal([example.tokens for example in examples]), grade)
+
+
+def _equal(prompts: list[Sequence[int]]) -> list[Sequence[int]]:
+    """All as long as the shortest: tokens go early in the text, before any key.
+
+    Engines that pad are not to pay for padding.
+    """
+    least = min(map(len, prompts))
+    cut = least // 20  # keys stand at a tenth of the text or later
+    return [[*tokens[:cut], *tokens[cut + len(tokens) - least :]] for tokens in prompts]
 
 
 def _job(experiment: Throughput, model: Model, entry: Entry, new: int) -> Job:

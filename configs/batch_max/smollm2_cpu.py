@@ -1,7 +1,7 @@
 """Batch-Max's comparison on a CPU: SmolLM2 in 2 GB, and a rival the paper never met.
 
     python experiments/run.py --config=configs/batch_max/smollm2_cpu.py \\
-        --workdir=runs/batch_max_cpu
+        --workdir=runs/batch_max_cpu [--peer_python=PYTHON]
 
 SmolLM2-135M-Instruct reads prompts of nearly 1,500 tokens with a pass key in them and
 generates exactly 128, then exactly 512 tokens for each, whatever ends the text.
@@ -10,6 +10,10 @@ b0 - 1, where b0 is the smallest batch at which ED does not fit; Batch-Max at th
 largest divisor of the number of prompts that fits (Metel et al. 2024, arXiv 2412.05693,
 section 4.1). *Staggered* reads a few prompts at a time with the full cache, compresses
 them, and decodes all of them together.
+
+With an interpreter that has torch, transformers, gguf and kvpress, those libraries
+answer the same prompts in the same memory: the full cache, and SnapKV and KeyDiff at
+the same |kv|, once the prompt is in.
 
 The paper uses larger models on a GPU; model, memory, lengths and |kv| are our choice.
 The times are the medians of three rounds. About an hour and a half on two CPU cores.
@@ -37,6 +41,7 @@ def get_config() -> ConfigDict:
                     "name": "Staggered SnapKV",
                     "protocol": "staggered",
                     "policy": "snapkv",
+                    "options": {"pool": "average"},  # as kvpress does
                 },
                 {
                     "name": "Batch-Max",
@@ -48,6 +53,15 @@ def get_config() -> ConfigDict:
                     "protocol": "batch_max",
                     "policy": "key_diff",
                 },
+            ),
+            "peers": (  # only with --peer_python
+                {"policy": None},
+                {
+                    "policy": "snapkv",
+                    "budget": 512,
+                    "options": {"window_size": 32, "kernel_size": 7},
+                },
+                {"policy": "key_diff", "budget": 512},
             ),
             "prompts": 32,
             "prompt_tokens": 1500,

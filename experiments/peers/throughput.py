@@ -18,10 +18,11 @@ allocator that hands back what is freed, and timed with one that does not (`Mete
 import functools
 import pathlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.types import UserError
+from kvjax.weights import hub
 from peers import Peer, PeerDied, PeerError, memory, presses
 
 CHUNK = 256  # prompt tokens at a time, where transformers reads in chunks
@@ -126,6 +127,42 @@ def measure(
             records.append(record)
             progress(method.name, 1)
     return records
+
+
+def joined(
+    python: str, model: str, asked: Sequence[Mapping[str, Any]]
+) -> dict[str, Callable[..., dict[str, Any]]]:
+    """The methods as `kvjax.throughput.run` wants them, by their names.
+
+    Args:
+      python: see `measure`.
+      model: a name that `kvjax.load` knows, or a GGUF file.
+      asked: fields of `Method`.
+
+    Raises:
+      UserError: a model that is not a GGUF file, which the peers could not read.
+    """
+    path = hub.fetch(model) if model in hub.NAMED else pathlib.Path(model)
+    if path.suffix != ".gguf":
+        raise UserError(
+            f"peers read GGUF files only, not {model!r}: drop --peer_python"
+        )
+    methods = [
+        Method(
+            fields.get("policy"),
+            fields.get("budget"),
+            tuple(fields.get("options", {}).items()),
+        )
+        for fields in asked
+    ]
+
+    def run(method, prompts, new, memory, repeats):
+        (record,) = measure(
+            python, path, [method], prompts, new, memory, repeats, keep_tokens=True
+        )
+        return record
+
+    return {method.name: functools.partial(run, method) for method in methods}
 
 
 class _Task(NamedTuple):
