@@ -15,7 +15,6 @@ allocator that hands back what is freed, and timed with one that does not (`Mete
 `peers.worker`), so that what malloc holds back counts against nobody.
 """
 
-import functools
 import pathlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -119,9 +118,9 @@ def measure(
     task = _Task(prompts, new_tokens, memory_bytes, repeats)
     records = []
     with _Worker(python, gguf_path, methods, prompts[0]) as worker:
-        for method in methods:
-            say = functools.partial(_say, progress, method.name)
-            record = _faster(worker, method, task, say)
+        plans = [_plans(worker, each, task, progress) for each in methods]
+        for method, ways in zip(methods, plans, strict=True):
+            record = _faster([_time(worker, way, task, progress) for way in ways])
             if not keep_tokens:
                 del record["tokens"]
             records.append(record)
@@ -243,60 +242,75 @@ class _Worker:
         return done
 
 
-def _faster(worker: _Worker, method: Method, task: _Task, say) -> dict[str, Any]:
-    """The record, in the faster of the ways to read a prompt that are worth it.
+class _Plan(NamedTuple):
+    """A way to run a method, and the batches that were tried."""
 
-    In chunks only where by the count more rows fit than were found to fit at once.
+    method: Method
+    chunk: int | None
+    trials: list[memory.Trial]
+
+
+def _plans(worker: _Worker, method: Method, task: _Task, progress) -> list[_Plan]:
+    """The ways to read a prompt that are worth timing.
+
+    In chunks only where by the count more rows fit than were found to fit at once. All
+    methods are weighed before any is timed: timing leaves a heap full of holes behind.
     """
     chunks = (None,) if method.policy or task.length <= CHUNK else (None, CHUNK)
-    ways: list[dict[str, Any]] = []
-    refused = None
+    found: list[_Plan] = []
     for chunk in chunks:
-        if ways and not _fits(worker, method, task, chunk, ways[0]["batch"] + 1):
+        plan = _Plan(method, chunk, [])
+        if found and not _fits(worker, plan, task, memory.largest(found[0].trials) + 1):
             continue
-        try:
-            ways.append(_way(worker, method, task, chunk, say))
-        except UserError as error:
-            refused = error
-    if not ways:
-        raise refused
+        _search(worker, plan, task, progress)
+        if memory.largest(plan.trials):
+            found.append(plan)
+    if not found:
+        raise UserError(_too_small(method, task, plan.trials[-1]))
+    return found
+
+
+def _fits(worker: _Worker, plan: _Plan, task: _Task, batch: int) -> bool:
+    """Whether there are so many prompts, and by the count memory for them."""
+    counted = _count(worker, plan, task, batch)
+    return batch <= len(task.prompts) and max(counted.values()) <= task.limit
+
+
+def _count(worker: _Worker, plan: _Plan, task: _Task, batch: int) -> dict[str, int]:
+    work = plan.method.work(task.length, task.new, plan.chunk)
+    return memory.count_bytes(worker.shape, work, batch)
+
+
+def _search(worker: _Worker, plan: _Plan, task: _Task, progress: Progress) -> None:
+    """Adds trials until the largest batch that fits is among them."""
+    count = lambda batch: max(_count(worker, plan, task, batch).values())
+    known = count, worker.shape.weights, plan.trials, task.limit, len(task.prompts)
+    while batch := memory.next_batch(*known):
+        progress(f"{plan.method.name}: does a batch of {batch} fit?", 0)
+        done = worker.run(plan.method, task, batch, plan.chunk, task.limit)
+        plan.trials.append(_trial(batch, done, task.limit))
+
+
+def _time(
+    worker: _Worker, plan: _Plan, task: _Task, progress: Progress
+) -> dict[str, Any]:
+    """The record of one way, at a smaller batch if memory runs out after all."""
+    while batch := memory.largest(plan.trials):
+        progress(f"{plan.method.name}: timing a batch of {batch}", 0)
+        done = worker.run(plan.method, task, batch, plan.chunk, None)
+        if "out_of_memory" not in done:
+            return _record(worker, plan, task, done)
+        plan.trials.append(memory.Trial(batch, {}, done["out_of_memory"]))
+        _search(worker, plan, task, progress)
+    raise UserError(_too_small(plan.method, task, plan.trials[-1]))
+
+
+def _faster(ways: list[dict[str, Any]]) -> dict[str, Any]:
+    """The record of the fastest way, with the others in brief."""
     record, *others = sorted(ways, key=lambda way: -way["tokens_per_s"])
     brief = ("prefill_chunk", "batch", "tokens_per_s", "measured_bytes")
     record["alternatives"] = [{key: each[key] for key in brief} for each in others]
     return record
-
-
-def _fits(worker, method, task, chunk, batch) -> bool:
-    """Whether there are so many prompts, and by the count memory for them."""
-    counted = _count(worker, method, task, chunk, batch)
-    return batch <= len(task.prompts) and max(counted.values()) <= task.limit
-
-
-def _count(worker, method, task, chunk, batch) -> dict[str, int]:
-    work = method.work(task.length, task.new, chunk)
-    return memory.count_bytes(worker.shape, work, batch)
-
-
-def _way(worker, method, task, chunk, say) -> dict[str, Any]:
-    """One way's record: searches for the batch, then times it."""
-    count = lambda batch: max(_count(worker, method, task, chunk, batch).values())
-    weights, most = worker.shape.weights, len(task.prompts)
-    trials: list[memory.Trial] = []
-    while True:
-        batch = memory.next_batch(count, weights, trials, task.limit, most)
-        if batch is not None:
-            say(f"does a batch of {batch} fit?")
-            done = worker.run(method, task, batch, chunk, task.limit)
-            trials.append(_trial(batch, done, task.limit))
-            continue
-        batch = memory.largest(trials)
-        if not batch:
-            raise UserError(_too_small(method, task, trials[-1]))
-        say(f"timing a batch of {batch}")
-        done = worker.run(method, task, batch, chunk, None)
-        if "out_of_memory" not in done:
-            return _record(worker, method, task, chunk, trials, done)
-        trials.append(memory.Trial(batch, {}, done["out_of_memory"]))
 
 
 def _trial(batch: int, done: dict[str, Any], limit: int) -> memory.Trial:
@@ -317,11 +331,14 @@ def _too_small(method: Method, task: _Task, trial: memory.Trial) -> str:
     )
 
 
-def _record(worker, method, task, chunk, trials, done) -> dict[str, Any]:
+def _record(
+    worker: _Worker, plan: _Plan, task: _Task, done: dict[str, Any]
+) -> dict[str, Any]:
     """What one way came to; `tokens` is not for records."""
+    method, chunk, trials = plan
     batch = memory.largest(trials)
     (fits,) = [each for each in trials if each.batch == batch and not each.why]
-    counted = _count(worker, method, task, chunk, batch)
+    counted = _count(worker, plan, task, batch)
     phases = fits.bytes or counted
     limit = "prompts" if batch == len(task.prompts) else max(phases, key=phases.get)
     read, written = done["seconds"]["prefill"], done["seconds"]["decode"]
@@ -383,7 +400,3 @@ def _check(methods, prompts, new_tokens, repeats) -> None:
     for name, count in (("new_tokens", new_tokens), ("repeats", repeats)):
         if count < 1:
             raise UserError(f"{name} {count}: at least 1")
-
-
-def _say(progress: Progress, name: str, what: str) -> None:
-    progress(f"{name}: {what}", 0)

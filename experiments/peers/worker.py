@@ -28,6 +28,7 @@ import peers
 from peers import presses
 
 OUT_OF_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"
+EXACT, USUAL = 64 << 10, 32 << 20  # bytes of the blocks that glibc keeps
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # names of mallopt's parameters
 
 
@@ -39,7 +40,8 @@ class Meter:
     32 MiB for later, and those that lie between others in use made 211 to 267 MB of 149
     (SmolLM2, two prompts of 1,000 tokens). With `exact` large blocks go back to the
     system at once, which costs page faults (decoding took 1.4 times as long). So
-    batches are weighed with it and timed without.
+    batches are weighed with it, timed without, and weighed before any is timed: blocks
+    in an old heap are filled before new ones are asked for.
 
     Where the system does not tell (no Linux), `peak` is None.
     """
@@ -53,7 +55,7 @@ class Meter:
 
             torch.cuda.empty_cache()
         else:
-            _keep_freed(below=64 << 10 if exact else 32 << 20)
+            _keep_freed(below=EXACT if exact else USUAL)
             self.before = _resident("VmRSS")
 
     def start(self) -> None:
@@ -224,4 +226,5 @@ def _now(model) -> float:
 
 
 if __name__ == "__main__":
+    _keep_freed(EXACT)  # so that loading leaves nothing behind to fill
     peers.serve(("torch", "transformers"), answer)
