@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Record = dict[str, Any]
+from kvjax import cells
+from kvjax.records import Record
 
 # Okabe & Ito's palette, safe for colour-blind readers, without its yellow, too pale on
 # white. Black is the full cache's. 6 colours and 7 shapes repeat after 42 methods.
@@ -55,7 +56,7 @@ def draw(
     """Writes quality_vs_memory.png and throughput_vs_memory.png.
 
     Args:
-      records: one per method, as `kvjax.report` describes them.
+      records: one per method, as `kvjax.records` describes them.
       labels: what the pictures call each.
       full: the record of the full cache, drawn as a black star; empty if there is none.
       workdir: an existing folder.
@@ -74,8 +75,8 @@ def _quality(
     records: Sequence[Record], marks: Sequence[Mark], labels: Sequence[str]
 ) -> Any:
     figure, (left, right) = _figure(2)
-    found = _points(records, "accuracy")
-    _titles(left, "Needle retrieval", "accuracy (share of prompts)", "better ↖")
+    found, quality = _points(records, "accuracy"), cells.quality_of(records)
+    _titles(left, quality.title, quality.axis, "better ↖")
     left.set_ylim(-0.05, 1.05)
     if any(r.get("kl") is not None for r in records):
         _titles(right, "Distance from full cache", "KL (nats per token)", "better ↙")

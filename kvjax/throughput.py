@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import programs, protocols, report, roofline, staggered
+from kvjax import programs, protocols, roofline, staggered
 from kvjax.experiment import (
     Method,
     build,
@@ -42,12 +42,13 @@ from kvjax.experiment import (
 )
 from kvjax.plan import Plan, check_one_row, device_memory, out_of_memory
 from kvjax.programs import Job
+from kvjax.records import Record, append_record, read_records
 from kvjax.tasks import needle, text
 from kvjax.types import Model, UserError
 from kvjax.weights import load
 
 Progress = Callable[[str, int], None]  # what runs now, and units of work just finished
-Peer = Callable[..., report.Record]
+Peer = Callable[..., Record]
 
 _COMMON: dict[str, dict[str, Any]] = {
     "full": {},
@@ -137,7 +138,7 @@ def run(
     workdir: str | os.PathLike,
     progress: Progress,
     peers: Mapping[str, Peer] | None = None,
-) -> list[report.Record]:
+) -> list[Record]:
     """Measures what is not yet in `workdir`; one record per method and new tokens.
 
     Args:
@@ -169,13 +170,13 @@ def run(
             if entry.name not in done:
                 say = functools.partial(_say, progress, f"{entry.name}, {new} new")
                 most = _most(setting, entry, done)
-                report.append_record(path, _measured(setting, entry, new, most, say))
+                append_record(path, _measured(setting, entry, new, most, say))
                 _forget()
             progress(entry.name, 1)
         for name in peers.keys() - _named(path, new).keys():
             progress(name, 0)
             asked = setting.prompts.tokens, new, memory, experiment.repeats
-            report.append_record(path, peers[name](*asked))
+            append_record(path, peers[name](*asked))
     found = [_named(path, new) for new in experiment.max_new_tokens]
     names = [*(entry.name for entry in experiment.methods), *peers]
     return [records[name] for records in found for name in names]
@@ -192,7 +193,7 @@ class _Setting(NamedTuple):
 
 def _measured(
     setting: _Setting, entry: Entry, new: int, most: int, say: Progress
-) -> report.Record:
+) -> Record:
     """One method's record: its batch found, run, and stepped back from if need be."""
     experiment, model, prompts, memory = setting
     job = _job(experiment, model, entry, new)
@@ -222,7 +223,7 @@ def _record(
     planned: Plan,
     timing: protocols.Timing,
     stepped_back: list[int],
-) -> report.Record:
+) -> Record:
     """The line of one measurement; tokens per second are of medians."""
     experiment, prompts = setting.experiment, setting.prompts
     made, new = planned.job.made, planned.job.new
@@ -273,7 +274,7 @@ def _record(
 
 def _roofline(
     dtype: str, planned: Plan, length: int, reading: float, writing: float
-) -> report.Record:
+) -> Record:
     """What a full batch has to do, what the device could, and the share reached.
 
     Args:
@@ -300,7 +301,7 @@ def _roofline(
     }
 
 
-def _most(setting: _Setting, entry: Entry, done: dict[str, report.Record]) -> int:
+def _most(setting: _Setting, entry: Entry, done: dict[str, Record]) -> int:
     """Prompts there are; for the full cache, ED's batch where ED is measured too.
 
     ED goes first, so that its record, steps back included, is there by then.
@@ -361,9 +362,9 @@ def _check(experiment: Throughput, peers: Mapping[str, Peer]) -> None:
         entry.check()
 
 
-def _named(path: pathlib.Path, new: int) -> dict[str, report.Record]:
+def _named(path: pathlib.Path, new: int) -> dict[str, Record]:
     """The finished records of one number of new tokens, by their methods."""
-    records = report.read_records(path)
+    records = read_records(path)
     return {r["method"]: r for r in records if r["new_tokens"] == new}
 
 

@@ -18,6 +18,7 @@ from kvjax import completions, load, protocols, report, roofline, staggered, thr
 from kvjax.models import decoder, published
 from kvjax.plan import phase_bytes
 from kvjax.protocols import divisors, find_batch, step_back, time_prompts
+from kvjax.records import read_records
 from kvjax.types import Model, UserError
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -179,7 +180,7 @@ def test_records_and_resumption(experiment, tmp_path):
     assert stops >= 3
     assert without_speed(again) == without_speed(whole)
     path = tmp_path / "b" / "records.jsonl"
-    assert len(report.read_records(path)) == len(path.read_text().splitlines()) == 8
+    assert len(read_records(path)) == len(path.read_text().splitlines()) == 8
     other = dataclasses.replace(experiment, repeats=3)
     with pytest.raises(UserError, match=r"another configuration [(]repeats was 2"):
         throughput.run(other, tmp_path / "b", lambda *step: None)
