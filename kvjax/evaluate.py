@@ -14,7 +14,6 @@ import functools
 import inspect
 import os
 import pathlib
-import platform
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from kvjax.plan import (
     state_bytes,
 )
 from kvjax.programs import Job
-from kvjax.records import Record, append_record, read_records
+from kvjax.records import Record, append_record, made_by, read_records
 from kvjax.tasks import fidelity, text
 from kvjax.tasks.base import Encoded, Example, Task, ended
 from kvjax.tasks.base import encode as encoded
@@ -369,7 +368,7 @@ def _record(experiment, method, plans, tasks, workdir) -> Record:
         "model": experiment.model,
         "mesh": experiment.mesh,
         "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__, "python": platform.python_version()},
+        **made_by(),
     }
 
 

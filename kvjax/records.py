@@ -19,15 +19,21 @@ missing value counts as unknown and shows as "-"):
     kv_bytes_live, kv_bytes_allocated    of it, bytes of one prompt's keys and values at
                                 the end: of the pairs kept, and of all slots
     planned_bytes, measured_bytes, memory_bytes    of the whole run; the last, its limit
-    seconds, seed, prompt_tokens, max_new_tokens, model, device, versions
+    tasks                       {name: {metric, score, metrics, examples, ...}}, of
+                                which `accuracy` is the mean score
+    seconds, seed, prompt_tokens, max_new_tokens, model, device, command, versions
     kind                        "throughput" for those of `kvjax.throughput`, which also
                                 say engine, role, group, new_tokens and what the
-                                roofline allows; see `throughput_table`
+                                roofline allows; see `kvjax.throughput_report`
 """
 
+import importlib.metadata
 import json
 import os
 import pathlib
+import platform
+import shlex
+import sys
 from typing import Any
 
 import numpy as np
@@ -67,6 +73,31 @@ def append_record(path: str | os.PathLike, record: Record) -> None:
         file.write(line)
         file.flush()
         os.fsync(file.fileno())
+
+
+def is_torn(path: str | os.PathLike) -> bool:
+    """Whether a file's last line was cut short: `read_records` leaves it out."""
+    return _is_torn(pathlib.Path(path).read_bytes().rpartition(b"\n")[2])
+
+
+def made_by() -> Record:
+    """What a record says of its making: `command`, and `versions` of what computed it.
+
+    A script below the current folder is named from there.
+    """
+    import kvjax
+
+    script, *arguments = sys.argv
+    below = os.path.relpath(script)
+    script = script if below.startswith(os.pardir) else below
+    return {
+        "command": shlex.join(["python", script, *arguments]),
+        "versions": {
+            "jax": importlib.metadata.version("jax"),
+            "kvjax": kvjax.__version__,
+            "python": platform.python_version(),
+        },
+    }
 
 
 def _is_torn(last: bytes) -> bool:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvjax import cells
+from kvjax import cells, grids
 from kvjax.cells import label, number, rate, schedule, slots
 from kvjax.records import Record
 
 Columns = dict[str, Callable[[Record], str]]
+_LEFT = ("Method", "Engine", "Schedule", "Batch (limited by)")
 
 
 def is_sweep(records: Sequence[Record]) -> bool:
@@ -139,22 +140,9 @@ def markdown(
 ) -> str:
     """One row per record, the label first; text to the left, numbers to the right."""
     head = ["Method", *columns]
-    body = [
+    rows = [
         [label, *(cell(record) for cell in columns.values())]
         for label, record in zip(labels or _row_labels(records), records, strict=True)
     ]
-    lines = [[cell.replace("|", "\\|") for cell in row] for row in [head, *body]]
-    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
-    left = [name in ("Method", "Schedule", "Batch (limited by)") for name in head]
-    rule = [
-        "-" * w if is_left else "-" * (w - 1) + ":"
-        for w, is_left in zip(widths, left, strict=True)
-    ]
-    return "\n".join(
-        "| " + " | ".join(_pad(*c) for c in zip(row, widths, left, strict=True)) + " |"
-        for row in (lines[0], rule, *lines[1:])
-    )
-
-
-def _pad(cell: str, width: int, left: bool) -> str:
-    return cell.ljust(width) if left else cell.rjust(width)
+    left = frozenset(i for i, name in enumerate(head) if name in _LEFT)
+    return grids.markdown(grids.Grid(head, rows, left))

@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -42,7 +41,7 @@ from kvjax.experiment import (
 )
 from kvjax.plan import Plan, check_one_row, device_memory, out_of_memory
 from kvjax.programs import Job
-from kvjax.records import Record, append_record, read_records
+from kvjax.records import Record, append_record, made_by, read_records
 from kvjax.tasks import needle, text
 from kvjax.types import Model, UserError
 from kvjax.weights import load
@@ -176,7 +175,7 @@ def run(
         for name in peers.keys() - _named(path, new).keys():
             progress(name, 0)
             asked = setting.prompts.tokens, new, memory, experiment.repeats
-            append_record(path, peers[name](*asked))
+            append_record(path, made_by() | peers[name](*asked))
     found = [_named(path, new) for new in experiment.max_new_tokens]
     names = [*(entry.name for entry in experiment.methods), *peers]
     return [records[name] for records in found for name in names]
@@ -268,7 +267,7 @@ def _record(
         "seed": experiment.seed,
         "model": experiment.model,
         "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__, "python": platform.python_version()},
+        **made_by(),
     }
 
 

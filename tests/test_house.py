@@ -10,6 +10,7 @@ POLICIES = {"types", "axes", "policies"}
 REPORTS = {  # from records to a report: nothing here knows how they came about
     "records",
     "cells",
+    "grids",
     "tables",
     "throughput_report",
     "pictures",
@@ -40,7 +41,8 @@ MAY = {
     "tasks": {"types", "metrics", "tasks"},
     "records": set(),
     "cells": {"records"},
-    "tables": {"records", "cells"},
+    "grids": set(),
+    "tables": {"records", "cells", "grids"},
     "throughput_report": {"records", "cells", "tables"},
     "pictures": {"records", "cells"},
     "sweep_pictures": {"records", "cells", "pictures"},

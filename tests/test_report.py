@@ -2,13 +2,15 @@
 
 import json
 
+import jax
 import matplotlib
 import matplotlib.image
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax import cells, pictures, report, sweep_pictures, tables
-from kvjax.records import append_record, read_records
+from kvjax.records import append_record, is_torn, made_by, read_records
 
 
 def make_record(method, **changes):
@@ -80,9 +82,9 @@ def test_a_torn_last_line_is_dropped_and_written_over(tmp_path, torn):
     append_record(path, FULL)
     with path.open("ab") as file:
         file.write(torn.encode()[:15])
-    assert read_records(path) == [FULL]
+    assert read_records(path) == [FULL] and is_torn(path)
     append_record(path, RECORDS[1])
-    assert read_records(path) == RECORDS[:2]
+    assert read_records(path) == RECORDS[:2] and not is_torn(path)
 
 
 def test_a_last_line_without_its_line_break_is_kept(tmp_path):
@@ -98,6 +100,14 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
     path.write_text('{}\n{"a"\n{}\n')
     with pytest.raises(ValueError, match=r"records\.jsonl, line 2"):
         read_records(path)
+
+
+def test_a_record_says_how_it_was_made(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["experiments/run.py", "--workdir=my runs", "-q"])
+    made = made_by()
+    assert made["command"] == "python experiments/run.py '--workdir=my runs' -q"
+    assert made["versions"]["kvjax"] == kvjax.__version__
+    assert made["versions"]["jax"] == jax.__version__
 
 
 # --- numbers and tables -------------------------------------------------------------
