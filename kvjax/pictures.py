@@ -63,7 +63,7 @@ def draw(
     """
     import matplotlib
 
-    marks = _marks(records, full)
+    marks = marks_of(records, full)
     with matplotlib.rc_context(STYLE):
         quality = _quality(records, marks, labels)
         quality.savefig(workdir / "quality_vs_memory.png")
@@ -111,7 +111,7 @@ def _fill(
     labels: Sequence[str],
 ) -> None:
     """Draws points f[N, 2] into each panel, and one legend below them all."""
-    _legend(figure, marks, labels)
+    legend(figure, marks, labels)
     for axes, points in panels:
         axes.set_xlim(_span(points[:, 0]))
     figure.draw_without_rendering()
@@ -133,7 +133,8 @@ def _titles(axes: Any, title: str, y: str, hint: str) -> None:
     axes.set_ylabel(y)
 
 
-def _marks(records: Sequence[Record], full: Record) -> list[Mark]:
+def marks_of(records: Sequence[Record], full: Record) -> list[Mark]:
+    """A look of its own for each record; the full cache's is a black star."""
     coloured = itertools.count()
     return [
         Mark("black", "*") if record is full else _mark(next(coloured))
@@ -178,14 +179,23 @@ def log_axis(axes: Any, points: np.ndarray) -> np.ndarray:
     return np.stack([points[:, 0], np.where(y <= KL_ZERO, foot, y)], axis=1)
 
 
-def _legend(figure: Any, marks: Sequence[Mark], labels: Sequence[str]) -> None:
+def legend(
+    figure: Any,
+    marks: Sequence[Mark],
+    labels: Sequence[str],
+    extra: Sequence[dict[str, Any]] = (),
+) -> None:
+    """Writes what marks stand for below all panels; `extra` are more lines' looks."""
     from matplotlib.lines import Line2D
 
     handles = [
         Line2D([], [], label=label, **look(mark))
         for mark, label in zip(marks, labels, strict=True)
     ]
-    columns = max(1, min(len(labels), 100 // (max(map(len, labels)) + 6)))
+    handles += [Line2D([], [], **each) for each in extra]
+    longest = max(len(handle.get_label()) for handle in handles)
+    room = int(11 * figure.get_figwidth())  # letters, about
+    columns = max(1, min(len(handles), room // (longest + 6)))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns)
 
 

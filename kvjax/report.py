@@ -10,7 +10,14 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvjax import cells, pictures, sweep_pictures, tables, throughput_report
+from kvjax import (
+    cells,
+    pictures,
+    sweep_pictures,
+    tables,
+    throughput_pictures,
+    throughput_report,
+)
 from kvjax.records import Record
 from kvjax.throughput_report import is_throughput
 
@@ -97,8 +104,8 @@ saved."""
 def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathlib.Path:
     """Writes report.md and its pictures.
 
-    They are heat_map.png and pareto.png for a sweep, none for throughput, and otherwise
-    quality_vs_memory.png and throughput_vs_memory.png.
+    They are heat_map.png and pareto.png for a sweep, throughput_vs_batch.png for
+    throughput, and otherwise quality_vs_memory.png and throughput_vs_memory.png.
 
     Args:
       records: what to show, in this order.
@@ -113,8 +120,7 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
     if not records:
         raise ValueError("there are no records to report")
     workdir = pathlib.Path(workdir)
-    if not is_throughput(records):
-        _draw(records, workdir)
+    _draw(records, workdir)
     path = workdir / "report.md"
     path.write_text(_report(records), encoding="utf-8")
     return path
@@ -122,7 +128,9 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
 
 def _draw(records: Sequence[Record], workdir: pathlib.Path) -> None:
     full = cells.full_cache(records)
-    if tables.is_sweep(records):
+    if is_throughput(records):
+        throughput_pictures.draw(records, workdir / "throughput_vs_batch.png")
+    elif tables.is_sweep(records):
         columns = [tables.setting_of(r) for r in records]
         rows, settings = [cells.label(r) for r in records], tables.settings_of(records)
         sweep_pictures.draw(records, rows, columns, settings, full, workdir)
@@ -162,6 +170,7 @@ def _throughput_report(records: Sequence[Record]) -> str:
         "# Throughput at one memory limit",
         _setting(records),
         throughput_report.table(records),
+        "![Throughput against batch](throughput_vs_batch.png)",
         "## How to read it",
         throughput_report.READING,
         "## Versions",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import cells, pictures, report, sweep_pictures, tables
+from kvjax import cells, pictures, report, sweep_pictures, tables, throughput_pictures
 from kvjax.records import append_record, is_torn, made_by, read_records
 
 
@@ -310,7 +310,7 @@ def test_report_survives_what_is_missing(tmp_path):
 
 def figure(draw, records):
     full, labels = cells.full_cache(records), cells.labels_of(records)
-    return draw(records, pictures._marks(records, full), labels)
+    return draw(records, pictures.marks_of(records, full), labels)
 
 
 def quality(records):
@@ -353,3 +353,62 @@ def test_points_on_one_spot_are_moved_apart():
     assert np.isnan(moved[2]).all()
     assert sorted(moved[[0, 1, 3], 0]) == [-5, 5, 15]
     assert (moved[[0, 1, 3], 1] == 5).all()
+
+
+# --- throughput ---------------------------------------------------------------------
+
+
+def throughput_record(method, role, new, batch, speed, **changes):
+    record = {
+        "kind": "throughput",
+        "role": role,
+        "new_tokens": new,
+        "batch": batch,
+        "tokens_per_s": speed,
+        "predicted_tokens_per_s": 2 * speed,
+        "budget": None if role == "full" else 64,
+    }
+    return make_record(method, **(record | changes))
+
+
+PEER = {
+    key: value
+    for key, value in throughput_record("kvpress", None, 8, 3, 5.0).items()
+    if key not in ("role", "predicted_tokens_per_s")
+} | {"engine": "kvpress"}
+SPEEDS = [
+    throughput_record("ED", "ed", 8, 4, 10.0),
+    throughput_record("FKV", "full", 8, 4, 8.0),
+    throughput_record("Batch-Max", "batch_max", 8, 16, 20.0),
+    PEER,
+    throughput_record("ED", "ed", 32, 4, 40.0),
+    throughput_record("Batch-Max", "batch_max", 32, 16, 60.0),
+]
+
+
+def test_throughput_is_told_as_ratios_to_ed_and_to_the_full_cache():
+    head, _, *lines = report.overview(SPEEDS).split("\n")
+    columns = [split(head).index(name) for name in ("Engine", "x ED", "x FKV")]
+    told = [[split(line)[i] for i in columns] for line in lines]
+    assert told[2] == ["kvjax", "2.00", "2.50"]
+    assert told[3] == ["kvpress", "0.50", "0.62"]
+    assert told[5] == ["kvjax", "1.50", "-"]
+    assert "Engine" not in report.overview(SPEEDS[:2])
+
+
+def test_predictions_stand_over_measurements():
+    left, right = throughput_pictures._figure(SPEEDS).axes
+    points = [tuple(map(float, line.get_xydata()[0])) for line in left.lines]
+    assert points.count((16.0, 20.0)) == 2  # a post begins where its mark is
+    assert (16.0, 40.0) in points
+    assert [p for p in points if p[0] == 3 and np.isfinite(p[1])] == [(3, 5), (3, 5)]
+    assert left.get_title(loc="left") == "8 new tokens"
+    assert [t.get_text() for t in right.get_xticklabels()] == ["4", "16"]
+
+
+def test_throughput_survives_what_is_missing(tmp_path):
+    bare = [{"kind": "throughput", "method": "A"}]
+    assert "not measured" in [
+        text.get_text() for text in throughput_pictures._figure(bare).axes[0].texts
+    ]
+    assert report.write_report(bare, tmp_path).exists()

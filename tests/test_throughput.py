@@ -375,11 +375,14 @@ def test_table_and_report(tmp_path):
         for name, role, speed in (("ED", "ed", 2.0), ("Batch|Max", "batch_max", 5.0))
     ]
     table = report.overview(records)
-    assert table.count("(2.50x)") == 2 and table.count("(1.00x)") == 2
-    assert "30.0 (2.50x)" in table and "Batch\\|Max" in table
+    assert table.count(" 2.50 ") == 2 and table.count(" 1.00 ") == 2
+    assert "| 30.0 | 2.50 |" in " ".join(table.split()) and "Batch\\|Max" in table
     path = report.write_report(records, tmp_path)
     assert table in path.read_text()
-    assert [p.name for p in tmp_path.iterdir()] == ["report.md"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "report.md",
+        "throughput_vs_batch.png",
+    ]
     labels = list(report.summary(records)["methods"])
     names = ("ED", "Batch|Max")
     assert labels == [f"{name} ({new} new)" for new in (3, 6) for name in names]
