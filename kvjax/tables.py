@@ -133,11 +133,14 @@ def memory_table(records: Sequence[Record]) -> str:
     return markdown(records, columns)
 
 
-def markdown(
-    records: Sequence[Record],
-    columns: Columns,
-    labels: Sequence[str] | None = None,
-) -> str:
+def markdown(records: Sequence[Record], columns: Columns, labels=None) -> str:
+    """`grid` in Markdown."""
+    return grids.markdown(grid(records, columns, labels))
+
+
+def grid(
+    records: Sequence[Record], columns: Columns, labels: Sequence[str] | None = None
+) -> grids.Grid:
     """One row per record, the label first; text to the left, numbers to the right."""
     head = ["Method", *columns]
     rows = [
@@ -145,4 +148,4 @@ def markdown(
         for label, record in zip(labels or _row_labels(records), records, strict=True)
     ]
     left = frozenset(i for i, name in enumerate(head) if name in _LEFT)
-    return grids.markdown(grids.Grid(head, rows, left))
+    return grids.Grid(head, rows, left)

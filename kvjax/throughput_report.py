@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvjax import cells, tables
+from kvjax import cells, grids, tables
 from kvjax.cells import number, rate
 from kvjax.records import Record
 
@@ -40,6 +40,11 @@ def _engine(record: Record) -> str:
 
 
 def table(records: Sequence[Record]) -> str:
+    """Returns `grid` in Markdown."""
+    return grids.markdown(grid(records))
+
+
+def grid(records: Sequence[Record]) -> grids.Grid:
     """Returns batches, rates and shares of the roofline, by number of new tokens.
 
     `x ED` and `x FKV` are end-to-end rates relative to theirs at as many new tokens.
@@ -64,4 +69,4 @@ def table(records: Sequence[Record]) -> str:
         "Measured MB": lambda r: cells.megabytes(r.get("measured_bytes")),
     }
     names = [cells.text(r.get("method")) for r in records]
-    return tables.markdown(records, columns, names)
+    return tables.grid(records, columns, names)

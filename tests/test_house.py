@@ -44,7 +44,7 @@ MAY = {
     "cells": {"records"},
     "grids": set(),
     "tables": {"records", "cells", "grids"},
-    "throughput_report": {"records", "cells", "tables"},
+    "throughput_report": {"records", "cells", "grids", "tables"},
     "throughput_pictures": {"records", "cells", "pictures"},
     "pictures": {"records", "cells"},
     "sweep_pictures": {"records", "cells", "pictures"},
