@@ -90,8 +90,9 @@ def made_by() -> Record:
     script, *arguments = sys.argv
     below = os.path.relpath(script)
     script = script if below.startswith(os.pardir) else below
+    command = shlex.join(["python", script, *arguments])
     return {
-        "command": shlex.join(["python", script, *arguments]),
+        "command": "a notebook" if "ipykernel_launcher" in script else command,
         "versions": {
             "jax": importlib.metadata.version("jax"),
             "kvjax": kvjax.__version__,

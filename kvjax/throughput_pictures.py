@@ -9,6 +9,7 @@ from kvjax import cells
 from kvjax.pictures import GREY, STYLE, legend, look, marks_of, new_figure
 from kvjax.records import Record
 
+_FAR = 30  # times the slowest: a linear axis would hide it
 _APART = 0.19  # inches between records of one batch
 
 
@@ -51,10 +52,13 @@ def _figure(records: Sequence[Record]):
 
 
 def _axes(axes, records: Sequence[Record]) -> None:
-    """Batches double from tick to tick; rates begin at zero."""
+    """Batches on a logarithmic axis; rates from zero, if they are of one size."""
     rates = [_rates(r) for r in records]
     known = [value for pair in rates for value in pair if np.isfinite(value)]
-    axes.set_ylim(0, 1.12 * max(known, default=1.0))
+    if known and max(known) > _FAR * min(known):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, 1.12 * max(known, default=1.0))
     batches = sorted({r["batch"] for r in records if r.get("batch")} or {1})
     axes.set_xscale("log", base=2)
     axes.set_xlim(batches[0] / 1.5, batches[-1] * 1.5)

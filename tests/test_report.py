@@ -106,6 +106,8 @@ def test_a_record_says_how_it_was_made(monkeypatch):
     monkeypatch.setattr("sys.argv", ["experiments/run.py", "--workdir=my runs", "-q"])
     made = made_by()
     assert made["command"] == "python experiments/run.py '--workdir=my runs' -q"
+    monkeypatch.setattr("sys.argv", ["/lib/ipykernel_launcher.py", "-f", "/tmp/x.json"])
+    assert made_by()["command"] == "a notebook"
     assert made["versions"]["kvjax"] == kvjax.__version__
     assert made["versions"]["jax"] == jax.__version__
 
