@@ -24,14 +24,17 @@ _READING = """\
 - A score is the task's own metric, in points of 100; **bold** is the best of a budget,
   where methods differ. **Mean Δ** is the mean difference to the full cache in points,
   over the tasks that both have run; in brackets, of how many where some are missing.
-- One prompt more or less counts 100 points divided by **Prompts**: smaller differences
-  are chance.
+- Few prompts tell little: one answer right or wrong moves a score by 100 points divided
+  by **Prompts**. Scores that round to the same tenth of a point share their rank.
 - **KV decoding** and **KV peak** are the bytes of KV cache that a prompt takes while
   tokens are generated, and at any time, as a share of the full cache's (mean over
-  tasks). A schedule that compresses after the prompt holds all of it while it reads.
-- In the picture methods that compress after the prompt are hollow, the dotted line is
-  the full cache, and methods are moved sideways a little so that none hides another.
+  tasks), which is as large as the run's longest prompt. A schedule that compresses after
+  the prompt holds all of it while it reads.
 - **Cut** is how many prompts were too long and lost their middle."""
+
+_READING_PICTURES = """\
+- In the picture methods that compress after the prompt are hollow, the dotted line is
+  the full cache, and methods are moved sideways a little so that none hides another."""
 
 _SURVIVORS = """\
 Which pairs survive is not in these records, so there is no map of survivors: a run
@@ -72,7 +75,8 @@ def write(sources: Sequence[Source], folder: str | os.PathLike) -> dict[str, Any
     parts = ["# Comparison of runs", _contents(sources, qualities, speeds)]
     for number, group in enumerate(qualities, 1):
         parts += _quality(group) + _draw_quality(group, folder, number)
-    parts += ["## How to read the scores", _READING, _SURVIVORS] if qualities else []
+    reading = f"{_READING}\n{_READING_PICTURES}", _SURVIVORS
+    parts += ["## How to read the scores", *reading] if qualities else []
     for number, group in enumerate(speeds, 1):
         name = f"throughput_{number}.png"
         throughput_pictures.draw(group.records, folder / name)
@@ -122,7 +126,8 @@ def overview(sources: Sequence[Source]) -> str:
 
 def _contents(sources, qualities, speeds) -> str:
     count = sum(len(source.records) for source in sources)
-    line = f"{count} records of {len(sources)} files."
+    files = "1 file" if len(sources) == 1 else f"{len(sources)} files"
+    line = f"{count} records of {files}."
     if len(qualities) > 1 or len(speeds) > 1:
         line += " What differs in model or device, or for rates in memory or prompts, "
         line += "stands in a table of its own."

@@ -93,10 +93,15 @@ class Quality:
         return (float(np.mean(known)) if known else None), len(known)
 
     def best(self, row: Row, column: Column) -> bool:
-        """Whether some other method at this budget is worse, and none is better."""
+        """Whether some other method at this budget is worse, and none is better.
+
+        By as many digits as tables show.
+        """
         peers = [r for r in self.rows if r.budget == row.budget]
-        known = {self.score(r, column) for r in peers} - {None}
-        return len(known) > 1 and self.score(row, column) == max(known)
+        scores = {r: self.score(r, column) for r in peers}
+        known = {r: round(s, 3) for r, s in scores.items() if s is not None}
+        best = max(known.values(), default=None)
+        return len(set(known.values())) > 1 and known.get(row) == best
 
 
 @dataclasses.dataclass(frozen=True)

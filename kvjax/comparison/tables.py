@@ -52,8 +52,8 @@ def _complete(group: Quality, budget: str | None = None) -> list[Row]:
 
 def _is_best(group: Quality, row: Row) -> bool:
     ranked = _complete(group, row.budget)
-    values = {group.difference(other)[0] for other in ranked}
-    return row in ranked and len(values) > 1 and group.difference(row)[0] == max(values)
+    values = {_shown(group, other) for other in ranked}
+    return row in ranked and len(values) > 1 and _shown(group, row) == max(values)
 
 
 def leaderboard(group: Quality) -> Grid:
@@ -81,8 +81,13 @@ def _rank(group: Quality, row: Row, ranked: Sequence[Row]) -> str:
     """One more than how many are better; equals share a rank."""
     if row not in ranked:
         return "-"
-    value = group.difference(row)[0]
-    return str(1 + sum(group.difference(other)[0] > value for other in ranked))
+    value = _shown(group, row)
+    return str(1 + sum(_shown(group, other) > value for other in ranked))
+
+
+def _shown(group: Quality, row: Row) -> float:
+    """The difference by as many digits as tables show: what looks equal is equal."""
+    return round(group.difference(row)[0], 3)
 
 
 def _share(group: Quality, row: Row, key: str) -> str:
