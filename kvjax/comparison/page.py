@@ -28,8 +28,8 @@ _READING = """\
   by **Prompts**. Scores that round to the same tenth of a point share their rank.
 - **KV decoding** and **KV peak** are the bytes of KV cache that a prompt takes while
   tokens are generated, and at any time, as a share of the full cache's (mean over
-  tasks), which is as large as the run's longest prompt. A schedule that compresses after
-  the prompt holds all of it while it reads.
+  tasks), which is as large as the run's longest prompt. A schedule that compresses
+  after the prompt holds all of it while it reads.
 - **Cut** is how many prompts were too long and lost their middle."""
 
 _READING_PICTURES = """\
