@@ -193,10 +193,15 @@ def legend(
         for mark, label in zip(marks, labels, strict=True)
     ]
     handles += [Line2D([], [], **each) for each in extra]
-    longest = max(len(handle.get_label()) for handle in handles)
-    room = int(11 * figure.get_figwidth())  # letters, about
-    columns = max(1, min(len(handles), room // (longest + 6)))
+    named = [handle.get_label() for handle in handles]
+    columns = legend_columns(named, figure.get_figwidth())
     figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+
+
+def legend_columns(labels: Sequence[str], width: float) -> int:
+    """How many labels stand side by side in a legend of `width` inches."""
+    room = int(11 * width)  # letters, about
+    return max(1, min(len(labels), room // (max(map(len, labels)) + 6)))
 
 
 def look(mark: Mark) -> dict[str, Any]:

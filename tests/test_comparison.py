@@ -257,6 +257,17 @@ def test_quality_stands_over_memory(workdirs):
     assert "white" in faces  # poor compresses after the prompt
 
 
+def test_a_task_that_a_method_lacks_leaves_the_panels_in_shape(workdirs, tmp_path):
+    part = task_run("bbh/boolean_expressions", 0.1, 0.2, 0.0)[:2]
+    more = [runs.Source(n, task_run(n, 0.1, 0.2, 0.0), False) for n in ("a", "b")]
+    sources = [*runs.read(workdirs), runs.Source("part", part, False), *more]
+    (group,) = runs.quality_groups(sources)
+    figure = pictures._quality(group)
+    figure.draw_without_rendering()
+    boxes = [axes.get_position() for axes in figure.axes[: len(group.columns)]]
+    assert min(box.width for box in boxes) > 0.2 and min(b.height for b in boxes) > 0.2
+
+
 def test_needles_of_several_lengths_share_a_map(workdirs):
     short = task_run("needle", 0.5, 0.25, 0.0, prompt_tokens=500)
     sources = [*runs.read(workdirs), runs.Source("x", short, False)]

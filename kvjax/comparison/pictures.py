@@ -8,11 +8,21 @@ from typing import Any
 import numpy as np
 
 from kvjax.comparison.runs import Column, Quality, Row
-from kvjax.pictures import GREY, STYLE, Mark, legend, look, marks_of, new_figure
+from kvjax.pictures import (
+    GREY,
+    STYLE,
+    Mark,
+    legend,
+    legend_columns,
+    look,
+    marks_of,
+    new_figure,
+)
 
 _COLOUR_MAP = "cividis"
 _PANELS = 3  # side by side
 _APART = 0.05  # inches between methods, whose memory is often the same
+_ASIDE = 0.3  # inches, what all of them may take
 
 
 def draw_quality(group: Quality, path: pathlib.Path) -> None:
@@ -36,24 +46,31 @@ def _quality(group: Quality) -> Any:
     full = next((m for m in methods if m == whole), None)
     marks = marks_of(methods, full)
     looks = {m: _look(mark, m[1]) for m, mark in zip(methods, marks, strict=True)}
-    figure, panels = _panels(len(group.columns), (3.6, 3.0))
+    names = [m[0] if m == full else ", ".join(m) for m in methods]
+    figure, panels = _panels(len(group.columns), (3.9, 3.0))
+    rows = math.ceil(len(names) / legend_columns(names, figure.get_figwidth()))
+    figure.set_figheight(figure.get_figheight() + 0.25 * rows)
+    step = min(_APART, _ASIDE / len(methods))
     for axes, (column, name) in zip(panels, group.columns.items(), strict=True):
-        axes.set_title(name, loc="left", fontweight="bold")
-        axes.set_xlabel("KV cache per prompt, decoding (MB)")
+        title = axes.set_title(name, loc="left", fontweight="bold")
+        title.set_in_layout(False)  # a long one would shrink the panels
+        axes.set_xlabel("KV MB per prompt, decoding")
         task = next(f.task for (_, c), f in group.found.items() if c == column)
         axes.set_ylabel(f"{task['metric']} (points)")
         for index, method in enumerate(methods):
             points = _points(group, column, method)
+            if not len(points):
+                continue  # an empty line would upset the layout
             place = 0 if method == full else index - len(methods) / 2
-            aside = ScaledTranslation(place * _APART, 0, figure.dpi_scale_trans)
+            aside = ScaledTranslation(place * step, 0, figure.dpi_scale_trans)
             put = {"transform": axes.transData + aside, "clip_on": False}
             axes.plot(*points.T, lw=1, zorder=3, **put, **looks[method])
-            if method == full and len(points):
+            if method == full:
                 axes.axhline(points[0, 1], color="black", lw=0.8, ls=":")
         _limits(axes)
     extra = [
-        looks[m] | {"label": m[0] if m == full else ", ".join(m), "linestyle": "none"}
-        for m in methods
+        looks[method] | {"label": name, "linestyle": "none"}
+        for method, name in zip(methods, names, strict=True)
     ]
     legend(figure, [], [], extra)
     return figure
