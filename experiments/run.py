@@ -15,7 +15,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 from tqdm import tqdm
 
-from kvjax import evaluate, experiment, report, throughput
+from kvjax import evaluate, experiment, meshes, report, throughput
 from kvjax.types import UserError
 
 _KINDS = {  # a config's `kind`: how it is read, and run
@@ -28,6 +28,9 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where results go, and are resum
 _MEMORY = flags.DEFINE_float("memory_gb", None, "Overrides the config's memory_gb.")
 _HAYSTACK = flags.DEFINE_string("haystack", None, "Overrides the config's haystack.")
 _DATA = flags.DEFINE_string("data_dir", None, "A folder of data sets, for the tasks.")
+_DISTRIBUTED = flags.DEFINE_string(
+    "distributed", None, "Join other processes: auto, or HOST:PORT/N/I."
+)
 _MESH = flags.DEFINE_string("mesh", None, "Devices to split over: data:2,model:4.")
 
 
@@ -35,6 +38,8 @@ def main(_):
     logging.set_verbosity(logging.WARNING)  # checkpoint libraries are talkative
     if not _WORKDIR.value:
         raise UserError("--workdir is missing: name the folder for the results")
+    if _DISTRIBUTED.value:
+        meshes.start(_DISTRIBUTED.value)
     fields = _config()
     kind = fields.pop("kind", "quality")
     if kind not in _KINDS:

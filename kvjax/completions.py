@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax import axes, cache, programs, sharding
+from kvjax import axes, cache, meshes, programs
 from kvjax.codecs import Codec, identity
 from kvjax.generate import NO_EOS
 from kvjax.plan import device_memory, plan_job
@@ -231,7 +231,7 @@ def write(
     while True:
         again = min(drawn, 1)
         limit = min(job.steps or job.new, job.new - drawn + again)
-        (going,) = sharding.by_row(job.mesh, active)
+        (going,) = meshes.by_row(job.mesh, active)
         state, out, count = decode(state, logits, going, keys, np.int32(limit))
         out, count = axes.fetched((out, count))
         for row in np.flatnonzero(active):
@@ -243,7 +243,7 @@ def write(
             return jax.block_until_ready(state), new
         last = np.zeros((job.batch,), np.int32)
         last[:rows] = [tokens[-1] for tokens in new]
-        logits = _certain(*sharding.by_row(job.mesh, last), logits)
+        logits = _certain(*meshes.by_row(job.mesh, last), logits)
 
 
 @jax.jit
@@ -262,15 +262,15 @@ def packed(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
         lengths[row] = len(prompt)
-    return sharding.by_row(job.mesh, tokens, lengths)
+    return meshes.by_row(job.mesh, tokens, lengths)
 
 
 def row_keys(job: Job, indices: Sequence[int], seed: int) -> Array:
     """The PRNG keys of rows that hold the prompts of these numbers."""
     numbers = np.zeros((job.batch,), np.int32)
     numbers[: len(indices)] = indices
-    keys = programs.row_keys(jnp.int32(seed), jnp.asarray(numbers))
-    return sharding.by_row(job.mesh, keys)[0]
+    with meshes.use(job.mesh):
+        return programs.row_keys(np.int32(seed), *meshes.by_row(job.mesh, numbers))
 
 
 def batches(indices: Sequence[int], most: int) -> list[list[int]]:

@@ -79,7 +79,8 @@ def run(
     workdir = opened(experiment, pathlib.Path(workdir), "batches.jsonl")
     programs.keep_compiled()
     progress(f"loading {experiment.model}", 0)
-    model = load(experiment.model, jnp.dtype(experiment.dtype))
+    dtype = jnp.dtype(experiment.dtype)
+    model = load(experiment.model, dtype, mesh=experiment.mesh)
     memory = device_memory(experiment.memory_gb)
     made = {m.name: m.compression(model.spec) for m in experiment.methods}
     given = [prepared(experiment, run, model) for run in experiment.tasks]

@@ -3,7 +3,11 @@
 import dataclasses
 import json
 import pathlib
+import shutil
 from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
 
 from kvjax import cache, policies
 from kvjax.plan import device_memory
@@ -92,7 +96,7 @@ class Experiment:
 
     With `layerwise`, prompts run as in `kvjax.layerwise`: for sweeps over many methods.
     Nothing is timed then, and memory is planned from shapes, for one method at a time.
-    `windows` of 0 leaves fidelity out. `mesh` is as in `kvjax.sharding.mesh`.
+    `windows` of 0 leaves fidelity out. `mesh` is as in `kvjax.meshes.mesh`.
     """
 
     model: str
@@ -223,6 +227,7 @@ def opened(experiment: Any, workdir: pathlib.Path, results: str) -> pathlib.Path
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
+        workdir = _own(workdir)
     except OSError as error:
         raise UserError(f"workdir {workdir}: {error.strerror}; name another") from None
     asked = json.loads(json.dumps(dataclasses.asdict(experiment)))
@@ -240,3 +245,23 @@ def opened(experiment: Any, workdir: pathlib.Path, results: str) -> pathlib.Path
             f"was {before.get(changed[0])!r:.80}): name another folder or delete it"
         )
     return workdir
+
+
+def _own(workdir: pathlib.Path) -> pathlib.Path:
+    """The folder of this process: process 0's is the workdir itself.
+
+    Of a run on several hosts every process writes the same results. The others begin
+    with what process 0 has, on a disk that all share, so that all take the same steps.
+    """
+    if jax.process_count() == 1:
+        return workdir
+    own = workdir
+    if index := jax.process_index():
+        own = workdir / f"process-{index}"
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir()
+        for path in workdir.iterdir():
+            if path.is_file():
+                shutil.copy(path, own)
+    multihost_utils.sync_global_devices("workdir")
+    return own

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax import axes, cache, completions, programs, sharding
+from kvjax import axes, cache, completions, meshes, programs
 from kvjax.plan import plan_job
 from kvjax.programs import Job
 from kvjax.types import Model, PyTree, UserError
@@ -152,7 +152,7 @@ def _judged(
         for row in rows:
             given = pairs[contexts[row].asked[turn]][1]
             tokens[row, : len(given)], lengths[row] = given, len(given)
-        given = sharding.by_row(job.mesh, tokens, lengths)
+        given = meshes.by_row(job.mesh, tokens, lengths)
         after, logprob, greedy = compiled.decode(params, state, logits, *given)
         cache.raise_errors(after)
         logprob, greedy = axes.fetched((logprob, greedy))

@@ -12,7 +12,7 @@ import os
 import jax
 from jax.sharding import Mesh
 
-from kvjax import axes, cache, programs, sharding
+from kvjax import axes, cache, meshes, programs
 from kvjax.policies import Policy, average_attention
 from kvjax.programs import Job
 from kvjax.types import ModelSpec, Schedule, UserError
@@ -81,7 +81,7 @@ def plan(
       dtype: of weights and stored pairs.
       max_batch: prompts there are; no larger batch is planned, but for the rows that
         fill up the last group of devices.
-      mesh: of `kvjax.sharding.mesh`; None is one device.
+      mesh: of `kvjax.meshes.mesh`; None is one device.
 
     Raises:
       UserError: not even one row fits; or what `cache.compression` refuses.
@@ -93,7 +93,7 @@ def plan(
     made = cache.compression(spec, policy, budget, schedule)
     prompt = programs.bucket(spec, made, prompt_tokens, max_new_tokens)
     ways = mesh.shape[axes.DATA] if mesh else 1
-    spec = sharding.fitted(spec, mesh)
+    spec = meshes.fitted(spec, mesh)
     job = Job(spec, made, ways, prompt, max_new_tokens, dtype, mesh=mesh)
     return plan_job(job, memory_bytes, max_batch)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from kvjax import axes, cache, sampling, sharding
+from kvjax import axes, cache, meshes, sampling, sharding
 from kvjax.generate import GREEDY, NO_EOS, compact, decode, prefill, score
 from kvjax.models import decoder
 from kvjax.types import Model, ModelSpec, PyTree, UserError
@@ -85,7 +85,7 @@ def job_of(
     eos: tuple[int, ...] = NO_EOS,
 ) -> Job:
     """The smallest batch of a model, where and in what dtype its params are."""
-    over, dtype = sharding.of(model.params), str(model.params["embed"].dtype)
+    over, dtype = meshes.of(model.params), str(model.params["embed"].dtype)
     rows = over.shape[axes.DATA] if over else 1
     return Job(model.spec, made, rows, prompt, new, dtype, how, eos, over)
 
@@ -153,7 +153,7 @@ def compile_init(job: Job, capacity: tuple[int, ...]) -> jax.stages.Compiled:
     if job.mesh:
         over = job.mesh
         placed = sharding.state_partitions(job.spec, job.made, capacity, over)
-    with sharding.use(job.mesh):
+    with meshes.use(job.mesh):
         init = functools.partial(init_state, job, capacity)
         return jax.jit(init, out_shardings=placed).lower().compile()
 
@@ -162,7 +162,7 @@ def compile_prefill(job: Job) -> jax.stages.Compiled:
     """(params, state, tokens, lengths) -> (state, logits), see `generate.prefill`."""
     keep_compiled()
     given = arguments(job)
-    with sharding.use(job.mesh):
+    with meshes.use(job.mesh):
         return prefill.lower(
             given.params,
             given.before,
@@ -177,7 +177,7 @@ def compile_compact(job: Job) -> jax.stages.Compiled:
     """state -> state, see `generate.compact`."""
     keep_compiled()
     before, after = arguments(job).before, job.decode_capacity
-    with sharding.use(job.mesh):
+    with meshes.use(job.mesh):
         return compact.lower(
             before, spec=job.spec, made=job.made, capacity=after
         ).compile()
@@ -188,7 +188,7 @@ def compile_decode(job: Job) -> jax.stages.Compiled:
     keep_compiled()
     given, alike = arguments(job), {"spec": job.spec, "made": job.made}
     start = given.params, given.after, given.logits
-    with sharding.use(job.mesh):
+    with meshes.use(job.mesh):
         if job.scored:
             return score.lower(*start, given.new, given.rows, **alike).compile()
         return decode.lower(
@@ -266,7 +266,8 @@ def keep_compiled() -> None:
 @jax.jit
 def row_keys(seed: Array, index: Int[Array, "B"]) -> Array:
     """One PRNG key per prompt: the same alone, in a batch, or in another order."""
-    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), index)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), index)
+    return axes.constrain(keys, "batch")
 
 
 def tree_bytes(tree: PyTree) -> int:

@@ -54,7 +54,7 @@ def experiment(tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(HAYSTACK)
     model = tiny_model(vocab_size=2000)._replace(tokenizer=make_tokenizer())
-    monkeypatch.setattr(evaluate, "load", lambda name, dtype: model)
+    monkeypatch.setattr(evaluate, "load", lambda name, dtype, mesh: model)
     return from_config(CONFIG, {"haystack": str(tmp_path / "texts")})
 
 

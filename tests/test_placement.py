@@ -78,7 +78,9 @@ def test_params_go_where_they_are_put(folder, made, cache):
     assert not cache.exists()  # folders leave no copy unasked
     placement = spread()
     for _ in range(2):
-        model = weights.load(folder, placement=placement, keep=True)
+        model = weights.load_placed(
+            str(folder), jnp.dtype("float32"), placement=placement, keep=True
+        )
         assert_same_params(model.params, plain.params, rtol=0)
         wanted = placement.shardings(model.spec)
         assert jax.tree.map(lambda leaf: leaf.sharding, model.params) == wanted
@@ -86,7 +88,9 @@ def test_params_go_where_they_are_put(folder, made, cache):
         assert {shard.data.shape for shard in qkv.addressable_shards} == {(32, 8)}
     assert len(made) == 2
     # The copy lies on other devices if it is asked to.
-    fewer = weights.load(folder, placement=spread(2), keep=True)
+    fewer = weights.load_placed(
+        str(folder), jnp.dtype("float32"), placement=spread(2), keep=True
+    )
     assert len(fewer.params["embed"].sharding.device_set) == 2
     assert_same_params(weights.load(folder, keep=True).params, plain.params, rtol=0)
     assert len(made) == 2
@@ -95,7 +99,12 @@ def test_params_go_where_they_are_put(folder, made, cache):
 def test_orders_have_copies_of_their_own(folder, made):
     plain = weights.load(folder, keep=True).params["layers"][0]["gate_up"]
     for _ in range(2):
-        turned = weights.load(folder, placement=spread(order="turned"), keep=True)
+        turned = weights.load_placed(
+            str(folder),
+            jnp.dtype("float32"),
+            placement=spread(order="turned"),
+            keep=True,
+        )
         found = turned.params["layers"][0]["gate_up"]
         np.testing.assert_array_equal(found, np.asarray(plain)[:, ::-1])
     assert len(made) == 2
@@ -107,7 +116,9 @@ def test_gguf_params_go_where_they_are_put(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", checkpoints.tensors())
     plain, placement = weights.load(path, keep=False), spread()
     for _ in range(2):
-        model = weights.load(path, placement=placement)
+        model = weights.load_placed(
+            str(path), jnp.dtype("float32"), placement=placement
+        )
         assert_same_params(model.params, plain.params, rtol=0)
         wanted = placement.shardings(model.spec)
         assert jax.tree.map(lambda leaf: leaf.sharding, model.params) == wanted
@@ -170,5 +181,5 @@ def test_the_host_holds_one_tensor_at_a_time(folder, monkeypatch):
     monkeypatch.setattr(folders.Tensor, "read", watched)
     # On the CPU, params may be views of what was read: not so these.
     copied = spread()._replace(place=lambda _, path, array: jnp.asarray(array.copy()))
-    weights.load(folder, placement=copied)
+    weights.load_placed(str(folder), jnp.dtype("float32"), placement=copied)
     assert len(before) == len(checkpoints.tensors())

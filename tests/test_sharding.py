@@ -2,8 +2,14 @@
 
 import collections
 import functools
+import os
+import pathlib
 import re
+import socket
+import subprocess
+import sys
 
+import checkpoints
 import jax
 import jax.numpy as jnp
 import layer
@@ -14,11 +20,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_contract import POLICIES
 
 import kvjax
-from kvjax import Schedule, UserError, axes, cache, policies, sharding
+from kvjax import Schedule, UserError, axes, cache, meshes, policies, sharding
 from kvjax.models import decoder
 from kvjax.plan import device_memory, plan_job, state_bytes, weights_bytes
 from kvjax.programs import Job, job_of, programs
 
+ROOT = pathlib.Path(__file__).parents[1]
 MESHES = {"1x8": "data:1,model:8", "2x4": "data:2,model:4", "8x1": "data:8,model:1"}
 BUDGET, BLOCK, PROMPT, NEW = 56, 8, 72, 18
 LENGTHS = (5, 56, 57, 70, 0, 72, 33, 64)  # below, at and above the budget
@@ -47,7 +54,7 @@ def of_layer(made, over):
     capacity = made.prefill_capacity(SPEC, PROMPT, NEW)
     init = functools.partial(cache.init, SPEC, made, len(LENGTHS), capacity)
     placed = over and sharding.state_partitions(SPEC, made, capacity, over)
-    with sharding.use(over):
+    with meshes.use(over):
         state = jax.jit(init, out_shardings=placed)()
         read = layer.read(SPEC, made, state, prompts, given, BLOCK)
         if made.schedule.compacts:
@@ -67,7 +74,7 @@ def test_every_policy_keeps_what_one_device_keeps(case):
     made = cache.compression(SPEC, POLICIES[name], BUDGET, schedule)
     kept, end = of_layer(made, None)
     for shape in meshes:
-        over = sharding.mesh(MESHES[shape], SPEC)
+        over = meshes.mesh(MESHES[shape], SPEC.num_kv_heads)
         also_kept, split_end = of_layer(made, over)
         jax.tree.map(np.testing.assert_array_equal, also_kept, kept)
         jax.tree.map(
@@ -98,9 +105,9 @@ FAMILIES = {  # switches that decide how a model is split
 
 
 def split(model, asked):
-    over = sharding.mesh(asked, model.spec)
-    params = sharding.split(model.spec, model.params, over)
-    return model._replace(spec=sharding.fitted(model.spec, over), params=params), over
+    over = meshes.mesh(asked, model.spec.num_kv_heads)
+    params = meshes.split(model.spec, model.params, over)
+    return model._replace(spec=meshes.fitted(model.spec, over), params=params), over
 
 
 @pytest.mark.parametrize("shape", MESHES)
@@ -118,7 +125,7 @@ def test_a_split_model_writes_the_same(family, shape):
     for one, other in zip(alone, together, strict=True):
         assert one.tokens == other.tokens
         jax.tree.map(np.testing.assert_array_equal, one.kept, other.kept)
-    assert sharding.of(parted.params) == over
+    assert meshes.of(parted.params) == over
 
 
 def collectives(compiled) -> collections.Counter:
@@ -141,11 +148,11 @@ def test_the_cache_is_never_gathered(name, shape):
         vocab_size=160,
         model_dim=40,
     )
-    over = sharding.mesh(MESHES[shape], spec)
+    over = meshes.mesh(MESHES[shape], spec.num_kv_heads)
     schedule = Schedule("prefill+decode", 4, 4) if name else None
     policy = name and policies.make(name, **({"window": 3} if name == "snapkv" else {}))
     made = cache.compression(spec, policy, 20 if name else None, schedule)
-    job = Job(sharding.fitted(spec, over), made, 8, 256, 16, mesh=over)
+    job = Job(meshes.fitted(spec, over), made, 8, 256, 16, mesh=over)
     compiled = programs(job)
     for program in (compiled.prefill, compiled.decode):
         sent = collectives(program)
@@ -162,7 +169,7 @@ def test_the_cache_is_never_gathered(name, shape):
 
 
 def test_a_gathered_cache_would_be_seen():
-    over = sharding.mesh("data:2,model:4", SPEC)
+    over = meshes.mesh("data:2,model:4", SPEC.num_kv_heads)
     made = cache.compression(SPEC, None, None)
     split = sharding.state_partitions(SPEC, made, (20,), over).layers[0].k
     held = jax.ShapeDtypeStruct((8, 8, 20, 12), jnp.float32, sharding=split)
@@ -199,14 +206,14 @@ def test_a_plan_counts_what_one_device_holds():
 
 def test_heads_that_do_not_divide_are_copied():
     spec = tiny_spec(num_kv_heads=2, num_heads=6, ff_dim=20, vocab_size=52)
-    over = sharding.mesh("model:8", spec)
+    over = meshes.mesh("model:8", spec.num_kv_heads)
     assert dict(over.shape) == {"data": 1, "heads": 2, "copies": 4}
-    said = sharding.notice(over, spec)
+    said = meshes.notice(over, spec)
     assert "2 KV heads are split 2 ways and each is on 4 devices" in said
     assert "feed-forward of 20" in said and "vocabulary of 52" in said
-    assert sharding.fitted(spec, over).ff_groups == 1
+    assert meshes.fitted(spec, over).ff_groups == 1
     even = tiny_spec(num_kv_heads=8, num_heads=8, ff_dim=64, vocab_size=64)
-    assert sharding.notice(sharding.mesh("model:8", even), even) is None
+    assert meshes.notice(meshes.mesh("model:8", even.num_kv_heads), even) is None
 
 
 @pytest.mark.parametrize(
@@ -222,25 +229,88 @@ def test_heads_that_do_not_divide_are_copied():
 )
 def test_a_mesh_that_cannot_be(asked, said):
     with pytest.raises(UserError, match=said):
-        sharding.mesh(asked, SPEC)
+        meshes.mesh(asked, SPEC.num_kv_heads)
 
 
 def test_a_batch_that_does_not_divide():
-    over = sharding.mesh("data:8", SPEC)
+    over = meshes.mesh("data:8", SPEC.num_kv_heads)
     made = cache.compression(SPEC, None, None)
     with pytest.raises(UserError, match="batch of 12"):
         Job(SPEC, made, 12, 256, 4, mesh=over)
 
 
-def test_random_params_are_drawn_where_they_belong():
-    spec = tiny_spec(num_kv_heads=4, num_heads=8)
-    over = sharding.mesh("data:2,model:4", spec)
-    params = sharding.random_params(spec, over, jax.random.key(0))
-    wanted = decoder.param_partitions(spec, over)
-    same = jax.tree.map(
-        lambda leaf, split: leaf.sharding.is_equivalent_to(split, leaf.ndim),
-        params,
-        wanted,
+def test_params_are_read_where_they_belong(tmp_path, monkeypatch):
+    """Those of a checkpoint, and those of the copy that it leaves."""
+    checkpoints.cache(tmp_path, monkeypatch)
+    checkpoints.write_folder(tmp_path / "model", checkpoints.tensors())
+    alone = kvjax.load(tmp_path / "model")
+    over = meshes.mesh("data:2,model:4", alone.spec.num_kv_heads)
+    for _ in range(2):
+        model = kvjax.load(tmp_path / "model", mesh="data:2,model:4", keep=True)
+        assert model.spec == meshes.fitted(alone.spec, over)
+        wanted = decoder.param_partitions(model.spec, over)
+        split = meshes.split(alone.spec, alone.params, over)
+        jax.tree.map(np.testing.assert_array_equal, model.params, split)
+        for leaf, where in zip(
+            *map(jax.tree.leaves, (model.params, wanted)), strict=True
+        ):
+            assert leaf.sharding.is_equivalent_to(where, leaf.ndim)
+
+
+HOST = """
+import sys
+import kvjax
+from kvjax import meshes
+meshes.start(sys.argv[1])
+model = kvjax.load(sys.argv[2], mesh="data:2,model:4")
+done = kvjax.generate(
+    model,
+    [[3, 1, 4, 1, 5], list(range(40)), [2, 7]],
+    policy=kvjax.policies.tova(),
+    budget=16,
+    schedule=kvjax.Schedule("prefill+decode", 8, 8),
+    max_new_tokens=6,
+    memory_gb=0.1,
+)
+print([c.tokens for c in done], [[h.tolist() for h in c.kept[0]] for c in done])
+"""
+
+
+def test_two_processes_write_what_one_does(tmp_path, monkeypatch):
+    """Each has four of the eight devices; both print the whole answer."""
+    checkpoints.cache(tmp_path, monkeypatch)
+    folder = checkpoints.write_folder(tmp_path / "model", checkpoints.tensors())
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    four |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOST, f"{address}/2/{i}", str(folder)],
+            env=os.environ | four,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    told = [host.communicate(timeout=300)[0].splitlines()[-1] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0]
+    model, _ = split(kvjax.load(folder), "data:8")
+    done = kvjax.generate(
+        model,
+        [[3, 1, 4, 1, 5], list(range(40)), [2, 7]],
+        policy=policies.tova(),
+        budget=16,
+        schedule=Schedule("prefill+decode", 8, 8),
+        max_new_tokens=6,
+        memory_gb=0.1,
     )
-    assert all(jax.tree.leaves(same))
-    assert wanted["layers"][0]["qkv"].spec == PartitionSpec(None, "heads")
+    kept = [[head.tolist() for head in each.kept[0]] for each in done]
+    assert told == [f"{[each.tokens for each in done]} {kept}"] * 2
+
+
+@pytest.mark.parametrize("asked", ["localhost:1", "localhost:1/2/2", "here/2/0"])
+def test_processes_that_cannot_be(asked):
+    with pytest.raises(UserError, match="HOST:PORT/N/I"):
+        meshes.start(asked)

@@ -6,7 +6,8 @@ down the layers below before the next one is read; of a layer's activations the 
 MLP's are the most. The count is where the search begins, running decides.
 """
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -50,9 +51,10 @@ class Work(NamedTuple):
     eager: bool = False
 
 
-def row_bytes(shape: Shape, work: Work) -> dict[str, int]:
-    """Bytes that one row adds to the weights, at the peak of each phase."""
+def count_bytes(shape: Shape, work: Work, batch: int) -> dict[str, int]:
+    """Bytes at the peak of each phase, the weights included."""
     left = work.prompt if work.kept is None else work.kept
+    length = left + work.new
     pairs = shape.layers * left * shape.pair
     below = (shape.layers - 1) * left * shape.pair  # while the last layer attends
     steps = work.chunk or work.prompt
@@ -60,13 +62,12 @@ def row_bytes(shape: Shape, work: Work) -> dict[str, int]:
     mlp = 4 * hidden + 3 * steps * shape.ff_dim * shape.element
     attention = 3 * hidden + _attention(shape, work, steps)
     press = 4 * hidden + (work.prompt + left) * shape.pair + _press(shape, work)
-    length = left + work.new
-    copied = length * shape.pair // 2
+    reading = batch * max(pairs + mlp, below + attention)
+    pressing = batch * (below + press) + _shared(shape, work)
+    writing = (shape.layers + 0.5) * length * shape.pair + shape.vocab * shape.element
     return {
-        "prefill": max(pairs + mlp, below + attention, below + press),
-        "decode": shape.layers * length * shape.pair
-        + copied
-        + shape.vocab * shape.element,
+        "prefill": shape.weights + max(reading, pressing),
+        "decode": shape.weights + int(batch * writing),
     }
 
 
@@ -91,9 +92,16 @@ def _press(shape: Shape, work: Work) -> int:
         "snapkv": width + weights,
         "tova": width + weights,
         "key_diff": work.prompt * shape.pair,
-        "expected_attention": 5 * width,
+        "expected_attention": 2 * width,
         "average_attention": shape.heads * work.prompt**2 * shape.element,
     }.get(work.policy, 0)
+
+
+def _shared(shape: Shape, work: Work) -> int:
+    """What a press computes with whatever the rows: rotations to 512 positions."""
+    if work.policy != "expected_attention":
+        return 0
+    return 3 * 512 * shape.head_dim**2 * shape.element
 
 
 class Trial(NamedTuple):
@@ -116,15 +124,19 @@ class Trial(NamedTuple):
 
 
 def next_batch(
-    row: int, weights: int, trials: Sequence[Trial], limit: int, most: int
+    count: Callable[[int], float],
+    weights: int,
+    trials: Sequence[Trial],
+    limit: int,
+    most: int,
 ) -> int | None:
     """The batch to try next, or None if the largest that fits is among the trials.
 
-    The first guess is the count's; then the last trial's bytes say what a row takes.
+    The first guess is the count's; then the last trial's bytes correct the count.
     Without such a figure the count stands if it fits; else the interval is halved.
 
     Args:
-      row: bytes of a row, counted.
+      count: bytes that a batch should need, the weights included.
       weights: bytes of the weights.
       trials: so far.
       limit: in bytes, for all.
@@ -133,12 +145,18 @@ def next_batch(
     low, high = _between(trials, most)
     if low + 1 >= high:
         return None
-    if trials and trials[-1].peak is None:
-        halve = any(each.why for each in trials)
-        return (low + high) // 2 if halve else None
+    factor = 1.0
     if trials:
-        row = max((trials[-1].peak - weights) / trials[-1].batch, 1)
-    guess = min(int((limit - weights) / row), high - 1)
+        last = trials[-1]
+        if last.peak is None:
+            halve = any(each.why for each in trials)
+            return (low + high) // 2 if halve else None
+        factor = (last.peak - weights) / (count(last.batch) - weights)
+
+    def corrected(batch):
+        return weights + factor * (count(batch) - weights)
+
+    guess = bisect.bisect_right(range(1, high), limit, key=corrected)
     if guess <= low and low:
         return None  # no clear room for another row
     return max(guess, 1)

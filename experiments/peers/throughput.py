@@ -25,6 +25,7 @@ from kvjax.types import UserError
 from peers import Peer, PeerDied, PeerError, memory, presses
 
 CHUNK = 256  # prompt tokens at a time, where transformers reads in chunks
+WARM_UP = 512  # prompt tokens, at most, of the run that is not measured
 UNGRADED = (
     "accuracy",
     "examples",
@@ -116,7 +117,7 @@ def measure(
     _check(methods, prompts, new_tokens, repeats)
     task = _Task(prompts, new_tokens, memory_bytes, repeats)
     records = []
-    with _Worker(python, gguf_path, methods, len(prompts[0])) as worker:
+    with _Worker(python, gguf_path, methods, prompts[0]) as worker:
         for method in methods:
             say = functools.partial(_say, progress, method.name)
             record = _faster(worker, method, task, say)
@@ -152,16 +153,19 @@ class _Task(NamedTuple):
 class _Worker:
     """The worker, started again after a death."""
 
-    def __init__(self, python, gguf_path, methods, prompt_tokens):
+    def __init__(self, python, gguf_path, methods, prompt):
         self.python, self.path = python, pathlib.Path(gguf_path)
-        self.methods = [m.request(prompt_tokens) for m in methods if m.policy]
+        self.first = {
+            "methods": [each.request(len(prompt)) for each in methods],
+            "prompt": list(prompt[:WARM_UP]),
+        }
         self.start()
 
     def start(self) -> None:
         self.peer = Peer(self.python, "-m", "peers.worker")
         try:
             self.peer.load(self.path, device="best")
-            self.about = self.peer.ask({"methods": self.methods})
+            self.about = self.peer.ask(self.first)
         except PeerError:
             self.peer.close()
             raise
@@ -211,8 +215,7 @@ def _faster(worker: _Worker, method: Method, task: _Task, say) -> dict[str, Any]
     ways: list[dict[str, Any]] = []
     refused = None
     for chunk in chunks:
-        room = min(_room(worker, method, task, chunk), len(task.prompts))
-        if ways and room <= ways[0]["batch"]:
+        if ways and not _fits(worker, method, task, chunk, ways[0]["batch"] + 1):
             continue
         try:
             ways.append(_way(worker, method, task, chunk, say))
@@ -226,23 +229,24 @@ def _faster(worker: _Worker, method: Method, task: _Task, say) -> dict[str, Any]
     return record
 
 
-def _room(worker, method, task, chunk) -> int:
-    free = task.limit - worker.shape.weights
-    return free // max(_counted(worker, method, task, chunk).values())
+def _fits(worker, method, task, chunk, batch) -> bool:
+    """Whether there are so many prompts, and by the count memory for them."""
+    counted = _count(worker, method, task, chunk, batch)
+    return batch <= len(task.prompts) and max(counted.values()) <= task.limit
 
 
-def _counted(worker, method, task, chunk) -> dict[str, int]:
+def _count(worker, method, task, chunk, batch) -> dict[str, int]:
     work = method.work(task.length, task.new, chunk)
-    return memory.row_bytes(worker.shape, work)
+    return memory.count_bytes(worker.shape, work, batch)
 
 
 def _way(worker, method, task, chunk, say) -> dict[str, Any]:
     """One way's record: searches for the batch, then times it."""
-    row = max(_counted(worker, method, task, chunk).values())
+    count = lambda batch: max(_count(worker, method, task, chunk, batch).values())
     weights, most = worker.shape.weights, len(task.prompts)
     trials: list[memory.Trial] = []
     while True:
-        batch = memory.next_batch(row, weights, trials, task.limit, most)
+        batch = memory.next_batch(count, weights, trials, task.limit, most)
         if batch is not None:
             say(f"does a batch of {batch} fit?")
             done = worker.run(method, task, batch, chunk, task.limit)
@@ -280,7 +284,7 @@ def _record(worker, method, task, chunk, trials, done) -> dict[str, Any]:
     """What one way came to; `tokens` is not for records."""
     batch = memory.largest(trials)
     (fits,) = [each for each in trials if each.batch == batch and not each.why]
-    counted = _counted(worker, method, task, chunk)
+    counted = _count(worker, method, task, chunk, batch)
     phases = fits.bytes or counted
     limit = "prompts" if batch == len(task.prompts) else max(phases, key=phases.get)
     read, written = done["seconds"]["prefill"], done["seconds"]["decode"]
@@ -314,7 +318,7 @@ def _record(worker, method, task, chunk, trials, done) -> dict[str, Any]:
         "tokens_per_s": rows * task.new / both,
         "measured_bytes": fits.peak,
         "timed_bytes": max(done["bytes"].values(), default=None),
-        "counted_bytes": worker.shape.weights + batch * max(counted.values()),
+        "counted_bytes": max(counted.values()),
         "memory_bytes": task.limit,
         "model": worker.path.stem,
         "attention": "eager" if method.policy in presses.EAGER else "sdpa",

@@ -10,12 +10,14 @@ tokenizer    tokenizers from either source
 """
 
 import dataclasses
+import functools
 import os
 import pathlib
 
 import jax
 import jax.numpy as jnp
 
+from kvjax import meshes
 from kvjax.models import decoder, published
 from kvjax.types import Model, UserError
 from kvjax.weights import gguf, hub, pack, safetensors, store
@@ -30,7 +32,7 @@ def load(
     name_or_path: str | os.PathLike,
     dtype: jnp.dtype = jnp.float32,
     context: int | None = None,
-    placement: pack.Placement | None = None,
+    mesh: str | None = None,
     keep: bool | None = None,
 ) -> Model:
     """Loads a model by name, from a GGUF file, a Hugging Face folder or the hub.
@@ -50,7 +52,8 @@ def load(
       dtype: of all params: float32, bfloat16 or float16.
       context: most tokens of a prompt and its completion; None for all that the model
         can read. Rotary positions that differ with it (LongRoPE) are chosen by it.
-      placement: where the params go; None for the default device.
+      mesh: `data:2,model:4` splits the model over so many devices, see
+        `kvjax.meshes.mesh`; None is the default device.
       keep: whether a copy of the params, ready to be read, is used and left in the
         cache folder. None: of GGUF files only, whose weights take long to dequantise;
         a folder's copy takes as much disk again, and its tensors load as fast.
@@ -62,27 +65,35 @@ def load(
     Raises:
       UserError: a name or path that is not there; a checkpoint that is damaged,
         incomplete or computes something that `kvjax.models.decoder` does not; a
-        download that failed. One line, with the remedy.
+        download that failed; a mesh of other devices than there are. One line, with
+        the remedy.
     """
     dtype = _dtype(dtype)
     if context is not None and context < 1:
         raise UserError(f"context {context}: must be at least 1 token")
-    model = _load(os.fspath(name_or_path), dtype, context, placement, keep)
+    placement = _placement(mesh) if mesh else None
+    model = load_placed(os.fspath(name_or_path), dtype, context, placement, keep)
+    if mesh:
+        over = meshes.mesh(mesh, model.spec.num_kv_heads)
+        model = model._replace(spec=meshes.fitted(model.spec, over))
+        if whole := meshes.notice(over, model.spec):
+            store.notice(whole)
     if context is None or model.spec.positions == "learned":
         return model
     short = min(context, model.spec.context_length)
     return model._replace(spec=dataclasses.replace(model.spec, context_length=short))
 
 
-def _load(
+def load_placed(
     asked: str,
     dtype: jnp.dtype,
-    context: int | None,
-    placement: pack.Placement | None,
-    keep: bool | None,
+    context: int | None = None,
+    placement: pack.Placement | None = None,
+    keep: bool | None = None,
 ) -> Model:
+    """`load` with params put anywhere: see `pack.Placement`."""
     if asked.startswith(_RANDOM):
-        return _random(asked.removeprefix(_RANDOM), dtype)
+        return _random(asked.removeprefix(_RANDOM), dtype, placement)
     if asked in hub.NAMED:
         path, identity = hub.fetch(asked), hub.NAMED[asked].sha256
         return _load_gguf(path, asked, identity, dtype, placement, keep)
@@ -102,11 +113,27 @@ def _load(
     )
 
 
-def _random(name: str, dtype: jnp.dtype) -> Model:
+def _random(name: str, dtype: jnp.dtype, placement: pack.Placement | None) -> Model:
     """A published shape with weights drawn at random, always the same, no tokenizer."""
     spec = published.spec(name)
-    draw = jax.jit(decoder.random_params, static_argnums=(0, 2))
-    return Model(spec, draw(spec, jax.random.key(0), dtype), None)
+    draw = functools.partial(decoder.random_params, spec, dtype=dtype)
+    placed = placement and placement.shardings(spec)
+    return Model(spec, jax.jit(draw, out_shardings=placed)(jax.random.key(0)), None)
+
+
+def _placement(asked: str) -> pack.Placement:
+    """Puts the params of any model where a mesh wants them."""
+    _, model = meshes.sizes(asked)
+
+    def place(spec, path, weight):
+        over = meshes.mesh(asked, spec.num_kv_heads)
+        return meshes.place(meshes.fitted(spec, over), over, path, weight)
+
+    def shardings(spec):
+        over = meshes.mesh(asked, spec.num_kv_heads)
+        return decoder.param_partitions(spec, over)
+
+    return pack.Placement(place, shardings, f"gate and up in {model} groups")
 
 
 def _load_gguf(
