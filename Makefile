@@ -1,5 +1,6 @@
 # make demo   the main job on a real model, with a table and two pictures
 # make test   the tests
+# make leaderboard   docs/leaderboard.md from the records in docs/data/leaderboard
 # make compiled   TPU kernels and whole steps, compiled for TPUs that are not there
 # make newest     the kernels' tests with PYTHON=python3.12 and the newest JAX
 # All make a virtual environment first if there is none. EXTRAS=test,cuda for a GPU.
@@ -9,13 +10,16 @@ EXTRAS ?= test
 WORKDIR ?= runs/quickstart
 PY := .venv/bin/python
 
-.PHONY: demo test compiled newest lint clean
+.PHONY: demo test leaderboard compiled newest lint clean
 
 demo: .venv/installed
 	$(PY) experiments/run.py --config=configs/quickstart.py --workdir=$(WORKDIR)
 
 test: .venv/installed
 	$(PY) -m pytest
+
+leaderboard: .venv/installed
+	$(PY) experiments/report.py docs/data/leaderboard --leaderboard=docs/leaderboard.md
 
 # libtpu lies beside the environment: found there, it would look for a TPU at every start.
 compiled: .venv/installed

@@ -35,7 +35,8 @@ from gallery_words import (
 )
 from tqdm import tqdm
 
-from kvjax import cache, completions, layerwise, policies, programs, report
+from kvjax import cache, completions, layerwise, policies, programs
+from kvjax.records import Record, read_records
 from kvjax.tasks import needle
 from kvjax.tasks.text import haystack
 from kvjax.types import Schedule, UserError
@@ -275,7 +276,7 @@ the layer holds.
 def page(data: Data, docs: pathlib.Path) -> str:
     """The whole page; what is not there is left out, with a line on stderr."""
     spec = Shape(**data["setting"]["shape"])
-    records = report.read_records(docs / "data" / "policy_sweep.jsonl")
+    records = read_records(docs / "data" / "policy_sweep.jsonl")
     parts = [
         _INTRO,
         _overview(data, docs),
@@ -303,7 +304,7 @@ def _overview(data: Data, docs: pathlib.Path) -> str:
     return _OVERVIEW.format(**shared, first=first, last=last - 1, full=full)
 
 
-def _rules(spec: Shape, shared: Data, records: Sequence[report.Record]) -> str:
+def _rules(spec: Shape, shared: Data, records: Sequence[Record]) -> str:
     """The table of all rules, with their times where these were measured."""
     base, times = relative_times(records)
     rows = []
@@ -333,7 +334,7 @@ def _rules(spec: Shape, shared: Data, records: Sequence[report.Record]) -> str:
     return words + "\n" + table(rows, right)
 
 
-def relative_times(records: Sequence[report.Record]) -> tuple[str, dict[str, float]]:
+def relative_times(records: Sequence[Record]) -> tuple[str, dict[str, float]]:
     """The policy that others are compared to, and their times over its time."""
 
     def place(record):
@@ -406,7 +407,7 @@ def _outcome(run: Data, phases: str) -> str:
     )
 
 
-def _sweep(records: Sequence[report.Record], docs: pathlib.Path) -> str:
+def _sweep(records: Sequence[Record], docs: pathlib.Path) -> str:
     """The sweep's pictures, its best policies, and what was read from it."""
     if not records:
         return _missing("the sweep (docs/data/policy_sweep.jsonl)")
@@ -426,9 +427,9 @@ def _sweep(records: Sequence[report.Record], docs: pathlib.Path) -> str:
     )
 
 
-def best(records: Sequence[report.Record]) -> str:
+def best(records: Sequence[Record]) -> str:
     """A table: for each schedule and budget, who finds most and who strays least."""
-    groups: dict[tuple[str, str], list[report.Record]] = {}
+    groups: dict[tuple[str, str], list[Record]] = {}
     for each in records:
         if each.get("budget") is not None:
             key = str(each.get("schedule")), json.dumps(each["budget"])
@@ -452,7 +453,7 @@ def _size(budget: str) -> float:
 
 
 def _leaders(
-    group: Sequence[report.Record], key: str, choose: Callable, form: str, most: int = 4
+    group: Sequence[Record], key: str, choose: Callable, form: str, most: int = 4
 ) -> str:
     known = [each for each in group if each.get(key) is not None]
     if not known:
@@ -463,7 +464,7 @@ def _leaders(
     return f"{', '.join(names[:most])}{more}: {form.format(top)}"
 
 
-def _label(each: report.Record) -> str:
+def _label(each: Record) -> str:
     """What a sweep calls the policy, with what else it changes."""
     return str(each.get("label") or each.get("policy"))
 

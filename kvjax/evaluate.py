@@ -14,7 +14,6 @@ import functools
 import inspect
 import os
 import pathlib
-import platform
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import cache, completions, layerwise, programs, report, tasks
+from kvjax import cache, completions, layerwise, programs, tasks
 from kvjax.experiment import Experiment, Method, TaskRun, opened
 from kvjax.generate import compact, prefill, score_tokens
 from kvjax.memory import peak_memory
@@ -35,6 +34,7 @@ from kvjax.plan import (
     state_bytes,
 )
 from kvjax.programs import Job
+from kvjax.records import Record, append_record, made_by, read_records
 from kvjax.tasks import fidelity, text
 from kvjax.tasks.base import Encoded, Example, Task, ended
 from kvjax.tasks.base import encode as encoded
@@ -69,7 +69,7 @@ class Prepared(NamedTuple):
 
 def run(
     experiment: Experiment, workdir: str | os.PathLike, progress: Progress
-) -> list[report.Record]:
+) -> list[Record]:
     """Runs what is not yet in `workdir` and returns one record per method.
 
     Raises:
@@ -93,7 +93,7 @@ def run(
         check_one_row(job, memory)
     windows = _windows(experiment, model)
     engine = _layers(model, made.values()) if experiment.layerwise else _whole(model)
-    records = report.read_records(workdir / "records.jsonl")
+    records = read_records(workdir / "records.jsonl")
     finished = {record["method"]: record for record in records}
     for method in experiment.methods:
         if method.name in finished:
@@ -113,7 +113,7 @@ def run(
             forced = functools.partial(_forced, engine.forced, windows, rows)
             _fidelity(model, made[method.name], forced, windows, method, workdir, say)
         record = _record(experiment, method, plans, given, workdir)
-        report.append_record(workdir / "records.jsonl", record)
+        append_record(workdir / "records.jsonl", record)
         finished[method.name] = record
         engine.forget()
     return [finished[method.name] for method in experiment.methods]
@@ -250,7 +250,7 @@ def _answers(model, plan, run_batch, task: Prepared, method, workdir, say) -> No
             "kv_bytes_live": live,
             "kv_bytes_allocated": allocated * len(rows) // plan.batch,
         }
-        report.append_record(path, batch)
+        append_record(path, batch)
         say(name, len(rows))
 
 
@@ -268,7 +268,7 @@ def _fidelity(model, made, run, windows, method, workdir, say) -> None:
     scores = fidelity.compare(
         reference.reshape(-1, width), logits.reshape(-1, width), targets
     )
-    report.append_record(path, {"method": method.name, "task": "fidelity", **scores})
+    append_record(path, {"method": method.name, "task": "fidelity", **scores})
     say("fidelity", len(windows))
 
 
@@ -314,7 +314,7 @@ def _forced_batch(model: Model, windows, made: cache.Compression) -> np.ndarray:
     return np.swapaxes(logits, 0, 1)
 
 
-def _record(experiment, method, plans, tasks, workdir) -> report.Record:
+def _record(experiment, method, plans, tasks, workdir) -> Record:
     """A method's line, from the lines of its batches."""
     path = workdir / "batches.jsonl"
     scores = {task.run.name: _scores(path, method, task) for task in tasks}
@@ -369,7 +369,7 @@ def _record(experiment, method, plans, tasks, workdir) -> report.Record:
         "model": experiment.model,
         "mesh": experiment.mesh,
         "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__, "python": platform.python_version()},
+        **made_by(),
     }
 
 
@@ -403,6 +403,6 @@ def _scores(path: pathlib.Path, method: Method, task: Prepared) -> dict[str, Any
 def _finished(path: pathlib.Path, method: Method, task: str) -> list[dict]:
     return [
         batch
-        for batch in report.read_records(path)
+        for batch in read_records(path)
         if batch["method"] == method.name and batch["task"] == task
     ]

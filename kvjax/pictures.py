@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Record = dict[str, Any]
+from kvjax import cells
+from kvjax.records import Record
 
 # Okabe & Ito's palette, safe for colour-blind readers, without its yellow, too pale on
 # white. Black is the full cache's. 6 colours and 7 shapes repeat after 42 methods.
@@ -55,14 +56,14 @@ def draw(
     """Writes quality_vs_memory.png and throughput_vs_memory.png.
 
     Args:
-      records: one per method, as `kvjax.report` describes them.
+      records: one per method, as `kvjax.records` describes them.
       labels: what the pictures call each.
       full: the record of the full cache, drawn as a black star; empty if there is none.
       workdir: an existing folder.
     """
     import matplotlib
 
-    marks = _marks(records, full)
+    marks = marks_of(records, full)
     with matplotlib.rc_context(STYLE):
         quality = _quality(records, marks, labels)
         quality.savefig(workdir / "quality_vs_memory.png")
@@ -74,8 +75,8 @@ def _quality(
     records: Sequence[Record], marks: Sequence[Mark], labels: Sequence[str]
 ) -> Any:
     figure, (left, right) = _figure(2)
-    found = _points(records, "accuracy")
-    _titles(left, "Needle retrieval", "accuracy (share of prompts)", "better ↖")
+    found, quality = _points(records, "accuracy"), cells.quality_of(records)
+    _titles(left, quality.title, quality.axis, "better ↖")
     left.set_ylim(-0.05, 1.05)
     if any(r.get("kl") is not None for r in records):
         _titles(right, "Distance from full cache", "KL (nats per token)", "better ↙")
@@ -110,7 +111,7 @@ def _fill(
     labels: Sequence[str],
 ) -> None:
     """Draws points f[N, 2] into each panel, and one legend below them all."""
-    _legend(figure, marks, labels)
+    legend(figure, marks, labels)
     for axes, points in panels:
         axes.set_xlim(_span(points[:, 0]))
     figure.draw_without_rendering()
@@ -132,7 +133,8 @@ def _titles(axes: Any, title: str, y: str, hint: str) -> None:
     axes.set_ylabel(y)
 
 
-def _marks(records: Sequence[Record], full: Record) -> list[Mark]:
+def marks_of(records: Sequence[Record], full: Record) -> list[Mark]:
+    """A look of its own for each record; the full cache's is a black star."""
     coloured = itertools.count()
     return [
         Mark("black", "*") if record is full else _mark(next(coloured))
@@ -177,15 +179,29 @@ def log_axis(axes: Any, points: np.ndarray) -> np.ndarray:
     return np.stack([points[:, 0], np.where(y <= KL_ZERO, foot, y)], axis=1)
 
 
-def _legend(figure: Any, marks: Sequence[Mark], labels: Sequence[str]) -> None:
+def legend(
+    figure: Any,
+    marks: Sequence[Mark],
+    labels: Sequence[str],
+    extra: Sequence[dict[str, Any]] = (),
+) -> None:
+    """Writes what marks stand for below all panels; `extra` are more lines' looks."""
     from matplotlib.lines import Line2D
 
     handles = [
         Line2D([], [], label=label, **look(mark))
         for mark, label in zip(marks, labels, strict=True)
     ]
-    columns = max(1, min(len(labels), 100 // (max(map(len, labels)) + 6)))
+    handles += [Line2D([], [], **each) for each in extra]
+    named = [handle.get_label() for handle in handles]
+    columns = legend_columns(named, figure.get_figwidth())
     figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+
+
+def legend_columns(labels: Sequence[str], width: float) -> int:
+    """How many labels stand side by side in a legend of `width` inches."""
+    room = int(11 * width)  # letters, about
+    return max(1, min(len(labels), room // (max(map(len, labels)) + 6)))
 
 
 def look(mark: Mark) -> dict[str, Any]:

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from kvjax import cells
 from kvjax.pictures import (
     GREY,
     KL_ZERO,
     STYLE,
     Mark,
-    Record,
     log_axis,
     look,
     new_figure,
 )
+from kvjax.records import Record
 
 Setting = tuple[str, str]  # schedule and budget, as tables write them
 
@@ -39,7 +40,7 @@ def draw(
     """Writes heat_map.png and pareto.png.
 
     Args:
-      records: one per method, as `kvjax.report` describes them.
+      records: one per method, as `kvjax.records` describes them.
       rows: the row that each record belongs to.
       columns: the column that each record belongs to.
       settings: the columns to draw, in order; those of a schedule stand together.
@@ -72,7 +73,8 @@ def _heat_map(
     figure = new_figure((10, 1.9 + 0.29 * len(labels)))
     left, right = figure.subplots(1, 2, sharey=True)
     reference = _reference(full, "accuracy", "; full cache {:.2f}")
-    left.set_title(f"Needle accuracy{reference}", loc="left", pad=34, fontsize=11)
+    quality = cells.quality_of(records)
+    left.set_title(f"{quality.title}{reference}", loc="left", pad=34, fontsize=11)
     _cells(left, accuracy[order], settings, Normalize(0, 1), "{:.2f}", False)
     right.set_title(
         "KL from full cache (nats per token)", loc="left", pad=34, fontsize=11
@@ -172,7 +174,7 @@ def _pareto(
     settings: Sequence[Setting],
     full: Record,
 ) -> Any:
-    """A column of two panels per schedule: needle accuracy above, KL below."""
+    """A column of two panels per schedule: quality above, KL below."""
     schedules = list(dict.fromkeys(schedule for schedule, _ in settings))
     figure = new_figure((1 + 4.5 * len(schedules), 8.4))
     panels = figure.subplots(2, len(schedules), squeeze=False, sharey="row")
@@ -188,7 +190,7 @@ def _pareto(
             points = _decoding(members, key)
             drawn.append((axes, points, sign, names, _decoding([full], key)[0]))
     above, below = panels[:, 0]
-    above.set_ylabel("needle accuracy (share of prompts)")
+    above.set_ylabel(cells.quality_of(records).axis)
     above.set_ylim(-0.05, 1.12)
     below.set_ylabel("KL (nats per token)")
     for below in panels[1]:

@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import programs, protocols, report, roofline, staggered
+from kvjax import programs, protocols, roofline, staggered
 from kvjax.experiment import (
     Method,
     build,
@@ -42,12 +41,13 @@ from kvjax.experiment import (
 )
 from kvjax.plan import Plan, check_one_row, device_memory, out_of_memory
 from kvjax.programs import Job
+from kvjax.records import Record, append_record, made_by, read_records
 from kvjax.tasks import needle, text
 from kvjax.types import Model, UserError
 from kvjax.weights import load
 
 Progress = Callable[[str, int], None]  # what runs now, and units of work just finished
-Peer = Callable[..., report.Record]
+Peer = Callable[..., Record]
 
 _COMMON: dict[str, dict[str, Any]] = {
     "full": {},
@@ -138,7 +138,7 @@ def run(
     workdir: str | os.PathLike,
     progress: Progress,
     peers: Mapping[str, Peer] | None = None,
-) -> list[report.Record]:
+) -> list[Record]:
     """Measures what is not yet in `workdir`; one record per method and new tokens.
 
     Args:
@@ -171,14 +171,14 @@ def run(
             if entry.name not in done:
                 say = functools.partial(_say, progress, f"{entry.name}, {new} new")
                 most = _most(setting, entry, done)
-                report.append_record(path, _measured(setting, entry, new, most, say))
+                append_record(path, _measured(setting, entry, new, most, say))
                 _forget()
             progress(entry.name, 1)
         for name in [name for name in peers if name not in _named(path, new)]:
             progress(name, 0)
             asked = setting.prompts.tokens, new, memory, experiment.repeats
             record = _graded(setting.prompts, peers[name](*asked))
-            report.append_record(path, record | {"seed": experiment.seed})
+            append_record(path, made_by() | {"seed": experiment.seed} | record)
     found = [_named(path, new) for new in experiment.max_new_tokens]
     names = [*(entry.name for entry in experiment.methods), *peers]
     return [records[name] for records in found for name in names]
@@ -195,7 +195,7 @@ class _Setting(NamedTuple):
 
 def _measured(
     setting: _Setting, entry: Entry, new: int, most: int, say: Progress
-) -> report.Record:
+) -> Record:
     """One method's record: its batch found, run, and stepped back from if need be."""
     experiment, model, prompts, memory = setting
     job = _job(experiment, model, entry, new)
@@ -219,7 +219,7 @@ def _measured(
         planned = protocols.step_back(entry.protocol, planned, count)
 
 
-def _graded(prompts: Prompts, record: report.Record) -> report.Record:
+def _graded(prompts: Prompts, record: Record) -> Record:
     """A peer's record, with what its answers are worth in the place of the answers."""
     answers = record.pop("tokens", None)
     if answers is None or prompts.grade is None:
@@ -234,7 +234,7 @@ def _record(
     planned: Plan,
     timing: protocols.Timing,
     stepped_back: list[int],
-) -> report.Record:
+) -> Record:
     """The line of one measurement; tokens per second are of medians."""
     experiment, prompts = setting.experiment, setting.prompts
     made, new = planned.job.made, planned.job.new
@@ -279,13 +279,13 @@ def _record(
         "seed": experiment.seed,
         "model": experiment.model,
         "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__, "python": platform.python_version()},
+        **made_by(),
     }
 
 
 def _roofline(
     dtype: str, planned: Plan, length: int, reading: float, writing: float
-) -> report.Record:
+) -> Record:
     """What a full batch has to do, what the device could, and the share reached.
 
     Args:
@@ -312,7 +312,7 @@ def _roofline(
     }
 
 
-def _most(setting: _Setting, entry: Entry, done: dict[str, report.Record]) -> int:
+def _most(setting: _Setting, entry: Entry, done: dict[str, Record]) -> int:
     """Prompts there are; for the full cache, ED's batch where ED is measured too.
 
     ED goes first, so that its record, steps back included, is there by then.
@@ -383,9 +383,9 @@ def _check(experiment: Throughput, peers: Mapping[str, Peer]) -> None:
         entry.check()
 
 
-def _named(path: pathlib.Path, new: int) -> dict[str, report.Record]:
+def _named(path: pathlib.Path, new: int) -> dict[str, Record]:
     """The finished records of one number of new tokens, by their methods."""
-    records = report.read_records(path)
+    records = read_records(path)
     return {r["method"]: r for r in records if r["new_tokens"] == new}
 
 

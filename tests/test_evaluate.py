@@ -10,6 +10,7 @@ from test_tasks import HAYSTACK, make_tokenizer
 
 from kvjax import evaluate, policies, report
 from kvjax.experiment import from_config
+from kvjax.records import read_records
 from kvjax.types import UserError
 
 SWEEP = pathlib.Path(__file__).parents[1] / "configs" / "policy_sweep.py"
@@ -112,7 +113,7 @@ def test_records_and_resumption(experiment, tmp_path):
             stops += 1
     assert stops >= 3
     assert without_times(again) == without_times(whole)
-    batches = report.read_records(interrupted / "batches.jsonl")
+    batches = read_records(interrupted / "batches.jsonl")
     for method in ("Full cache", "KeyDiff", "ED", "slots 48"):
         ran = [
             i

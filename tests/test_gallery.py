@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import policies, report
+from kvjax import policies
+from kvjax.records import read_records
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT / "experiments"))
@@ -227,7 +228,7 @@ def test_page_without_pictures_and_sweep(docs, capsys):
 
 def test_relative_times(docs):
     fake_sweep(docs)
-    records = report.read_records(docs / "data" / "policy_sweep.jsonl")
+    records = read_records(docs / "data" / "policy_sweep.jsonl")
     base, times = gallery.relative_times(records)
     assert base == "recency"
     assert times == {"tova": 2.0, "recency": 1.0, "streaming": 1.0}

@@ -15,6 +15,7 @@ import pytest
 
 import kvjax
 from kvjax import report
+from kvjax.records import append_record, read_records
 from kvjax.tasks import text
 from kvjax.types import UserError
 from kvjax.weights import hub
@@ -213,8 +214,8 @@ def test_record_stands_beside_ours(fake, tmp_path):
     assert theirs["budget"] is theirs["policy"] is None
     path = tmp_path / "records.jsonl"
     for record in (ours, theirs):
-        report.append_record(path, record)
-    table = report.overview(report.read_records(path))
+        append_record(path, record)
+    table = report.overview(read_records(path))
     assert "transformers full cache" in table and "12.0" in table
 
 

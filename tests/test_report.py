@@ -2,12 +2,15 @@
 
 import json
 
+import jax
 import matplotlib
 import matplotlib.image
 import numpy as np
 import pytest
 
-from kvjax import pictures, report, sweep_pictures
+import kvjax
+from kvjax import cells, pictures, report, sweep_pictures, tables, throughput_pictures
+from kvjax.records import append_record, is_torn, made_by, read_records
 
 
 def make_record(method, **changes):
@@ -49,7 +52,7 @@ FULL = make_record(
 RECORDS = [FULL, make_record("StreamingLLM"), make_record("KeyDiff", accuracy=0.96)]
 
 
-def cells(line):
+def split(line):
     return [cell.strip() for cell in line.strip("|").split(" | ")]
 
 
@@ -58,69 +61,106 @@ def cells(line):
 
 def test_records_come_back(tmp_path):
     path = tmp_path / "records.jsonl"
-    assert report.read_records(path) == []
+    assert read_records(path) == []
     for record in RECORDS:
-        report.append_record(path, record)
-    assert report.read_records(path) == RECORDS
+        append_record(path, record)
+    assert read_records(path) == RECORDS
     assert path.read_bytes().count(b"\n") == 3
 
 
 def test_numpy_values_become_numbers(tmp_path):
     path = tmp_path / "records.jsonl"
-    report.append_record(path, {"kl": np.float32(0.5), "budget": np.arange(2)})
-    assert report.read_records(path) == [{"kl": 0.5, "budget": [0, 1]}]
+    append_record(path, {"kl": np.float32(0.5), "budget": np.arange(2)})
+    assert read_records(path) == [{"kl": 0.5, "budget": [0, 1]}]
     with pytest.raises(TypeError, match="object"):
-        report.append_record(path, {"kl": object()})
+        append_record(path, {"kl": object()})
 
 
 @pytest.mark.parametrize("torn", ['{"method": "Key', '{"m', "1", '{"method": "é'])
 def test_a_torn_last_line_is_dropped_and_written_over(tmp_path, torn):
     path = tmp_path / "records.jsonl"
-    report.append_record(path, FULL)
+    append_record(path, FULL)
     with path.open("ab") as file:
         file.write(torn.encode()[:15])
-    assert report.read_records(path) == [FULL]
-    report.append_record(path, RECORDS[1])
-    assert report.read_records(path) == RECORDS[:2]
+    assert read_records(path) == [FULL] and is_torn(path)
+    append_record(path, RECORDS[1])
+    assert read_records(path) == RECORDS[:2] and not is_torn(path)
 
 
 def test_a_last_line_without_its_line_break_is_kept(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_text(json.dumps(FULL))
-    assert report.read_records(path) == [FULL]
-    report.append_record(path, RECORDS[1])
-    assert report.read_records(path) == RECORDS[:2]
+    assert read_records(path) == [FULL]
+    append_record(path, RECORDS[1])
+    assert read_records(path) == RECORDS[:2]
 
 
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_text('{}\n{"a"\n{}\n')
     with pytest.raises(ValueError, match=r"records\.jsonl, line 2"):
-        report.read_records(path)
+        read_records(path)
+
+
+def test_a_record_says_how_it_was_made(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["experiments/run.py", "--workdir=my runs", "-q"])
+    made = made_by()
+    assert made["command"] == "python experiments/run.py '--workdir=my runs' -q"
+    monkeypatch.setattr("sys.argv", ["/lib/ipykernel_launcher.py", "-f", "/tmp/x.json"])
+    assert made_by()["command"] == "a notebook"
+    assert made["versions"]["kvjax"] == kvjax.__version__
+    assert made["versions"]["jax"] == jax.__version__
 
 
 # --- numbers and tables -------------------------------------------------------------
 
 
 def test_table_lines_up_and_holds_the_numbers():
-    head, rule, full, streaming, _ = report.table(RECORDS).split("\n")
+    head, rule, full, streaming, _ = tables.table(RECORDS).split("\n")
     assert len({len(line) for line in (head, rule, full, streaming)}) == 1
     expected = ["StreamingLLM", "prefill+decode", "512", "18 (decode state)", "0.50"]
     expected += ["0.300", "0.82", "1,234", "88.2", "14.4 (1.60x)", "26.0"]
-    assert cells(streaming) == expected
-    assert cells(full)[2] == "all"
-    assert cells(full)[9] == "9.00 (1.00x)"
-    assert len(cells(head)) == len(expected)
+    assert split(streaming) == expected
+    assert split(full)[2] == "all"
+    assert split(full)[9] == "9.00 (1.00x)"
+    assert len(split(head)) == len(expected)
+
+
+def task_records(**tasks):
+    told = {
+        name: {"metric": metric, "score": 0.5, "examples": 4}
+        for name, metric in tasks.items()
+    }
+    return [make_record("A", tasks=told), make_record("B", budget=None, tasks=told)]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "column", "title"),
+    [
+        ({}, "Needle", "Needle accuracy"),
+        ({"needle": "found"}, "Needle", "Needle accuracy"),
+        ({"xsum": "rougeL"}, "Score", "xsum (rougeL)"),
+        ({"xsum": "rougeL", "needle": "found"}, "Score", "Mean of 2 tasks"),
+    ],
+)
+def test_a_score_is_called_by_its_tasks(tmp_path, tasks, column, title):
+    runs = task_records(**tasks)
+    assert split(report.overview(runs).split("\n")[0])[4] == column
+    text = report.write_report(runs, tmp_path).read_text(encoding="utf-8")
+    assert f"**{column}** is " in text
+    assert all(f"{name} ({tasks[name]})" in text for name in tasks if column == "Score")
+    assert ("needle" not in text.lower()) == (tasks == {"xsum": "rougeL"})
+    assert quality(runs).axes[0].get_title(loc="left") == title
 
 
 def test_missing_values_show_as_dashes():
-    last = report.table([{"method": "Bare"}]).split("\n")[-1]
-    assert cells(last) == ["Bare"] + ["-"] * 10
-    assert "x)" not in report.table(RECORDS[1:])  # no full cache, no ratio
+    last = tables.table([{"method": "Bare"}]).split("\n")[-1]
+    assert split(last) == ["Bare"] + ["-"] * 10
+    assert "x)" not in tables.table(RECORDS[1:])  # no full cache, no ratio
 
 
 def test_bars_do_not_break_the_table():
-    table = report.table([make_record("a|b")])
+    table = tables.table([make_record("a|b")])
     assert "a\\|b" in table
 
 
@@ -134,7 +174,7 @@ def test_bars_do_not_break_the_table():
     ],
 )
 def test_budgets(budget, shown):
-    assert cells(report.table([make_record("M", budget=budget)]).split("\n")[2])[2] == (
+    assert split(tables.table([make_record("M", budget=budget)]).split("\n")[2])[2] == (
         shown
     )
 
@@ -150,18 +190,18 @@ def test_budgets(budget, shown):
     ],
 )
 def test_rates_have_three_digits(value, shown):
-    assert report._rate(value) == shown
+    assert cells.rate(value) == shown
 
 
 def test_small_kl_is_not_shown_as_none():
-    assert report._kl(2e-4) == "<0.001"
-    assert report._kl(0.0) == "0.000"
+    assert cells.kl(2e-4) == "<0.001"
+    assert cells.kl(0.0) == "0.000"
 
 
 def test_labels_tell_records_of_one_method_apart():
     runs = [make_record("A"), make_record("A", budget=256), make_record("B")]
-    assert report._labels(runs) == ["A (512)", "A (256)", "B"]
-    assert report._labels([FULL, FULL]) == ["Full cache", "Full cache #2"]
+    assert cells.labels_of(runs) == ["A (512)", "A (256)", "B"]
+    assert cells.labels_of([FULL, FULL]) == ["Full cache", "Full cache #2"]
 
 
 def test_summary_holds_ratios_and_is_json():
@@ -200,30 +240,36 @@ def sweep_records(**changes):
 
 
 def test_a_sweep_is_one_of_budgets_or_schedules():
-    assert report.is_sweep(sweep_records())
-    assert not report.is_sweep(RECORDS)
-    assert not report.is_sweep([make_record("A"), make_record("A", budget=256), FULL])
+    assert tables.is_sweep(sweep_records())
+    assert not tables.is_sweep(RECORDS)
+    assert not tables.is_sweep([make_record("A"), make_record("A", budget=256), FULL])
 
 
 def test_the_best_of_each_setting_comes_first():
     head, _, full, *best = report.overview(sweep_records()).split("\n")
-    assert cells(head)[:5] == ["Method", "Schedule", "KV slots", "Needle", "As many"]
-    assert cells(full)[0] == "Full cache"
-    assert [cells(line)[:3] for line in best] == [
+    assert split(head)[:5] == [
+        "Method",
+        "Schedule",
+        "KV slots",
+        "Needle",
+        "As many",
+    ]
+    assert split(full)[0] == "Full cache"
+    assert [split(line)[:3] for line in best] == [
         ["good", phases, budget]
         for phases in ("prefill+decode", "after_prefill")
         for budget in ("768", "1,152")
     ]
     tied = report.overview(sweep_records(accuracy=1.0, kl=0.1)).split("\n")[3]
-    assert cells(tied)[4] == "1"
+    assert split(tied)[4] == "1"
 
 
 def test_a_sweeps_report_has_its_pictures(tmp_path):
     records = sweep_records()
     text = report.write_report(records, tmp_path).read_text(encoding="utf-8")
-    assert report.overview(records) in text and report.table(records) in text
+    assert report.overview(records) in text and tables.table(records) in text
     assert "26.5 / 53.0" in text and "frees nothing" in text
-    assert text.index("heat_map.png") < text.index(report.table(records))
+    assert text.index("heat_map.png") < text.index(tables.table(records))
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [
         "heat_map.png",
         "pareto.png",
@@ -246,7 +292,7 @@ def test_report_is_written(tmp_path):
     path = report.write_report(RECORDS, tmp_path)
     assert dict(matplotlib.rcParams) == before
     text = path.read_text(encoding="utf-8")
-    assert report.table(RECORDS) in text
+    assert tables.table(RECORDS) in text
     assert "Model tiny on cpu with a memory limit of 512 MB" in text
     assert "numpy 2.0" in text
     for name in ("quality_vs_memory.png", "throughput_vs_memory.png"):
@@ -265,8 +311,8 @@ def test_report_survives_what_is_missing(tmp_path):
 
 
 def figure(draw, records):
-    full, labels = report._full(records), report._labels(records)
-    return draw(records, pictures._marks(records, full), labels)
+    full, labels = cells.full_cache(records), cells.labels_of(records)
+    return draw(records, pictures.marks_of(records, full), labels)
 
 
 def quality(records):
@@ -309,3 +355,62 @@ def test_points_on_one_spot_are_moved_apart():
     assert np.isnan(moved[2]).all()
     assert sorted(moved[[0, 1, 3], 0]) == [-5, 5, 15]
     assert (moved[[0, 1, 3], 1] == 5).all()
+
+
+# --- throughput ---------------------------------------------------------------------
+
+
+def throughput_record(method, role, new, batch, speed, **changes):
+    record = {
+        "kind": "throughput",
+        "role": role,
+        "new_tokens": new,
+        "batch": batch,
+        "tokens_per_s": speed,
+        "predicted_tokens_per_s": 2 * speed,
+        "budget": None if role == "full" else 64,
+    }
+    return make_record(method, **(record | changes))
+
+
+PEER = {
+    key: value
+    for key, value in throughput_record("kvpress", None, 8, 3, 5.0).items()
+    if key not in ("role", "predicted_tokens_per_s")
+} | {"engine": "kvpress"}
+SPEEDS = [
+    throughput_record("ED", "ed", 8, 4, 10.0),
+    throughput_record("FKV", "full", 8, 4, 8.0),
+    throughput_record("Batch-Max", "batch_max", 8, 16, 20.0),
+    PEER,
+    throughput_record("ED", "ed", 32, 4, 40.0),
+    throughput_record("Batch-Max", "batch_max", 32, 16, 60.0),
+]
+
+
+def test_throughput_is_told_as_ratios_to_ed_and_to_the_full_cache():
+    head, _, *lines = report.overview(SPEEDS).split("\n")
+    columns = [split(head).index(name) for name in ("Engine", "x ED", "x FKV")]
+    told = [[split(line)[i] for i in columns] for line in lines]
+    assert told[2] == ["kvjax", "2.00", "2.50"]
+    assert told[3] == ["kvpress", "0.50", "0.62"]
+    assert told[5] == ["kvjax", "1.50", "-"]
+    assert "Engine" not in report.overview(SPEEDS[:2])
+
+
+def test_predictions_stand_over_measurements():
+    left, right = throughput_pictures._figure(SPEEDS).axes
+    points = [tuple(map(float, line.get_xydata()[0])) for line in left.lines]
+    assert points.count((16.0, 20.0)) == 2  # a post begins where its mark is
+    assert (16.0, 40.0) in points
+    assert [p for p in points if p[0] == 3 and np.isfinite(p[1])] == [(3, 5), (3, 5)]
+    assert left.get_title(loc="left") == "8 new tokens"
+    assert [t.get_text() for t in right.get_xticklabels()] == ["4", "16"]
+
+
+def test_throughput_survives_what_is_missing(tmp_path):
+    bare = [{"kind": "throughput", "method": "A"}]
+    assert "not measured" in [
+        text.get_text() for text in throughput_pictures._figure(bare).axes[0].texts
+    ]
+    assert report.write_report(bare, tmp_path).exists()

@@ -18,6 +18,7 @@ from kvjax import completions, load, protocols, report, roofline, staggered, thr
 from kvjax.models import decoder, published
 from kvjax.plan import phase_bytes
 from kvjax.protocols import divisors, find_batch, step_back, time_prompts
+from kvjax.records import read_records
 from kvjax.types import Model, UserError
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -179,7 +180,7 @@ def test_records_and_resumption(experiment, tmp_path):
     assert stops >= 3
     assert without_speed(again) == without_speed(whole)
     path = tmp_path / "b" / "records.jsonl"
-    assert len(report.read_records(path)) == len(path.read_text().splitlines()) == 8
+    assert len(read_records(path)) == len(path.read_text().splitlines()) == 8
     other = dataclasses.replace(experiment, repeats=3)
     with pytest.raises(UserError, match=r"another configuration [(]repeats was 2"):
         throughput.run(other, tmp_path / "b", lambda *step: None)
@@ -374,11 +375,14 @@ def test_table_and_report(tmp_path):
         for name, role, speed in (("ED", "ed", 2.0), ("Batch|Max", "batch_max", 5.0))
     ]
     table = report.overview(records)
-    assert table.count("(2.50x)") == 2 and table.count("(1.00x)") == 2
-    assert "30.0 (2.50x)" in table and "Batch\\|Max" in table
+    assert table.count(" 2.50 ") == 2 and table.count(" 1.00 ") == 2
+    assert "| 30.0 | 2.50 |" in " ".join(table.split()) and "Batch\\|Max" in table
     path = report.write_report(records, tmp_path)
     assert table in path.read_text()
-    assert [p.name for p in tmp_path.iterdir()] == ["report.md"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "report.md",
+        "throughput_vs_batch.png",
+    ]
     labels = list(report.summary(records)["methods"])
     names = ("ED", "Batch|Max")
     assert labels == [f"{name} ({new} new)" for new in (3, 6) for name in names]

@@ -1,0 +1,63 @@
+"""Joins runs: one table of all their tasks, pictures, and a page to hand on.
+
+    python experiments/report.py runs/quality/* runs/batch_max_cpu --out=runs/report
+
+Takes folders of runs, or records.jsonl files. Writes report.md, report.html (one file,
+no network), tables.tex (booktabs) and pictures into --out, prints the tables and, as
+the last line on stdout, one JSON object. --leaderboard=docs/leaderboard.md writes that
+page of tables instead.
+"""
+
+import contextlib
+import json
+import pathlib
+import sys
+
+from absl import app, flags
+
+from kvjax.comparison import page, runs
+from kvjax.types import UserError
+
+FLAGS = flags.FLAGS
+_OUT = flags.DEFINE_string("out", "runs/report", "Where the report goes.")
+_PAGE = flags.DEFINE_string("leaderboard", None, "Write this page, and no report.")
+
+
+def main(argv):
+    sources = runs.read(argv[1:])
+    for source in sources:
+        if source.torn:
+            print(
+                f"{source.path}: the last line was cut short; left out", file=sys.stderr
+            )
+    if _PAGE.value:
+        text = page.leaderboard(sources)
+        _write(pathlib.Path(_PAGE.value), text)
+        told = {"leaderboard": _PAGE.value, "runs": [each.path for each in sources]}
+    else:
+        told = page.write(sources, _OUT.value)
+        print(page.overview(sources), f"\n{told['report']}\n", sep="\n")
+    print(json.dumps(told))
+
+
+def _write(path, text):
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--leaderboard={path}: {error.strerror}") from None
+
+
+def _parse(argv):
+    try:
+        return FLAGS(argv)
+    except flags.Error as error:
+        raise UserError(f"flags: {str(error).splitlines()[0]}") from None
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            app.run(main, flags_parser=_parse)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
