@@ -36,13 +36,15 @@ def examples(
 
 def _find(name: str, data_dir: str | None) -> pathlib.Path:
     names = (f"{name}.jsonl", f"{name}/validation.jsonl")
-    paths = [pathlib.Path(data_dir) / file for file in names] if data_dir else []
+    folders = sorted(pathlib.Path(data_dir).glob("ruler*")) if data_dir else []
+    folders = [pathlib.Path(data_dir), *folders] if data_dir else []
+    paths = [folder / file for folder in folders for file in names]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         raise UserError(
             f"ruler_file/{name} finds no {' or '.join(names)} in data_dir "
-            f"{data_dir!r}; name the folder of RULER's samples, or use ruler/{name}, "
-            "which writes its own"
+            f"{data_dir!r} or a folder ruler* in it; name the folder of RULER's "
+            f"samples, or use ruler/{name}, which writes its own"
         )
     return path
 
