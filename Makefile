@@ -1,13 +1,15 @@
 # make demo   the main job on a real model, with a table and two pictures
 # make test   the tests
 # make leaderboard   docs/leaderboard.md from the records in docs/data/leaderboard
-# make compiled   TPU kernels and whole steps, compiled for TPUs that are not there
+# make compiled   TPU kernels and whole steps, compiled for TPUs that are not there;
+#                 TPU=v6e for that one alone
 # make newest     the kernels' tests with PYTHON=python3.12 and the newest JAX
 # All make a virtual environment first if there is none. EXTRAS=test,cuda for a GPU.
 
 PYTHON ?= python3
 EXTRAS ?= test
 WORKDIR ?= runs/quickstart
+TPU ?= tpu
 PY := .venv/bin/python
 
 .PHONY: demo test leaderboard compiled newest lint clean
@@ -25,7 +27,8 @@ leaderboard: .venv/installed
 compiled: .venv/installed
 	$(PY) -m pip install --quiet --upgrade --no-deps --target .venv/libtpu "$$($(PY) \
 	  -c 'import importlib.metadata as m; print(next(r.split(";")[0] for r in m.requires("jax") if r.startswith("libtpu")))')"
-	PYTHONPATH=.venv/libtpu JAX_PLATFORMS=cpu $(PY) -m pytest tests/test_compiled_tpu.py
+	PYTHONPATH=.venv/libtpu JAX_PLATFORMS=cpu $(PY) -m pytest tests/test_compiled_tpu.py \
+	  -k '$(TPU)'
 
 newest:
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
