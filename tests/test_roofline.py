@@ -88,7 +88,10 @@ def test_bytes_are_the_arrays():
     job = Job(SPEC, made, 4, 256, 8)
     work = roofline.step(job, 4, 1, job.decode_capacity, logits=True)
     slots = 4 * sum(job.decode_capacity) * SPEC.num_kv_heads
-    pairs = state_bytes(job)["decode"] - 4 * slots - 4 * 4 - 4  # positions, counters
+    others = (
+        4 * slots + 4 * 4 + 4 * 4 * SPEC.num_kv_heads
+    )  # positions, counters, errors
+    pairs = state_bytes(job)["decode"] - others
     written = pairs // job.decode_capacity[0]
     unread = 4 * SPEC.model_dim  # the final norm; the head is the embedding
     assert work.bytes == weights_bytes(job) - unread + pairs + written
