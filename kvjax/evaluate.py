@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import cache, completions, layerwise, programs, tasks
+from kvjax import cache, completions, layerwise, programs, survivors, tasks
 from kvjax.experiment import Experiment, Method, TaskRun, opened
 from kvjax.generate import compact, prefill, score_tokens
 from kvjax.memory import peak_memory
@@ -250,6 +250,10 @@ def _answers(model, plan, run_batch, task: Prepared, method, workdir, say) -> No
             "kv_bytes_live": live,
             "kv_bytes_allocated": allocated * len(rows) // plan.batch,
         }
+        if 0 in rows and plan.job.made.policy:
+            row = rows.index(0)
+            kept = cache.kept_positions(result.state)[row]
+            batch["survivors"] = survivors.drawn(kept, len(prompts[row]))
         append_record(path, batch)
         say(name, len(rows))
 
@@ -385,6 +389,7 @@ def _scores(path: pathlib.Path, method: Method, task: Prepared) -> dict[str, Any
             score[task.task.metric]
         )
     means = {name: float(np.mean([s[name] for s in scores])) for name in scores[0]}
+    maps = [batch["survivors"] for batch in batches if "survivors" in batch]
     return {
         "metric": task.task.metric,
         "score": means[task.task.metric],
@@ -397,6 +402,7 @@ def _scores(path: pathlib.Path, method: Method, task: Prepared) -> dict[str, Any
             for cell, found in sorted(cells.items())
             if cell
         ],
+        "survivors": maps[0] if maps else None,
     }
 
 

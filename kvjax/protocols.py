@@ -19,21 +19,17 @@ PROTOCOLS = ("full", "ed", "batch_max", "staggered")
 
 
 class Timing(NamedTuple):
-    """What came of running all prompts several times.
+    """What came of running all prompts.
 
     Attributes:
       tokens: new tokens of each prompt.
-      prefill, decode: seconds of every repeat.
-      rows, read: rows and prompt tokens of one repeat, those that fill up the last
-        batch included.
+      prefill, decode: seconds of every timed batch.
       measured_bytes: None where it is not known.
     """
 
     tokens: list[list[int]]
     prefill: list[float]
     decode: list[float]
-    rows: int
-    read: int
     measured_bytes: int | None
 
 
@@ -129,44 +125,49 @@ def run_planned(
     return completions.run_batch(params, planned.job, prompts, indices, seed)
 
 
+def turns(count: int, batch: int, repeats: int) -> list[list[int]]:
+    """The prompts of every timed batch: each once, and `repeats` batches or more.
+
+    All batches are full, as rows cost the same whatever they hold: where the prompts
+    are out, the first ones come again.
+    """
+    rows = batch * max(-(-count // batch), repeats)
+    return [
+        [row % count for row in range(start, start + batch)]
+        for start in range(0, rows, batch)
+    ]
+
+
 def time_prompts(
     run_batch: Callable[..., completions.BatchResult],
     planned: Plan,
     prompts: Sequence[Sequence[int]],
     repeats: int,
 ) -> Timing:
-    """Runs all prompts `repeats` times, after one batch that is not counted.
-
-    A last batch that would be part-filled is filled up with the first prompts again:
-    rows cost the same whatever they hold, and all that they generate counts.
+    """Runs and times batch after batch, see `turns`; one before them is not counted.
 
     Args:
       run_batch: of prompts and their numbers.
       planned: for the batch.
       prompts: token ids.
-      repeats: times that everything is run and timed.
+      repeats: batches to time, at least.
     """
-    parts = [
-        [row % len(prompts) for row in range(start, start + planned.batch)]
-        for start in range(0, len(prompts), planned.batch)
-    ]
+    batches = turns(len(prompts), planned.batch, repeats)
 
     def timed(rows):
         """What the batch leaves, without its state: the next one needs the room."""
         result = run_batch([prompts[i] for i in rows], rows)
         return result.tokens, result.prefill_seconds, result.decode_seconds
 
-    timed(parts[0])
+    timed(batches[0])
     with peak_memory(planned.weights_bytes) as measured:
-        runs = [[timed(rows) for rows in parts] for _ in range(repeats)]
+        done = [timed(rows) for rows in batches]
     tokens: dict[int, list[int]] = {}
-    for rows, (new, *_) in zip(parts, runs[0], strict=True):
+    for rows, (new, *_) in zip(batches, done, strict=True):
         tokens |= dict(zip(rows, new, strict=True))
     return Timing(
         tokens=[tokens[i] for i in range(len(prompts))],
-        prefill=[sum(seconds for _, seconds, _ in each) for each in runs],
-        decode=[sum(seconds for _, _, seconds in each) for each in runs],
-        rows=planned.batch * len(parts),
-        read=sum(len(prompts[i]) for rows in parts for i in rows),
+        prefill=[seconds for _, seconds, _ in done],
+        decode=[seconds for _, _, seconds in done],
         measured_bytes=measured[0] if measured else None,
     )

@@ -20,7 +20,8 @@ missing value counts as unknown and shows as "-"):
                                 the end: of the pairs kept, and of all slots
     planned_bytes, measured_bytes, memory_bytes    of the whole run; the last, its limit
     tasks                       {name: {metric, score, metrics, examples, ...}}, of
-                                which `accuracy` is the mean score
+                                which `accuracy` is the mean score; `survivors` is the
+                                first prompt's map, see `kvjax.survivors`
     seconds, seed, prompt_tokens, max_new_tokens, model, device, command, versions
     kind                        "throughput" for those of `kvjax.throughput`, which also
                                 say engine, role, group, new_tokens and what the

@@ -49,6 +49,13 @@ from kvjax.weights import load
 Progress = Callable[[str, int], None]  # what runs now, and units of work just finished
 Peer = Callable[..., Record]
 
+METHODS: dict[str, dict[str, Any]] = {  # that a config asks for by name
+    "FKV": {"protocol": "full"},
+    "ED": {"protocol": "ed"},
+    "Batch-Max": {"protocol": "batch_max", "policy": "average_attention"},
+    "Batch-Max, KeyDiff": {"protocol": "batch_max", "policy": "key_diff"},
+    "Staggered SnapKV": {"protocol": "staggered", "policy": "snapkv"},
+}
 _COMMON: dict[str, dict[str, Any]] = {
     "full": {},
     "ed": {"policy": "recency", "phases": "decode", "budget": 2, "evict": 1},
@@ -69,10 +76,11 @@ class Throughput:
     """All that a run depends on; see `configs/batch_max/smollm2_cpu.py`.
 
     Attributes:
-      prompts: how many; every method works through all of them, `repeats` times.
+      prompts: how many; every method works through all of them.
       prompt_tokens: the most that a prompt has.
       depths: where the pass key stands, in turn.
       max_new_tokens: generated per prompt; each number is a measurement of its own.
+      repeats: batches that are timed, at least; see `protocols.turns`.
     """
 
     model: str
@@ -105,9 +113,10 @@ def from_config(config: dict[str, Any], overrides: dict[str, Any]) -> Throughput
 
     Args:
       config: fields of `Throughput`, and `block` and `budget` for the methods that do
-        not set their own. A method's `protocol` also sets what all its methods have in
-        common, such as ED's policy and budget. A `memory_gb` of 0 is the device's
-        limit; an empty `haystack` is the default text.
+        not set their own. A method is a name of `METHODS`, or fields; its `protocol`
+        also sets what all its methods have in common, such as ED's policy and budget.
+        A `memory_gb` of 0 is the device's limit; an empty `haystack` is the default
+        text.
       overrides: fields to replace where the value is not None.
 
     Raises:
@@ -116,11 +125,19 @@ def from_config(config: dict[str, Any], overrides: dict[str, Any]) -> Throughput
     given = flattened(config, overrides)
     given.pop("peers", None)  # other engines are the caller's, see `run`
     shared = {key: given.pop(key) for key in ("block", "budget") if key in given}
-    methods = tuple(_entry(dict(each), shared) for each in given.pop("methods", ()))
+    methods = tuple(_entry(each, shared) for each in given.pop("methods", ()))
     return build(Throughput, given | {"methods": methods}, "config")
 
 
-def _entry(fields: dict[str, Any], shared: dict[str, Any]) -> Entry:
+def _entry(asked: str | Mapping[str, Any], shared: dict[str, Any]) -> Entry:
+    if isinstance(asked, str):
+        if asked not in METHODS:
+            raise UserError(
+                f"method {asked!r} is unknown: give its fields, or one of "
+                + ", ".join(map(repr, METHODS))
+            )
+        asked = {"name": asked} | METHODS[asked]
+    fields = dict(asked)
     protocol = fields.get("protocol")
     if protocol not in protocols.PROTOCOLS:
         raise UserError(
@@ -235,13 +252,14 @@ def _record(
     timing: protocols.Timing,
     stepped_back: list[int],
 ) -> Record:
-    """The line of one measurement; tokens per second are of medians."""
+    """The line of one measurement; seconds are the medians of its batches."""
     experiment, prompts = setting.experiment, setting.prompts
     made, new = planned.job.made, planned.job.new
-    length, written = max(map(len, prompts.tokens)), timing.rows * new
+    length = max(map(len, prompts.tokens))
+    read, written = planned.batch * length, planned.batch * new
     prefill, decode = map(statistics.median, (timing.prefill, timing.decode))
     both = statistics.median(map(sum, zip(timing.prefill, timing.decode, strict=True)))
-    speed = timing.read / prefill, written / decode
+    speed = read / prefill, written / decode
     grade = prompts.grade
     grades = [grade(*each) for each in enumerate(timing.tokens)] if grade else []
     return {

@@ -52,7 +52,7 @@ WORKER = """\
         row = {row_in_chunks} if request["chunk"] else {row}
         peak = {weights} + row * batch
         rows = [row for rows in request["batches"] for row in rows]
-        times = range(1, request["runs"] + 1)
+        times = range(1, len(request["batches"]) + 1)
         seconds = 1 if request["chunk"] else {seconds}
         kept = {kept} or round(len(rows[0]) * (1 - (request["ratio"] or 0)) - 0.5)
         if request["policy"] is None:
@@ -175,7 +175,7 @@ def test_record(fake):
     assert record == json.loads(json.dumps(record))
     told = {
         "kind": "throughput",
-        "method": "kvpress KeyDiff",
+        "method": "kvpress KeyDiff (4)",
         "engine": "kvpress",
         "policy": "key_diff",
         "budget": 4,
@@ -189,10 +189,10 @@ def test_record(fake):
         "decode_seconds": 4,
         "prefill_seconds_all": [1, 2, 3],
         "decode_seconds_all": [2, 4, 6],
-        # three batches of four: the last is filled up with the first prompts
-        "prefill_tokens_per_s": 12 * LENGTH / 2,
-        "decode_tokens_per_s": 12 * NEW / 4,
-        "tokens_per_s": 12 * NEW / 6,
+        # three batches of four, the last filled up with the first prompts
+        "prefill_tokens_per_s": 4 * LENGTH / 2,
+        "decode_tokens_per_s": 4 * NEW / 4,
+        "tokens_per_s": 4 * NEW / 6,
         "measured_bytes": 1400,
         "memory_bytes": 1400,
         "model": "model",
@@ -242,7 +242,7 @@ def test_prompt_in_chunks(fake, monkeypatch, seconds, better):
 
 
 def test_press_that_keeps_too_many(fake):
-    with pytest.raises(peers.PeerError, match=r"KeyDiff kept \[7\] pairs, not \[4\]"):
+    with pytest.raises(peers.PeerError, match=r"kept \[7\] pairs, not \[4\]"):
         measure(fake(kept=7), 1400)
 
 
@@ -296,6 +296,16 @@ def test_worker_says_something_else(tmp_path):
 def test_worker_dies(tmp_path):
     with pytest.raises(peers.PeerDied, match=r"died \(3\)"):
         peers.Peer(sys.executable, script(tmp_path, "raise SystemExit(3)"))
+
+
+def test_peers_of_one_name(tmp_path):
+    """Budgets tell methods apart; what nothing tells apart is refused."""
+    asked = [{"policy": "tova", "budget": 4}, {"policy": "tova", "budget": 8}]
+    path = str(tmp_path / "model.gguf")
+    found = throughput.joined("python", path, asked)
+    assert list(found) == ["kvpress TOVA (4)", "kvpress TOVA (8)"]
+    with pytest.raises(UserError, match="each policy and budget once"):
+        throughput.joined("python", path, asked + asked[:1])
 
 
 # ------------------------------------------------------------------------------- counts

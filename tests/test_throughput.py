@@ -17,7 +17,7 @@ from test_tasks import HAYSTACK, make_tokenizer
 from kvjax import completions, load, protocols, report, roofline, staggered, throughput
 from kvjax.models import decoder, published
 from kvjax.plan import phase_bytes
-from kvjax.protocols import divisors, find_batch, step_back, time_prompts
+from kvjax.protocols import divisors, find_batch, step_back, time_prompts, turns
 from kvjax.records import read_records
 from kvjax.types import Model, UserError
 
@@ -127,17 +127,30 @@ def fake_clock(seconds):
 
 
 def test_time_prompts(experiment, model):
-    """One warm-up that does not count; the last batch filled up; sums per repeat."""
+    """One warm-up that does not count; the last batch filled up."""
     planned = find_batch("batch_max", job_of(experiment, model, 3), MEMORY, 12, 2)
     assert planned.batch == 2
     prompts = [[1] * length for length in (3, 5, 7)]
-    clock = [(9.0, 9.0), (1.0, 2.0), (3.0, 4.0), (5.0, 6.0), (7.0, 8.0)]
+    clock = [(9.0, 9.0), (1.0, 2.0), (3.0, 4.0)]
     run_batch, calls = fake_clock(clock)
-    timing = time_prompts(run_batch, planned, prompts, repeats=2)
-    assert calls == [[0, 1], [0, 1], [2, 0], [0, 1], [2, 0]]
+    timing = time_prompts(run_batch, planned, prompts, repeats=1)
+    assert calls == [[0, 1], [0, 1], [2, 0]]
     assert timing.tokens == [[0, 3], [1, 5], [2, 7]]
-    assert timing.prefill == [4.0, 12.0] and timing.decode == [6.0, 14.0]
-    assert timing.rows == 4 and timing.read == 3 + 5 + 7 + 3
+    assert timing.prefill == [1.0, 3.0] and timing.decode == [2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "repeats", "expected"),
+    [
+        (4, 2, 1, [[0, 1], [2, 3]]),
+        (4, 2, 3, [[0, 1], [2, 3], [0, 1]]),
+        (3, 3, 2, [[0, 1, 2], [0, 1, 2]]),
+        (5, 3, 1, [[0, 1, 2], [3, 4, 0]]),
+    ],
+)
+def test_turns(count, batch, repeats, expected):
+    """Every prompt once, full batches only, as many as are to be timed."""
+    assert turns(count, batch, repeats) == expected
 
 
 def test_records_and_resumption(experiment, tmp_path):
@@ -161,7 +174,7 @@ def test_records_and_resumption(experiment, tmp_path):
         pass
 
     stops = 0
-    for limit in range(1, 40, 4):
+    for limit in range(1, 40, 6):
         seen = []
 
         def stop(what, units, seen=seen, limit=limit):
@@ -189,10 +202,10 @@ def test_records_and_resumption(experiment, tmp_path):
 def check_record(record):
     """Its own arithmetic, and that JSON holds it."""
     assert record["kind"] == "throughput" and record["engine"] == "kvjax"
-    batches = -(-12 // record["batch"])
-    new = batches * record["batch"] * record["new_tokens"]
+    batches = max(-(-12 // record["batch"]), 2)
+    new = record["batch"] * record["new_tokens"]
     for phase in ("prefill", "decode"):
-        assert len(record[f"{phase}_seconds_all"]) == 2
+        assert len(record[f"{phase}_seconds_all"]) == batches
         median = np.median(record[f"{phase}_seconds_all"])
         assert record[f"{phase}_seconds"] == pytest.approx(median)
     assert record["decode_tokens_per_s"] == pytest.approx(
@@ -295,6 +308,7 @@ def test_a_model_without_a_tokenizer(experiment, model, tmp_path, monkeypatch):
         ({"methods": []}, "methods .*: give one or more"),
         ({"promts": 3}, "unknown field 'promts'"),
         ({"methods": [{"name": "x"}]}, "protocol None is unknown"),
+        ({"methods": ["EDD"]}, "method 'EDD' is unknown: .* 'FKV', 'ED', 'Batch-Max'"),
         ({"memory_gb": -1}, "memory_gb -1"),
         (
             {

@@ -30,20 +30,7 @@ def get_config() -> ConfigDict:
             "haystack": "",
             "budget": 512,  # |kv|
             "block": 64,  # p
-            "methods": (
-                {"name": "FKV", "protocol": "full"},
-                {"name": "ED", "protocol": "ed"},
-                {
-                    "name": "Batch-Max",
-                    "protocol": "batch_max",
-                    "policy": "average_attention",
-                },
-                {
-                    "name": "Staggered SnapKV",
-                    "protocol": "staggered",
-                    "policy": "snapkv",
-                },
-            ),
+            "methods": ("FKV", "ED", "Batch-Max", "Staggered SnapKV"),
             "prompts": 240,
             "prompt_tokens": 1024,
             "depths": (0.1, 0.3, 0.5, 0.7, 0.9),

@@ -30,20 +30,7 @@ def get_config() -> ConfigDict:
             "haystack": "",
             "budget": 1024,  # |kv|
             "block": 128,  # p
-            "methods": (
-                {"name": "FKV", "protocol": "full"},
-                {"name": "ED", "protocol": "ed"},
-                {
-                    "name": "Batch-Max",
-                    "protocol": "batch_max",
-                    "policy": "average_attention",
-                },
-                {
-                    "name": "Staggered SnapKV",
-                    "protocol": "staggered",
-                    "policy": "snapkv",
-                },
-            ),
+            "methods": ("FKV", "ED", "Batch-Max", "Staggered SnapKV"),
             "prompts": 120,
             "prompt_tokens": 3584,
             "depths": (0.1, 0.3, 0.5, 0.7, 0.9),

@@ -26,23 +26,11 @@ def get_config() -> ConfigDict:
             "budget": 1024,  # |kv|
             "block": 128,  # p
             "methods": (
-                {"name": "FKV", "protocol": "full"},
-                {"name": "ED", "protocol": "ed"},
-                {
-                    "name": "Batch-Max",
-                    "protocol": "batch_max",
-                    "policy": "average_attention",
-                },
-                {
-                    "name": "Batch-Max, KeyDiff",
-                    "protocol": "batch_max",
-                    "policy": "key_diff",
-                },
-                {
-                    "name": "Staggered SnapKV",
-                    "protocol": "staggered",
-                    "policy": "snapkv",
-                },
+                "FKV",
+                "ED",
+                "Batch-Max",
+                "Batch-Max, KeyDiff",
+                "Staggered SnapKV",
             ),
             "prompts": 240,
             "prompt_tokens": 4000,

@@ -15,11 +15,13 @@ allocator that hands back what is freed, and timed with one that does not (`Mete
 `peers.worker`), so that what malloc holds back counts against nobody.
 """
 
+import functools
 import pathlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvjax.protocols import turns
 from kvjax.types import UserError
 from kvjax.weights import hub
 from peers import Peer, PeerDied, PeerError, memory, presses
@@ -54,7 +56,7 @@ class Method(NamedTuple):
     def name(self) -> str:
         if self.policy is None:
             return "transformers full cache"
-        return f"kvpress {presses.LABELS[self.policy]}"
+        return f"kvpress {presses.LABELS[self.policy]} ({self.budget})"
 
     def request(self, prompt_tokens: int) -> dict[str, Any]:
         """What the worker makes the press of."""
@@ -94,19 +96,18 @@ def measure(
       python: the interpreter with torch, transformers, gguf, and kvpress for presses.
       gguf_path: the model.
       methods: any; the machine is theirs one after the other.
-      prompts: token ids, all of one length; no larger batch is tried than there are,
-        and every repeat answers all of them, a batch at a time.
+      prompts: token ids, all of one length; no larger batch is tried than there are.
       new_tokens: to generate, whatever they are.
       memory_bytes: what weights, pairs and activations may take together.
-      repeats: timed runs of all prompts.
+      repeats: batches to time, at least; see `kvjax.protocols.turns`.
       progress: told what runs.
       keep_tokens: adds `tokens`, each prompt's answer, to be graded and taken out.
 
     Returns:
       A record per method. Among its fields: `batch`, and `batch_limit`, the phase that
-      needs the most memory or `prompts`; seconds for all prompts as medians, and all of
-      them in `*_seconds_all`; rates as in kvjax's records, where new tokens count in
-      full over the seconds of the decode phase, though the prompt gives the first;
+      needs the most memory or `prompts`; the medians of the batches' seconds, and
+      all of them in `*_seconds_all`; rates as in kvjax's records, where all new tokens
+      count over the seconds of the decode phase, though the prompt gives the first;
       `measured_bytes`, the peak that had to fit; `timed_bytes`, the peak of the timed
       runs; `counted_bytes`, what was expected; `tried`, the batches run on the way.
 
@@ -139,7 +140,8 @@ def joined(
       asked: fields of `Method`.
 
     Raises:
-      UserError: a model that is not a GGUF file, which the peers could not read.
+      UserError: a model that is not a GGUF file, which the peers could not read; two
+        methods of one policy and budget.
     """
     path = hub.fetch(model) if model in hub.NAMED else pathlib.Path(model)
     if path.suffix != ".gguf":
@@ -154,6 +156,10 @@ def joined(
         )
         for fields in asked
     ]
+
+    names = [method.name for method in methods]
+    if len(set(names)) < len(names):
+        raise UserError(f"peers {names}: give each policy and budget once")
 
     def run(method, prompts, new, memory, repeats):
         (record,) = measure(
@@ -175,15 +181,9 @@ class _Task(NamedTuple):
         return len(self.prompts[0])
 
     def batches(self, size: int) -> list[list[list[int]]]:
-        """All prompts; the last batch is filled up with the first ones again.
-
-        As in kvjax's own measurement, so that rates are those of full batches.
-        """
-        count = len(self.prompts)
-        return [
-            [list(self.prompts[row % count]) for row in range(start, start + size)]
-            for start in range(0, count, size)
-        ]
+        """The prompts of every batch, as in kvjax's own measurement."""
+        rows = turns(len(self.prompts), size, self.repeats)
+        return [[list(self.prompts[row]) for row in batch] for batch in rows]
 
 
 class _Worker:
@@ -221,14 +221,13 @@ class _Worker:
         chunk: int | None,
         limit: int | None,
     ) -> dict[str, Any]:
-        """A rehearsal of one batch under a limit, or the timed runs of all prompts."""
-        rehearsal = limit is not None
+        """A rehearsal of one batch under a limit, or the timed batches."""
+        some = slice(None) if limit is None else slice(1)
         asked = {
             "chunk": chunk,
-            "batches": task.batches(batch)[: 1 if rehearsal else None],
+            "batches": task.batches(batch)[some],
             "new": task.new,
             "limit": limit,
-            "runs": 1 if rehearsal else task.repeats,
         }
         try:
             done = self.peer.ask(method.request(task.length) | asked)
@@ -344,7 +343,6 @@ def _record(
     read, written = done["seconds"]["prefill"], done["seconds"]["decode"]
     reading, writing = statistics.median(read), statistics.median(written)
     both = statistics.median(map(sum, zip(read, written, strict=True)))
-    rows = batch * len(task.batches(batch))
     return {
         "kind": "throughput",
         "method": method.name,
@@ -367,9 +365,9 @@ def _record(
         "seconds": both,
         "prefill_seconds_all": read,
         "decode_seconds_all": written,
-        "prefill_tokens_per_s": rows * task.length / reading,
-        "decode_tokens_per_s": rows * task.new / writing,
-        "tokens_per_s": rows * task.new / both,
+        "prefill_tokens_per_s": batch * task.length / reading,
+        "decode_tokens_per_s": batch * task.new / writing,
+        "tokens_per_s": batch * task.new / both,
         "measured_bytes": fits.peak,
         "timed_bytes": max(done["bytes"].values(), default=None),
         "counted_bytes": max(counted.values()),

@@ -5,13 +5,12 @@
 Requests, after the model:
 
     {"methods": [{policy, ratio, options}, ...], "prompt"}
-    {"policy", "ratio", "options", "chunk", "batches", "new", "limit", "runs"}
+    {"policy", "ratio", "options", "chunk", "batches", "new", "limit"}
 
 The first asks whether all presses can be made, and for the model's shape; its prompt is
-one to warm up with. The second runs all batches `runs` times and answers with the
-seconds of every time, the bytes at the peak of each phase, how many pairs were kept,
-and the tokens; or, where memory ran out, with `out_of_memory`. With a `limit` it is a
-rehearsal, see `Meter`.
+one to warm up with. The second answers with the seconds of every batch, the bytes at
+the peak of each phase, how many pairs were kept, and the tokens; or, where memory ran
+out, with `out_of_memory`. With a `limit` it is a rehearsal, see `Meter`.
 """
 
 import contextlib
@@ -151,30 +150,23 @@ def about(model):
     }
 
 
-def run(model, policy, ratio, options, chunk, batches, new, limit, runs):
-    """Batches one after the other, some times over."""
+def run(model, policy, ratio, options, chunk, batches, new, limit):
+    """Batches one after the other."""
     eager = policy in presses.EAGER
     model.set_attn_implementation("eager" if eager else "sdpa")
     press = _press(policy, ratio, options)
     meter = Meter(model, exact=limit is not None)
-    rounds = [
-        [_batch(model, press, chunk, rows, new, meter, limit) for rows in batches]
-        for _ in range(runs)
-    ]
-    every = [each for each_round in rounds for each in each_round]
+    every = [_batch(model, press, chunk, rows, new, meter, limit) for rows in batches]
     phases = every[0].seconds
     return {
-        "seconds": {
-            phase: [sum(each.seconds[phase] for each in done) for done in rounds]
-            for phase in phases
-        },
+        "seconds": {phase: [each.seconds[phase] for each in every] for phase in phases},
         "bytes": {
             phase: max(each.bytes[phase] for each in every)
             for phase in phases
             if meter.peak() is not None
         },
         "kept": sorted({count for each in every for count in each.kept}),
-        "tokens": [tokens for each in rounds[0] for tokens in each.tokens],
+        "tokens": [tokens for each in every for tokens in each.tokens],
     }
 
 

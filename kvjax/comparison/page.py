@@ -36,11 +36,10 @@ _READING_PICTURES = """\
 - In the picture methods that compress after the prompt are hollow, the dotted line is
   the full cache, and methods are moved sideways a little so that none hides another."""
 
-_SURVIVORS = """\
-Which pairs survive is not in these records, so there is no map of survivors: a run
-writes down how many bytes of pairs a prompt keeps, not where they stand.
-`experiments/policy_gallery.py` draws the maps of every policy, and `kvjax.generate`
-returns the positions kept."""
+_READING_SURVIVORS = """\
+- The maps of survivors show a task's first prompt when its answer is finished: the
+  share of all heads' pairs that each layer still holds, along the prompt. Bright is
+  kept."""
 
 _STYLE = """\
 body { font: 16px/1.5 sans-serif; color: #222; max-width: 75em; margin: 2em auto;
@@ -75,8 +74,11 @@ def write(sources: Sequence[Source], folder: str | os.PathLike) -> dict[str, Any
     parts = ["# Comparison of runs", _contents(sources, qualities, speeds)]
     for number, group in enumerate(qualities, 1):
         parts += _quality(group) + _draw_quality(group, folder, number)
-    reading = f"{_READING}\n{_READING_PICTURES}", _SURVIVORS
-    parts += ["## How to read the scores", *reading] if qualities else []
+    reading = [_READING, _READING_PICTURES]
+    reading += (
+        [_READING_SURVIVORS] if any(map(pictures.survivor_columns, qualities)) else []
+    )
+    parts += ["## How to read the scores", "\n".join(reading)] if qualities else []
     for number, group in enumerate(speeds, 1):
         name = f"throughput_{number}.png"
         throughput_pictures.draw(group.records, folder / name)
@@ -151,10 +153,20 @@ def _draw_quality(group: Quality, folder: pathlib.Path, number: int) -> list[str
     pictures.draw_quality(group, folder / name)
     parts = ["### Pictures", f"![Quality against KV memory]({name})"]
     for task in pictures.needle_tasks(group):
-        name = f"{task.replace('/', '_')}_{number}.png"
+        name = f"{_plain(task)}_{number}.png"
         pictures.draw_needles(group, task, folder / name)
         parts.append(f"![{task}: score by depth and length of the prompt]({name})")
+    for column in pictures.survivor_columns(group):
+        task = group.columns[column]
+        name = f"survivors_{_plain(task)}_{number}.png"
+        pictures.draw_survivors(group, column, folder / name)
+        parts.append(f"![{task}: what is left of a prompt, layer by layer]({name})")
     return parts
+
+
+def _plain(name: str) -> str:
+    """A name that files may have."""
+    return re.sub(r"[^\w-]+", "_", name)
 
 
 def _throughput(group: Throughput) -> list[str]:

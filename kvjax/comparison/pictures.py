@@ -1,4 +1,4 @@
-"""The pictures of joined runs: quality against memory by task, and needles by place."""
+"""The pictures of joined runs: quality against memory, needles, what survives."""
 
 import math
 import pathlib
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax import survivors
 from kvjax.comparison.runs import Column, Quality, Row
 from kvjax.pictures import (
     GREY,
@@ -150,6 +151,45 @@ def _cells(group: Quality, row: Row, task: str) -> dict[tuple[float, float], flo
     return {place: float(np.mean(each)) for place, each in scores.items()}
 
 
+def survivor_columns(group: Quality) -> list[Column]:
+    """The tasks of which runs wrote down what is left of a prompt."""
+    told = {c for (_, c), found in group.found.items() if found.task.get("survivors")}
+    return [column for column in group.columns if column in told]
+
+
+def draw_survivors(group: Quality, column: Column, path: pathlib.Path) -> None:
+    """Writes a panel per method and budget: share of pairs kept, by layer and place."""
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        _survivors(group, column).savefig(path)
+
+
+def _survivors(group: Quality, column: Column) -> Any:
+    found = {row: group.found.get((row, column)) for row in group.rows}
+    maps = {
+        r: f.task["survivors"] for r, f in found.items() if f and "survivors" in f.task
+    }
+    maps = {row: each for row, each in maps.items() if each}
+    figure, panels = _panels(len(maps), (3.4, 2.4))
+    for axes, (row, drawing) in zip(panels, maps.items(), strict=True):
+        kept = survivors.shares(drawing)
+        shown = axes.imshow(
+            kept,
+            vmin=0,
+            vmax=1,
+            cmap=_COLOUR_MAP,
+            aspect="auto",
+            interpolation="nearest",
+            extent=(0, 100, len(kept) - 0.5, -0.5),
+        )
+        _title(axes, row)
+        axes.set_xlabel("place in the prompt (%)")
+        axes.set_ylabel("layer")
+    figure.colorbar(shown, ax=panels, label="share of pairs kept")
+    return figure
+
+
 def _map(axes: Any, grid: np.ndarray, row: Row) -> None:
     """One panel: bright where the key is found, the share written into each cell."""
     import matplotlib
@@ -160,6 +200,11 @@ def _map(axes: Any, grid: np.ndarray, row: Row) -> None:
         style = {"ha": "center", "va": "center", "fontsize": 9}
         style["color"] = "black" if not value < 0.6 else "white"
         axes.text(j, i, f"{value:.0%}" if np.isfinite(value) else "-", **style)
+    _title(axes, row)
+
+
+def _title(axes: Any, row: Row) -> None:
+    """Above a panel: the method, and under it budget and schedule."""
     axes.set_title(row.label, loc="left", fontsize=11, fontweight="bold", pad=18)
     note = {"xytext": (0, 5), "textcoords": "offset points", "color": GREY}
     axes.annotate(
