@@ -8,9 +8,11 @@ import subprocess
 import sys
 
 import matplotlib.image
+import numpy as np
 import pytest
 from test_report import SPEEDS, make_record, sweep_records
 
+from kvjax import survivors
 from kvjax.comparison import page, pictures, runs, tables
 from kvjax.grids import markdown
 from kvjax.records import append_record
@@ -216,7 +218,7 @@ def test_report_has_all_its_parts(workdirs):
     names = ["needle_1.png", "quality_1.png", "throughput_1.png", "xsum_1.png"]
     assert sorted(path.name for path in pathlib.Path("out").glob("*.png")) == names
     text = pathlib.Path("out/report.md").read_text()
-    assert all(f"]({name})" in text for name in names) and "no map of survivors" in text
+    assert all(f"]({name})" in text for name in names) and "survivors" not in text
     for name in names:
         assert matplotlib.image.imread(f"out/{name}")[..., :3].min() < 0.1
     tex = pathlib.Path("out/tables.tex").read_text()
@@ -255,6 +257,34 @@ def test_quality_stands_over_memory(workdirs):
     assert [[0.4, 20.0], [0.8, 40.0]] in lines  # good, at both budgets
     faces = {line.get_markerfacecolor() for line in xsum.lines}
     assert "white" in faces  # poor compresses after the prompt
+
+
+def test_survivors_are_drawn_where_they_are_known(tmp_path):
+    """A panel per method that has a map, layers down, the prompt across."""
+    known = task_run("a/b", 0.5, 0.4, 0.3)
+    for told in known[1:]:  # not of the full cache
+        told["tasks"]["a/b"]["survivors"] = ["990", "009"]
+    (group,) = runs.quality_groups([runs.Source("a", known, False)])
+    (column,) = pictures.survivor_columns(group)
+    panels = [axes for axes in pictures._survivors(group, column).axes if axes.images]
+    assert [p.get_title(loc="left") for p in panels] == ["good", "poor"]
+    assert panels[0].images[0].get_array().tolist() == [[1, 1, 0], [0, 0, 1]]
+    page.write([runs.Source("a", known, False)], tmp_path)
+    assert (tmp_path / "survivors_a_b_1.png").exists()
+    text = (tmp_path / "report.md").read_text()
+    assert "](survivors_a_b_1.png)" in text and "maps of survivors" in text
+
+
+def test_a_map_of_survivors():
+    """Of ten tokens a head keeps the first five, the other those and the last."""
+    heads = [np.arange(5), np.array([9, 0, 1, 2, 3, 4, 12])]
+    assert survivors.drawn([heads, heads[::-1]], 10) == ["9999900004"] * 2
+    assert survivors.drawn([[np.arange(128)], [np.arange(64)]], 128) == [
+        "9" * 64,
+        "9" * 32 + "0" * 32,
+    ]
+    odd = survivors.shares(survivors.drawn([[np.arange(0, 100, 2)]], 100))
+    assert odd.shape == (1, 64) and odd.mean() == pytest.approx(0.5, abs=0.1)
 
 
 def test_a_task_that_a_method_lacks_leaves_the_panels_in_shape(workdirs, tmp_path):
