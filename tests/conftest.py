@@ -18,6 +18,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def often(cases, chosen):
+    """The cases of a parametrization: those not chosen run only with `-m slow`."""
+    assert set(chosen) <= set(cases)
+    slow = lambda case: pytest.param(case, marks=pytest.mark.slow)
+    return [case if case in chosen else slow(case) for case in cases]
+
+
 def tiny_spec(**changes) -> ModelSpec:
     """Two layers, two KV heads, three query heads each."""
     fields = {

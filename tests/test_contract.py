@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import layer
 import numpy as np
 import pytest
+from conftest import often
 
 from kvjax import Schedule, cache, policies
 
@@ -43,6 +44,10 @@ FEWER = {  # they may hold fewer pairs than the budget lets them
 }
 SPEC = layer.spec_of(heads=2, group=3, depth=8)
 DATA = layer.random_data(SPEC, len(LENGTHS), PROMPT + NEW, seed=0)
+OFTEN = (  # one of each kind of memory, where the same code serves all policies
+    *("streaming", "snapkv", "scissorhands", "fastgen", "average_attention", "tova"),
+    *("key_diff", "expected_attention", "lag_kv", "random"),
+)
 CASES = [(name, phases) for name in policies.names() for phases in SCHEDULES]
 CASES += [(name, SCHEDULES[0]) for name in VARIANTS]
 
@@ -189,7 +194,7 @@ def test_empty_slots_are_never_looked_at(case):
     assert any(np.any(layer.pos < 0) for layer in state.layers)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", often(POLICIES, OFTEN))
 def test_ways_to_make_room_agree(name):
     """Which pairs stay does not depend on where they lie, not even among equals.
 
@@ -206,7 +211,7 @@ def test_ways_to_make_room_agree(name):
 
 
 @pytest.mark.parametrize(("group", "dtype"), [(1, "float32"), (8, "bfloat16")])
-@pytest.mark.parametrize("name", policies.names())
+@pytest.mark.parametrize("name", often(policies.names(), OFTEN))
 def test_groups_dtypes_and_pinned_pairs(name, group, dtype):
     """Under any rule `protect` keeps its pairs; any G and dtype is served."""
     spec = layer.spec_of(heads=2, group=group, depth=8)
@@ -226,7 +231,7 @@ def test_groups_dtypes_and_pinned_pairs(name, group, dtype):
         assert all(len(head) <= BUDGET for head in row)
 
 
-@pytest.mark.parametrize("name", policies.names())
+@pytest.mark.parametrize("name", often(policies.names(), OFTEN[:4]))
 def test_jit_equals_eager(name):
     """Three blocks, with an eviction before the last."""
     small = policies.make(name, **SMALL.get(name, {}))

@@ -10,6 +10,7 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import often
 from safetensors.numpy import load_file, save_file
 
 import kvjax
@@ -19,6 +20,10 @@ from kvjax.types import Schedule, UserError
 generation = importlib.import_module("kvjax.generate")  # the function hides the module
 FILES = sorted((pathlib.Path(__file__).parent / "golden" / "families").glob("*.npz"))
 CLOSE = 2e-5  # of the largest logit
+OFTEN = (  # one of each family
+    *("falcon_7b", "gemma2", "gemma3_text", "gpt_neox", "llama_rope_llama3"),
+    *("mistral_window", "mixtral_window", "opt", "phi3_longrope", "qwen2", "qwen3"),
+)
 
 
 @pytest.fixture(params=[file.stem for file in FILES])
@@ -100,6 +105,9 @@ def test_other_tokens_live(golden):
     np.testing.assert_allclose(found, wanted, atol=CLOSE * largest)
 
 
+@pytest.mark.parametrize(
+    "golden", often([file.stem for file in FILES], OFTEN), indirect=True
+)
 def test_a_large_budget_is_the_full_cache(golden):
     folder, data = golden
     model = loaded(folder, data)

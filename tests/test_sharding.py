@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import layer
 import numpy as np
 import pytest
-from conftest import tiny_model, tiny_spec
+from conftest import often, tiny_model, tiny_spec
 from jax.sharding import NamedSharding, PartitionSpec
 from test_contract import POLICIES
 
@@ -33,17 +33,21 @@ SPEC = layer.spec_of(heads=8, group=2, depth=8)
 DATA = layer.random_data(SPEC, len(LENGTHS), PROMPT + NEW, seed=0)
 # Policies that remember rows, heads and pairs; the first two look across heads.
 KINDS = ("tova", "per_head", "snapkv", "scissorhands", "fastgen")
-CASES = [(name, "prefill+decode", ("2x4",)) for name in POLICIES]
-CASES += [(name, "prefill+decode", ("1x8", "8x1")) for name in KINDS]
-CASES += [
-    (name, phases, ("2x4",))
-    for phases in ("after_prefill", "decode")
-    for name in KINDS[:3]
-]
-CASES += [
-    pytest.param((name, "prefill+decode", ("1x8", "8x1")), marks=pytest.mark.slow)
-    for name in sorted(set(POLICIES) - set(KINDS))
-]
+MORE = ("average_attention", "key_diff", "expected_attention", "simlayerkv", "mix")
+CASES = often(
+    [
+        *((name, "prefill+decode", ("2x4",)) for name in POLICIES),
+        *((name, "prefill+decode", ("1x8", "8x1")) for name in POLICIES),
+        *((name, "after_prefill", ("2x4",)) for name in KINDS[:3]),
+        *((name, "decode", ("2x4",)) for name in KINDS[:3]),
+    ],
+    [
+        *((name, "prefill+decode", ("2x4",)) for name in (*KINDS, *MORE)),
+        *((name, "prefill+decode", ("1x8", "8x1")) for name in KINDS[:3]),
+        *((name, "after_prefill", ("2x4",)) for name in KINDS[:3]),
+        *((name, "decode", ("2x4",)) for name in KINDS[:3]),
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
