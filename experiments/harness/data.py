@@ -1,54 +1,36 @@
-"""GSM8K and BIG-Bench Hard from local files, as the tasks beside this file read them.
+"""kvjax's own GSM8K and BIG-Bench Hard, as rows for the tasks beside this file.
 
-The folder is `--metadata data_dir=...`, else the environment's KVJAX_DATA: it holds
-`gsm8k/{train,test}.jsonl` of openai/grade-school-math, and `bbh/tasks/*.json` and
-`bbh/cot_prompts/*.txt` of suzgunmirac/BIG-Bench-Hard.
-
-A row's `prompt` is the whole text that the model is given, shots included, and `target`
-what counts as right, so that whoever makes rows differently changes this file alone.
+The folder is `--metadata data_dir=...`, else the environment's KVJAX_DATA, and holds
+what `kvjax.tasks.gsm8k` and `kvjax.tasks.bbh` look for. Prompts, shots and the rows'
+order are theirs with seed 0, so `--limit 20` asks what `examples: 20` asks in a config
+of ours. A row's `prompt` is the whole text that the model is given, and `target` what
+counts as right; stops and metrics are in the YAML files.
 """
 
-import json
 import os
-import pathlib
 
 import datasets
 
-_SHOTS = 8
+from kvjax import tasks
+from kvjax.tasks import data
+
+SEED = 0
 
 
 def gsm8k(data_dir=None, **_):
-    """Eight shots, the first of the training set with their reasoning."""
-    folder = _folder(data_dir) / "gsm8k"
-    shots = [
-        f"Question: {row['question']}\nAnswer: {row['answer']}"
-        for row in _lines(folder / "train.jsonl")[:_SHOTS]
-    ]
-    return _test(
-        {
-            "prompt": "\n\n".join([*shots, f"Question: {row['question']}\nAnswer:"]),
-            "target": row["answer"].rpartition("#### ")[2].replace(",", ""),
-        }
-        for row in _lines(folder / "test.jsonl")
-    )
+    """Eight shots with their reasoning."""
+    return _test(_asked("gsm8k", data_dir))
 
 
 def bbh(subtask, data_dir=None, **_):
     """Three shots with chains of thought, as the authors wrote them."""
-    text = _folder(data_dir) / "bbh" / "cot_prompts" / f"{subtask}.txt"
-    shots = text.read_text("utf-8").partition("-----\n")[2].strip()  # below a notice
-    return _test(
-        {
-            "prompt": f"{shots}\n\nQ: {row['input']}\nA: Let's think step by step.\n",
-            "target": row["target"],
-        }
-        for row in _questions(subtask, data_dir)
-    )
+    return _test(_asked(f"bbh/{subtask}", data_dir))
 
 
 def bbh_choice(subtask, data_dir=None, **_):
     """Three shots, the first questions, with bare answers; the others are asked."""
-    rows = _questions(subtask, data_dir)
+    source = data.Source(f"bbh/{subtask}", (), files=(f"bbh/tasks/{subtask}",))
+    rows = data.rows(source, "test", _folder(data_dir))
     shots = [f"Q: {row['input']}\nA: {row['target']}" for row in rows[:3]]
     return _test(
         {
@@ -59,20 +41,16 @@ def bbh_choice(subtask, data_dir=None, **_):
     )
 
 
-def _questions(subtask, data_dir):
-    path = _folder(data_dir) / "bbh" / "tasks" / f"{subtask}.json"
-    return json.loads(path.read_text("utf-8"))["examples"]
+def _asked(name, data_dir):
+    for each in tasks.get(name).examples(None, None, SEED, data_dir=_folder(data_dir)):
+        yield {"prompt": each.prompt + each.primer, "target": each.answers[0]}
 
 
 def _folder(data_dir):
     named = data_dir or os.environ.get("KVJAX_DATA")
     if not named:
         raise ValueError("no data folder: give --metadata data_dir=... or KVJAX_DATA")
-    return pathlib.Path(named)
-
-
-def _lines(path):
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    return named
 
 
 def _test(rows):

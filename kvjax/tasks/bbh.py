@@ -49,12 +49,14 @@ _FORM = Form(
 
 def examples(
     tokenizer: Any,
-    count: int,
+    count: int | None,
     seed: int,
     data_dir: str | None = None,
     subtask: str | None = None,
 ) -> list[Example]:
     """Questions of one subtask, or of all in turn, each after its own prompt.
+
+    A `count` of None is all of them.
 
     The prompts are files: `DATA_DIR/bbh/cot_prompts/NAME.txt`, or `cot-prompts` as in a
     clone of the authors' repository. The rows are `bbh/tasks/NAME.json`, or
@@ -68,7 +70,7 @@ def examples(
     names = SUBTASKS if subtask is None else (subtask,)
     ranked = zip_longest(*(_drawn(name, seed, data_dir) for name in names))
     rows = [row for rank in ranked for row in rank if row]
-    if not 0 <= count <= len(rows):
+    if count is not None and not 0 <= count <= len(rows):
         raise UserError(f"bbh has {len(rows)} rows, so {count} cannot be drawn")
     prompts = {name: _prompt(name, data_dir) for name in names}
     return [
@@ -92,7 +94,7 @@ def _drawn(
         files=(f"bbh/tasks/{subtask}", f"bbh/{subtask}"),
     )
     rows = data.rows(source, "test", data_dir)
-    return [(subtask, i, row) for i, row in data.draw(rows, len(rows), seed, "bbh")]
+    return [(subtask, i, row) for i, row in data.draw(rows, None, seed, "bbh")]
 
 
 def _prompt(subtask: str, data_dir: str | None) -> str:

@@ -91,15 +91,16 @@ def read(path: pathlib.Path) -> list[Row]:
 
 
 def draw(
-    found: Sequence[Row], count: int, seed: int | Sequence[int], what: str
+    found: Sequence[Row], count: int | None, seed: int | Sequence[int], what: str
 ) -> list[tuple[int, Row]]:
     """`count` different rows with their indices, in an order drawn by the seed.
 
-    A smaller count gives the beginning of a larger one's.
+    A smaller count gives the beginning of a larger one's; None is all rows.
 
     Raises:
       UserError: count is below 0 or above the number of rows.
     """
+    count = len(found) if count is None else count
     if not 0 <= count <= len(found):
         raise UserError(f"{what} has {len(found)} rows, so {count} cannot be drawn")
     order = np.random.default_rng(seed).permutation(len(found))

@@ -47,7 +47,7 @@ def examples_of(
 
     def examples(
         tokenizer: Any,
-        count: int,
+        count: int | None,
         seed: int,
         data_dir: str | None = None,
         shots: int = default,
