@@ -5,17 +5,23 @@ kernel has to agree with. `kvjax.implementations` says which of them runs.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax.implementations import LIBRARY, PLAIN, WRITERS, chosen, kernel
+from kvjax.implementations import LIBRARY, PLAIN, PORTABLE, WRITERS, chosen, kernel
 from kvjax.pallas.common import LOWEST, NEVER
-from kvjax.types import WEIGHTS, Observation, Partial, Scoring
+from kvjax.types import EMPTY, WEIGHTS, Observation, Partial, Scoring
 
 NOTHING: frozenset[str] = frozenset()
+TILE = 128  # slots attended to at a time by `tiles`
+PIECE = (
+    5 << 20
+)  # bytes of scores that it makes at a time where statistics are asked for
 
 
 def attend(
@@ -57,6 +63,9 @@ def attend(
     name = chosen(q, k, needs, implementation, scoring)
     if name == "reference":
         return _reference(q, k, v, pos, q_pos, n, needs, scoring)
+    if name == "tiles":
+        found = _tiled(q, k, v, pos, q_pos, n, needs, scoring)
+        return found[0], Observation(n=n, positions=q_pos, **found[1])
     if name in LIBRARY:
         partial = _library(q, k, v, pos, q_pos, name)
         return partial, Observation(n=n, positions=q_pos)
@@ -176,7 +185,7 @@ def weigh(
     if not needs:
         return Observation(n=n, positions=q_pos)
     name = chosen(q, k, needs, implementation, scoring)
-    if name == "reference":
+    if name in PORTABLE:
         scores = _masked_scores(q, k, pos, q_pos, scoring)
         p = jnp.exp(scores - jnp.maximum(whole.m, LOWEST)[..., None])
         return _observed(p, whole.l, n, q_pos, needs)
@@ -195,6 +204,61 @@ def _reference(q, k, v, pos, q_pos, n, needs, scoring) -> tuple[Partial, Observa
         "bkgtc,bkcd->bkgtd", p.astype(v.dtype), v, preferred_element_type=jnp.float32
     )
     return Partial(o, m, l), _observed(p, l, n, q_pos, needs)
+
+
+def _tiled(q, k, v, pos, q_pos, n, needs, scoring) -> tuple[Partial, dict[str, Array]]:
+    """The reference in pieces whose scores stay in a processor's cache.
+
+    Without statistics, some slots at a time, and only as far as slots are in use; with
+    them, all slots of some rows, as their softmax has to be known.
+    """
+    given = q, k, v, pos, q_pos, n
+    if not needs:
+        return _over_slots(*given, scoring), {}
+
+    def some(*given):
+        partial, seen = _reference(*given, needs, scoring)
+        return partial, {x: getattr(seen, x) for x in WEIGHTS if x in needs}
+
+    batch, *others = q.shape[:4]
+    rows = max(1, PIECE // (4 * math.prod(others) * k.shape[2]))
+    passes = -(-batch // rows)
+    if passes == 1:
+        return some(*given)
+    rows = -(-batch // passes)
+
+    def a_pass(i, found):
+        start = jnp.minimum(i * rows, batch - rows)  # the last one may repeat some rows
+        part = some(*(lax.dynamic_slice_in_dim(x, start, rows) for x in given))
+        put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, axis=0)
+        return jax.tree.map(put, found, part)
+
+    shapes = jax.eval_shape(some, *given)
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return lax.fori_loop(0, passes, a_pass, empty)
+
+
+def _over_slots(q, k, v, pos, q_pos, n, scoring) -> Partial:
+    """`TILE` slots after the others, up to the last one in use."""
+    slots = k.shape[2]
+    if slots <= TILE:
+        return _reference(q, k, v, pos, q_pos, n, NOTHING, scoring)[0]
+    in_use = jnp.any(pos != EMPTY, axis=(0, 1))
+    end = jnp.max(jnp.where(in_use, jnp.arange(1, slots + 1), 0))
+
+    def a_tile(i, done):
+        start = jnp.minimum(i * TILE, slots - TILE)
+        cut = lambda x: lax.dynamic_slice_in_dim(x, start, TILE, axis=2)
+        fresh = start + jnp.arange(TILE) >= i * TILE  # the last tile may repeat some
+        some = cut(k), cut(v), jnp.where(fresh, cut(pos), EMPTY)
+        return merge(done, _reference(q, *some, q_pos, n, NOTHING, scoring)[0])
+
+    nothing = Partial(
+        o=jnp.zeros(q.shape, jnp.float32),
+        m=jnp.full(q.shape[:4], -jnp.inf),
+        l=jnp.zeros(q.shape[:4]),
+    )
+    return lax.fori_loop(0, -(-end // TILE), a_tile, nothing)
 
 
 def _masked_scores(q, k, pos, q_pos, scoring) -> Float[Array, "B K G T C"]:

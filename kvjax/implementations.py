@@ -1,6 +1,7 @@
 """Which attention runs: the choice among the reference, our kernels and JAX's own.
 
     reference     plain jax.numpy, on every backend
+    tiles         the same in pieces that a CPU's cache holds; for prompts
     pallas_tpu    one pass over the pairs, scores added up on the way (kvjax.pallas.tpu)
     pallas_gpu    the same for Hopper GPUs (kvjax.pallas.gpu)
     xla, cudnn    `jax.nn.dot_product_attention`: no statistics
@@ -29,7 +30,8 @@ LIBRARY = ("xla", "cudnn")
 WRITERS = ("pallas_tpu", "pallas_tpu_interpret")
 INTERPRETED = tuple(name + "_interpret" for name in KERNELS)
 PLAIN = Scoring()
-NAMES = ("reference", *KERNELS, *LIBRARY, *INTERPRETED)
+PORTABLE = ("reference", "tiles")
+NAMES = (*PORTABLE, *KERNELS, *LIBRARY, *INTERPRETED)
 
 
 def chosen(
@@ -56,7 +58,7 @@ def chosen(
     if implementation is None:
         reason = functools.partial(_reason, q=q, k=k, needs=needs, scoring=scoring)
         best = (name for name in KERNELS if reason(name) is None)
-        return next((name for name in best if _proven(name)), "reference")
+        return next((name for name in best if _proven(name)), _portable(q))
     check_name(implementation)
     reason = _reason(implementation, q, k, needs, scoring)
     if reason:
@@ -65,6 +67,11 @@ def chosen(
             "chooses one that does"
         )
     return implementation
+
+
+def _portable(q: Array) -> str:
+    """Of what runs everywhere, the faster for these queries."""
+    return "tiles" if device().platform == "cpu" and q.shape[3] > 1 else "reference"
 
 
 def check_name(implementation: str | None) -> None:
@@ -89,7 +96,7 @@ def _reason(
     name: str, q: Array, k: Array, needs: frozenset[str], scoring: Scoring
 ) -> str | None:
     """Why an implementation cannot run, or None."""
-    if name == "reference":
+    if name in PORTABLE:
         return None
     if scoring != PLAIN and not name.startswith("pallas_tpu"):
         return f"it neither caps scores nor limits their reach ({scoring})"

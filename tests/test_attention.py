@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvjax import attention, implementations
 from kvjax.attention import attend, finish, merge
+from kvjax.implementations import PLAIN
+from kvjax.types import WEIGHTS, Scoring
 
 
 def draw(seed, batch, heads, group, length, slots, depth):
@@ -56,6 +59,34 @@ def test_attention_and_mass(seed, group, length, slots):
     out, mass = by_hand(*case)
     np.testing.assert_allclose(finish(partial), out, atol=2e-6)
     np.testing.assert_allclose(seen.mass, mass, atol=1e-5)
+
+
+@pytest.mark.parametrize("scoring", [PLAIN, Scoring(softcap=2.0, reach=5)])
+@pytest.mark.parametrize("needs", [frozenset(), *map(frozenset, (["mass"], WEIGHTS))])
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_tiles_are_the_reference(monkeypatch, batch, needs, scoring):
+    """Tiles of 8 of 20 slots, rows two at a time; some rows hold nothing."""
+    monkeypatch.setattr(attention, "TILE", 8)
+    monkeypatch.setattr(attention, "PIECE", 2 * 4 * (2 * 3 * 4 * 20))
+    q, k, v, pos, q_pos, n = draw(3, batch, 2, 3, 4, 20, 8)
+    pos[:, :, 14:] = -1  # the last slots are not in use
+    pos[-1] = -1 if batch > 1 else pos[-1]
+    case = arrays(q, k, v, pos, q_pos, n)
+    wanted, seen = attend(*case, needs, "reference", scoring)
+    found, also_seen = jax.jit(attend, static_argnums=(6, 7, 8))(
+        *case, needs, "tiles", scoring
+    )
+    np.testing.assert_allclose(finish(found), finish(wanted), atol=2e-6)
+    np.testing.assert_allclose(found.m, wanted.m, atol=1e-6)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6)
+    jax.tree.map(close, also_seen, seen)
+
+
+def test_tiles_are_what_a_cpu_reads_prompts_with():
+    prompt, step = (jnp.zeros((1, 2, 3, length, 8)) for length in (4, 1))
+    k = jnp.zeros((1, 2, 20, 8))
+    assert implementations.chosen(prompt, k, frozenset(), None) == "tiles"
+    assert implementations.chosen(step, k, frozenset(), None) == "reference"
 
 
 def test_mass_only_when_needed():

@@ -71,7 +71,11 @@ def test_the_gpu_kernels_know_no_windows():
 @pytest.mark.parametrize(
     ("name", "needs", "message"),
     [
-        ("flash", MASS, "'flash' is unknown: use None or one of reference, pallas_tpu"),
+        (
+            "flash",
+            MASS,
+            "'flash' is unknown: use None or one of reference, tiles, pallas_tpu",
+        ),
         ("pallas_tpu", MASS, "it needs a TPU, and this is a CPU"),
         ("cudnn", frozenset(), "it needs a GPU, and this is a CPU"),
         ("xla", MASS, r"no statistics, and \['mass'\] are needed"),
