@@ -63,28 +63,25 @@ def find_batch(
     if protocol == "staggered":
         return staggered.plan_job(job, memory_bytes, most)
     planned = plan_job(job, memory_bytes, most)
-    if protocol == "batch_max":
-        return _largest_divisor(planned, count, most)
-    return _largest(planned, most)
+    sizes = divisors(count) if protocol == "batch_max" else range(1, count + 1)
+    planned = _largest(planned, [size for size in sizes if size <= most])
+    if planned.batch < most:
+        return planned
+    limit = "prompts" if most == count else "ED"
+    return dataclasses.replace(planned, limit=limit)
 
 
-def _largest(planned: Plan, most: int) -> Plan:
-    """One row more at a time until a batch does not fit: that one is b0."""
-    found: Plan | None = planned
-    while found and found.batch < most:
-        planned = found
-        found = _with_batch(planned, planned.batch + 1)
-    return found or planned
-
-
-def _largest_divisor(planned: Plan, count: int, most: int) -> Plan:
-    """The largest of D that fits; the plan may be a row below what does."""
-    for size in reversed(divisors(count)):
-        if size <= min(planned.batch + 1, most):
-            found = _with_batch(planned, size)
-            if found:
-                return found
-    return planned
+def _largest(planned: Plan, sizes: Sequence[int]) -> Plan:
+    """The largest size that fits, sought from the plan on; the next one does not."""
+    below = [size for size in sizes if size <= planned.batch]
+    fitting_ones = filter(None, (_with_batch(planned, b) for b in reversed(below)))
+    found = next(fitting_ones, planned)
+    for size in sizes[len(below) :]:
+        larger = _with_batch(planned, size)
+        if larger is None:
+            break
+        found = larger
+    return found
 
 
 def _with_batch(planned: Plan, batch: int) -> Plan | None:
@@ -144,7 +141,10 @@ def time_prompts(
     prompts: Sequence[Sequence[int]],
     repeats: int,
 ) -> Timing:
-    """Runs and times batch after batch, see `turns`; one before them is not counted.
+    """Runs and times batch after batch, see `turns`.
+
+    None is thrown away: programs are compiled by then, and medians of three or more
+    forgive the first.
 
     Args:
       run_batch: of prompts and their numbers.
@@ -159,7 +159,6 @@ def time_prompts(
         result = run_batch([prompts[i] for i in rows], rows)
         return result.tokens, result.prefill_seconds, result.decode_seconds
 
-    timed(batches[0])
     with peak_memory(planned.weights_bytes) as measured:
         done = [timed(rows) for rows in batches]
     tokens: dict[int, list[int]] = {}

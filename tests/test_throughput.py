@@ -127,14 +127,14 @@ def fake_clock(seconds):
 
 
 def test_time_prompts(experiment, model):
-    """One warm-up that does not count; the last batch filled up."""
+    """All batches count; the last one is filled up."""
     planned = find_batch("batch_max", job_of(experiment, model, 3), MEMORY, 12, 2)
     assert planned.batch == 2
     prompts = [[1] * length for length in (3, 5, 7)]
-    clock = [(9.0, 9.0), (1.0, 2.0), (3.0, 4.0)]
+    clock = [(1.0, 2.0), (3.0, 4.0)]
     run_batch, calls = fake_clock(clock)
     timing = time_prompts(run_batch, planned, prompts, repeats=1)
-    assert calls == [[0, 1], [0, 1], [2, 0]]
+    assert calls == [[0, 1], [2, 0]]
     assert timing.tokens == [[0, 3], [1, 5], [2, 7]]
     assert timing.prefill == [1.0, 3.0] and timing.decode == [2.0, 4.0]
 
@@ -242,6 +242,7 @@ def test_out_of_memory_steps_back(experiment, model, tmp_path, monkeypatch):
     assert ed["stepped_back"] == list(range(ed["stepped_back"][0], 3, -1))
     assert len(ed["stepped_back"]) >= 2
     assert (full["batch"], full["stepped_back"]) == (3, [])
+    assert full["batch_limit"] == "ED"
     assert batch_max["batch"] == 3 and batch_max["stepped_back"] == [
         size for size in reversed(divisors(12)) if 3 < size <= tried_first(tried)
     ]

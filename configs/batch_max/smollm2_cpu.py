@@ -55,7 +55,7 @@ def get_config() -> ConfigDict:
                 },
                 {"policy": "key_diff", "budget": 512},
             ),
-            "prompts": 32,
+            "prompts": 24,
             "prompt_tokens": 1500,
             "depths": (0.1, 0.3, 0.5, 0.7, 0.9),
             "max_new_tokens": (128, 512),
