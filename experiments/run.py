@@ -77,7 +77,7 @@ def _peers(fields):
     asked = fields.pop("peers", ())
     if not asked or not _PEERS.value:
         return {}
-    return {"peers": joined(_PEERS.value, fields["model"], asked)}
+    return {"peers": joined(_PEERS.value, fields["model"], fields["dtype"], asked)}
 
 
 def _config():

@@ -41,7 +41,7 @@ WORKER = """\
 
     def answer(request):
         if "methods" in request:
-            return {{"shape": {shape}, "device": "fake", "dtype": "float32",
+            return {{"shape": {shape}, "device": "cpu", "dtype": "float32",
                      "threads": 1, "versions": {{"kvpress": "1"}}}}
         batch = len(request["batches"][0])
         rehearsal = request["limit"] is not None
@@ -197,7 +197,7 @@ def test_record(fake):
         "memory_bytes": 1400,
         "model": "model",
         "attention": "sdpa",
-        "device": "fake",
+        "device": "cpu",
         "versions": {"torch": "2", "kvpress": "1"},
         "accuracy": None,
         "kl": None,
@@ -298,14 +298,22 @@ def test_worker_dies(tmp_path):
         peers.Peer(sys.executable, script(tmp_path, "raise SystemExit(3)"))
 
 
-def test_peers_of_one_name(tmp_path):
+def test_peers_by_name(fake, tmp_path):
     """Budgets tell methods apart; what nothing tells apart is refused."""
     asked = [{"policy": "tova", "budget": 4}, {"policy": "tova", "budget": 8}]
     path = str(tmp_path / "model.gguf")
-    found = throughput.joined("python", path, asked)
+    found = throughput.joined(fake(), path, "float32", asked)
     assert list(found) == ["kvpress TOVA (4)", "kvpress TOVA (8)"]
-    with pytest.raises(UserError, match="each policy and budget once"):
-        throughput.joined("python", path, asked + asked[:1])
+    record = found["kvpress TOVA (4)"](PROMPT_LIST, NEW, 1400, 1)
+    assert (record["budget"], record["batch"], len(record["tokens"])) == (4, 4, PROMPTS)
+    for dtype, methods, message in (
+        ("float32", asked + asked[:1], "each policy and budget once"),
+        ("bfloat16", asked, "peers run in float32 on a CPU, kvjax in bfloat16"),
+    ):
+        with pytest.raises(UserError, match=message):
+            throughput.joined(fake(), path, dtype, methods)
+    with pytest.raises(UserError, match=r"--peer_python: .*No such file"):
+        throughput.joined(str(tmp_path / "none"), path, "float32", asked)
 
 
 # ------------------------------------------------------------------------------- counts

@@ -21,6 +21,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from kvjax.protocols import turns
 from kvjax.types import UserError
 from kvjax.weights import hub
@@ -130,18 +132,23 @@ def measure(
 
 
 def joined(
-    python: str, model: str, asked: Sequence[Mapping[str, Any]]
+    python: str, model: str, dtype: str, asked: Sequence[Mapping[str, Any]]
 ) -> dict[str, Callable[..., dict[str, Any]]]:
     """The methods as `kvjax.throughput.run` wants them, by their names.
+
+    On a GPU JAX holds most of the memory for itself unless the environment says
+    XLA_PYTHON_CLIENT_PREALLOCATE=false; then `memory_gb` has to leave room for both.
 
     Args:
       python: see `measure`.
       model: a name that `kvjax.load` knows, or a GGUF file.
+      dtype: that kvjax runs in.
       asked: fields of `Method`.
 
     Raises:
       UserError: a model that is not a GGUF file, which the peers could not read; two
-        methods of one policy and budget.
+        methods of one policy and budget; another side that cannot run, or would with
+        another dtype or kind of device.
     """
     path = hub.fetch(model) if model in hub.NAMED else pathlib.Path(model)
     if path.suffix != ".gguf":
@@ -160,14 +167,35 @@ def joined(
     names = [method.name for method in methods]
     if len(set(names)) < len(names):
         raise UserError(f"peers {names}: give each policy and budget once")
+    _check_side(python, path, methods, dtype)
 
     def run(method, prompts, new, memory, repeats):
-        (record,) = measure(
-            python, path, [method], prompts, new, memory, repeats, keep_tokens=True
-        )
+        try:
+            (record,) = measure(
+                python, path, [method], prompts, new, memory, repeats, keep_tokens=True
+            )
+        except PeerError as error:
+            raise UserError(f"--peer_python: {error}") from None
         return record
 
     return {method.name: functools.partial(run, method) for method in methods}
+
+
+def _check_side(python, path, methods, dtype) -> None:
+    """Raises UserError if the other side cannot run, or not as this one does."""
+    try:
+        with _Worker(python, path, methods, [1, 2, 3]) as worker:
+            about = worker.about
+    except PeerError as error:
+        raise UserError(f"--peer_python: {error}") from None
+    ours = jax.devices()[0].platform
+    theirs = "cpu" if about["device"] == "cpu" else "gpu"
+    if (about["dtype"], theirs) != (dtype, ours):
+        raise UserError(
+            f"peers run in {about['dtype']} on a {theirs.upper()}, kvjax in {dtype} on "
+            f"a {ours.upper()}: set --config.dtype={about['dtype']}, or install what "
+            "runs on the same device on both sides"
+        )
 
 
 class _Task(NamedTuple):
