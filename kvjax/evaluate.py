@@ -18,10 +18,18 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from kvjax import cache, completions, layerwise, programs, survivors, tasks
+from kvjax import (
+    axes,
+    cache,
+    completions,
+    layerwise,
+    meshes,
+    programs,
+    survivors,
+    tasks,
+)
 from kvjax.experiment import Experiment, Method, TaskRun, opened
 from kvjax.generate import compact, prefill, score_tokens
 from kvjax.memory import peak_memory
@@ -32,6 +40,7 @@ from kvjax.plan import (
     plan_by_shapes,
     plan_job,
     state_bytes,
+    weights_bytes,
 )
 from kvjax.programs import Job
 from kvjax.records import Record, append_record, made_by, read_records
@@ -76,11 +85,10 @@ def run(
       UserError: anything that does not fit, before long work starts.
     """
     experiment.check()
-    workdir = opened(experiment, pathlib.Path(workdir), "batches.jsonl")
+    workdir = opened(experiment, pathlib.Path(workdir))
     programs.keep_compiled()
     progress(f"loading {experiment.model}", 0)
-    dtype = jnp.dtype(experiment.dtype)
-    model = load(experiment.model, dtype, mesh=experiment.mesh)
+    model = load(experiment.model, experiment.dtype, mesh=experiment.mesh)
     memory = device_memory(experiment.memory_gb)
     made = {m.name: m.compression(model.spec) for m in experiment.methods}
     given = [prepared(experiment, run, model) for run in experiment.tasks]
@@ -89,10 +97,10 @@ def run(
         for name, each in made.items()
         for task in given
     }
-    for job in jobs.values():
-        check_one_row(job, memory)
-    windows = _windows(experiment, model)
     engine = _layers(model, made.values()) if experiment.layerwise else _whole(model)
+    for job in jobs.values():
+        engine.check(job, memory)
+    windows = _windows(experiment, model)
     records = read_records(workdir / "records.jsonl")
     finished = {record["method"]: record for record in records}
     for method in experiment.methods:
@@ -109,8 +117,7 @@ def run(
             _answers(model, plan, run_batch, task, method, workdir, say)
             plans[task.run.name] = plan
         if windows:
-            rows = min(plan.batch, len(windows))
-            forced = functools.partial(_forced, engine.forced, windows, rows)
+            forced = functools.partial(_forced, model, engine.forced, windows, memory)
             _fidelity(model, made[method.name], forced, windows, method, workdir, say)
         record = _record(experiment, method, plans, given, workdir)
         append_record(workdir / "records.jsonl", record)
@@ -129,19 +136,26 @@ def prepared(experiment: Experiment, run: TaskRun, model: Model) -> Prepared:
     new = run.max_new_tokens or task.max_new_tokens
     room = model.spec.context_length - new
     room = min(room, run.prompt_tokens or room)
-    known = inspect.signature(task.examples).parameters
+    every = inspect.signature(task.examples).parameters
+    known = sorted(set(every) - {"tokenizer", "count", "seed"})
     common = {"haystack": experiment.haystack, "data_dir": experiment.data_dir}
     common["length"] = run.prompt_tokens
     options = {k: v for k, v in common.items() if k in known and v is not None}
     options |= dict(run.options)
     if unknown := sorted(set(options) - set(known)):
         raise UserError(
-            f"task {run.name} has no option {unknown[0]!r}: it has "
-            + ", ".join(sorted(set(known) - {"tokenizer", "count", "seed"}))
+            f"task {run.name} has no option {unknown[0]!r}: it has {', '.join(known)}"
         )
     examples = task.examples(model.tokenizer, run.examples, experiment.seed, **options)
     encode = functools.partial(encoded, model.tokenizer, task, room=room)
-    return Prepared(run, task, examples, [encode(each) for each in examples], new)
+    prompts = [encode(each) for each in examples]
+    if "length" in known and any(prompt.cut for prompt in prompts):
+        raise UserError(
+            f"task {run.name} writes prompts that are longer than the {room} tokens "
+            f"that {model.spec.name} can read before {new} new ones: give it "
+            f"prompt_tokens of {room} or less"
+        )
+    return Prepared(run, task, examples, prompts, new)
 
 
 def _windows(experiment: Experiment, model: Model) -> list[fidelity.Window]:
@@ -160,6 +174,7 @@ def _windows(experiment: Experiment, model: Model) -> list[fidelity.Window]:
 class _Engine(NamedTuple):
     """How prompts are run: by whole compiled programs, or layer by layer."""
 
+    check: Callable[[Job, int], Any]  # raises where not even one row fits; instant
     plan: Callable[[Job, int, int], Plan]
     run_batch: Callable[..., completions.BatchResult]  # of job, seed, prompts, rows
     forced: Callable[..., np.ndarray]  # of windows, what is kept
@@ -175,7 +190,7 @@ def _whole(model: Model) -> _Engine:
         jax.clear_caches()
 
     forced = functools.partial(_forced_batch, model)
-    return _Engine(plan_job, run_batch, forced, forget)
+    return _Engine(check_one_row, plan_job, run_batch, forced, forget)
 
 
 def _layers(model: Model, methods: Iterable[cache.Compression]) -> _Engine:
@@ -193,7 +208,8 @@ def _layers(model: Model, methods: Iterable[cache.Compression]) -> _Engine:
         reading = readings.after(made, prompts, given.shape[1])
         return layerwise.score_tokens(model, made, reading, given[:, :-1])
 
-    return _Engine(plan_by_shapes, run_batch, forced, jax.clear_caches)
+    check = functools.partial(plan_by_shapes, max_batch=1)
+    return _Engine(check, plan_by_shapes, run_batch, forced, jax.clear_caches)
 
 
 def _say(progress: Progress, name: str, what: str, units: int) -> None:
@@ -248,7 +264,7 @@ def _answers(model, plan, run_batch, task: Prepared, method, workdir, say) -> No
             "decode_seconds": result.decode_seconds,
             "measured_bytes": measured[0] if measured else None,
             "kv_bytes_live": live,
-            "kv_bytes_allocated": allocated * len(rows) // plan.batch,
+            "kv_bytes_allocated": allocated * len(rows) // len(result.state.next_pos),
         }
         if 0 in rows and plan.job.made.policy:
             row = rows.index(0)
@@ -266,7 +282,8 @@ def _fidelity(model, made, run, windows, method, workdir, say) -> None:
         return
     reference = _reference(model, run, workdir, say)
     say(f"fidelity, {len(windows)} texts", 0)
-    logits = reference if made.policy is None else run(made)
+    same = made.policy is None and made.implementation is None
+    logits = reference if same else run(made)
     targets = np.asarray([window.continuation for window in windows]).reshape(-1)
     width = logits.shape[-1]
     scores = fidelity.compare(
@@ -288,8 +305,13 @@ def _reference(model, run, workdir, say) -> np.ndarray:
     return np.load(path)
 
 
-def _forced(forced, windows, rows: int, made: cache.Compression) -> np.ndarray:
-    """Teacher-forced logits f32[windows, continuation, V], a few windows at a time."""
+def _forced(
+    model: Model, forced, windows, memory: int, made: cache.Compression
+) -> np.ndarray:
+    """Teacher-forced logits f32[windows, continuation, V], as many as fit at a time."""
+    job = _window_job(model, made, windows)
+    row = 2 * max(state_bytes(job).values())  # and as much again for temporaries
+    rows = max(1, (memory - weights_bytes(job)) // row * job.ways)
     parts = [
         forced([windows[i] for i in part], made)
         for part in completions.batches(range(len(windows)), rows)
@@ -297,25 +319,32 @@ def _forced(forced, windows, rows: int, made: cache.Compression) -> np.ndarray:
     return np.concatenate(parts)
 
 
+def _window_job(model: Model, made: cache.Compression, windows) -> Job:
+    prompt, new = len(windows[0].prompt), len(windows[0].continuation)
+    return programs.job_of(
+        model, made, programs.bucket(model.spec, made, prompt, new), new
+    )
+
+
 def _forced_batch(model: Model, windows, made: cache.Compression) -> np.ndarray:
-    spec, params = model.spec, model.params
-    prompts = np.asarray([window.prompt for window in windows], np.int32)
-    given = jnp.asarray([window.continuation[:-1] for window in windows], jnp.int32)
-    batch, length = prompts.shape
-    new = given.shape[1] + 1
-    bucket = programs.bucket(spec, made, length, new)
-    tokens = jnp.asarray(np.pad(prompts, ((0, 0), (0, bucket - length))))
-    lengths = jnp.full((batch,), length, jnp.int32)
-    capacity = made.prefill_capacity(spec, bucket, new)
-    state = cache.init(spec, made, batch, capacity, params["embed"].dtype)
-    state, first = prefill(params, state, tokens, lengths, spec=spec, made=made)
-    if made.schedule.compacts:
-        capacity = made.decode_capacity(spec, bucket, new)
-        state = compact(state, spec=spec, made=made, capacity=capacity)
-    state, rest = score_tokens(params, state, given, spec=spec, made=made)
+    job, params = _window_job(model, made, windows), model.params
+    job = dataclasses.replace(job, batch=-(-len(windows) // job.ways) * job.ways)
+    tokens, lengths = completions.packed(job, [window.prompt for window in windows])
+    given = np.zeros((job.batch, job.new - 1), np.int32)
+    given[: len(windows)] = [window.continuation[:-1] for window in windows]
+    state = programs.compile_init(job, job.prefill_capacity)()
+    how = {"spec": job.spec, "made": made}
+    with meshes.use(job.mesh):
+        state, first = prefill(params, state, tokens, lengths, **how)
+        if made.schedule.compacts:
+            state = compact(state, capacity=job.decode_capacity, **how)
+        state, rest = score_tokens(
+            params, state, *meshes.by_row(job.mesh, given), **how
+        )
     cache.raise_errors(state)
-    logits = np.concatenate([np.asarray(first)[None], np.asarray(rest)])
-    return np.swapaxes(logits, 0, 1)
+    first, rest = axes.fetched((first, rest))
+    logits = np.concatenate([first[None], rest])
+    return np.swapaxes(logits, 0, 1)[: len(windows)]
 
 
 def _record(experiment, method, plans, tasks, workdir) -> Record:
@@ -339,7 +368,9 @@ def _record(experiment, method, plans, tasks, workdir) -> Record:
         return None if seconds is None else total(key) / seconds
 
     measured = [b["measured_bytes"] for b in batches if b["measured_bytes"]]
-    decoding = [state_bytes(p.job)["decode"] // p.batch for p in plans.values()]
+    decoding = [
+        state_bytes(p.job)["decode"] * p.job.ways // p.batch for p in plans.values()
+    ]
     return {
         "method": method.name,
         "label": method.label or method.name,
@@ -368,8 +399,8 @@ def _record(experiment, method, plans, tasks, workdir) -> Record:
         "memory_bytes": tightest.memory_bytes,
         "seconds": seconds,
         "seed": experiment.seed,
-        "prompt_tokens": max(t.run.prompt_tokens or t.longest for t in tasks),
-        "max_new_tokens": max(task.new for task in tasks),
+        "prompt_tokens": max(each["most_prompt_tokens"] for each in scores.values()),
+        "max_new_tokens": max(each["max_new_tokens"] for each in scores.values()),
         "model": experiment.model,
         "mesh": experiment.mesh,
         "device": jax.devices()[0].device_kind,
@@ -396,6 +427,8 @@ def _scores(path: pathlib.Path, method: Method, task: Prepared) -> dict[str, Any
         "metrics": means,
         "examples": len(scores),
         "prompt_tokens": sum(b["prompt_tokens"] for b in batches) / len(scores),
+        "most_prompt_tokens": task.run.prompt_tokens or task.longest,
+        "max_new_tokens": task.new,
         "cut_prompts": sum(tokens > 0 for tokens in cut),
         "cells": [
             dict(cell) | {"score": float(np.mean(found)), "examples": len(found)}

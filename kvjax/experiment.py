@@ -14,6 +14,7 @@ from kvjax.plan import device_memory
 from kvjax.types import ModelSpec, Schedule, UserError
 
 _OF_METHODS = ("block", "evict", "budget")  # fields that methods share
+_RESULTS = ("records.jsonl", "batches.jsonl", "reference.npy")  # that runs leave
 _OF_TASKS = ("examples", "prompt_tokens", "max_new_tokens")  # and tasks
 
 
@@ -77,8 +78,8 @@ class TaskRun:
       name: of `kvjax.tasks.names()`.
       examples: how many.
       prompt_tokens: most tokens of a prompt: longer ones are cut in their middle, and
-        tasks that write prompts of any length write them that long. None is all that
-        the model can read.
+        tasks that write prompts of any length write them that long. None is the task's
+        own length, or else all that the model can read.
       max_new_tokens: most tokens of an answer; None is the task's own.
       options: of the task: `shots`, `depths`.
     """
@@ -130,8 +131,9 @@ class Experiment:
                 value = getattr(task, field)
                 if value is not None and value < 1:
                     raise UserError(f"{task.name}: {field} {value}: at least 1")
-        if self.windows < 0:
-            raise UserError(f"windows {self.windows}: 0 or more")
+        for field in ("windows", "seed"):
+            if getattr(self, field) < 0:
+                raise UserError(f"{field} {getattr(self, field)}: 0 or more")
         if self.mesh and self.layerwise:
             raise UserError("a mesh runs whole models: set layerwise to false")
         device_memory(self.memory_gb)
@@ -182,9 +184,13 @@ def flattened(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, An
 
 
 def method(fields: dict[str, Any], shared: dict[str, Any]) -> Method:
-    """A method from its fields and those that it shares with others."""
-    if fields.get("policy"):
-        fields = shared | dict(fields)
+    """A method from its fields and those that it shares with others.
+
+    The full cache is read in the same blocks; budget and eviction are none of its.
+    """
+    if not fields.get("policy"):
+        shared = {key: value for key, value in shared.items() if key == "block"}
+    fields = shared | dict(fields)
     return with_options(Method, fields, f"method {fields.get('name')!r}")
 
 
@@ -214,13 +220,12 @@ def build(cls, fields: dict[str, Any], what: str):
         raise UserError(f"{what}: {error}") from None
 
 
-def opened(experiment: Any, workdir: pathlib.Path, results: str) -> pathlib.Path:
+def opened(experiment: Any, workdir: pathlib.Path) -> pathlib.Path:
     """The folder, if what lies in it answers the same question.
 
     Args:
       experiment: a dataclass: the question, kept in `experiment.json`.
       workdir: made if it is not there.
-      results: the file whose presence says that there are answers.
 
     Raises:
       UserError: it holds results of another configuration, or cannot be made.
@@ -232,7 +237,13 @@ def opened(experiment: Any, workdir: pathlib.Path, results: str) -> pathlib.Path
         raise UserError(f"workdir {workdir}: {error.strerror}; name another") from None
     asked = json.loads(json.dumps(dataclasses.asdict(experiment)))
     path = workdir / "experiment.json"
-    if not (workdir / results).exists() or not path.exists():
+    found = [name for name in _RESULTS if (workdir / name).exists()]
+    if found and not path.exists():
+        raise UserError(
+            f"workdir {workdir} holds {found[0]} of a run that nothing tells about: "
+            "name another folder or delete it"
+        )
+    if not found:
         partial = path.with_suffix(".part")
         partial.write_text(json.dumps(asked, indent=2) + "\n")
         partial.replace(path)

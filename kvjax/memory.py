@@ -16,7 +16,7 @@ def peak_memory(weights: int) -> Iterator[list[int]]:
     what it was before, plus the weights. The list stays empty where neither is known.
     """
     found: list[int] = []
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     before = (device.memory_stats() or {}).get("peak_bytes_in_use")
     resident = _resident_peak(reset=True) if device.platform == "cpu" else None
     yield found

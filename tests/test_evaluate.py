@@ -1,5 +1,6 @@
 """Runs of the whole experiment on a tiny model, interrupted and taken up again."""
 
+import dataclasses
 import json
 import pathlib
 import runpy
@@ -8,9 +9,9 @@ import pytest
 from conftest import tiny_model, tiny_spec
 from test_tasks import HAYSTACK, make_tokenizer
 
-from kvjax import evaluate, policies, report
+from kvjax import evaluate, meshes, policies, report
 from kvjax.experiment import from_config
-from kvjax.records import read_records
+from kvjax.records import append_record, read_records
 from kvjax.types import UserError
 
 SWEEP = pathlib.Path(__file__).parents[1] / "configs" / "policy_sweep.py"
@@ -86,6 +87,9 @@ def test_records_and_resumption(experiment, tmp_path):
     slot = whole[3]
     assert (slot["rope"], key_diff["rope"]) == ("slot", "true")
     assert slot["label"] == "slots" and key_diff["label"] == "KeyDiff"
+    assert full["tasks"]["needle"]["survivors"] is None
+    (first, second) = key_diff["tasks"]["needle"]["survivors"]  # a line per layer
+    assert len(first) == len(second) == 64 and set(first) > {"0"}
     needle, passkey = full["tasks"]["needle"], full["tasks"]["passkey"]
     assert (needle["examples"], passkey["examples"]) == (5, 2)
     assert [cell["depth"] for cell in needle["cells"]] == [0.2, 0.8]
@@ -124,6 +128,61 @@ def test_records_and_resumption(experiment, tmp_path):
         assert sorted(ran) == list(range(5)), "each prompt was run once"
     json.dumps(report.summary(again))
     assert report.write_report(again, interrupted).exists()
+
+
+def test_a_split_model_scores_the_same(experiment, tmp_path, monkeypatch):
+    """Tasks and fidelity over a mesh; three windows do not fill two ways."""
+    asked = dataclasses.replace(
+        experiment,
+        methods=experiment.methods[:2],
+        tasks=experiment.tasks[1:],
+        windows=3,
+        memory_gb=0.05,
+    )
+    alone = evaluate.run(asked, tmp_path / "alone", lambda *step: None)
+    model = evaluate.load("", "float32", None)
+
+    def load(name, dtype, mesh):
+        over = meshes.mesh(mesh, model.spec.num_kv_heads)
+        params = meshes.split(model.spec, model.params, over)
+        return model._replace(params=params, spec=meshes.fitted(model.spec, over))
+
+    monkeypatch.setattr(evaluate, "load", load)
+    split = dataclasses.replace(asked, mesh="data:2,model:2")
+    together = evaluate.run(split, tmp_path / "split", lambda *step: None)
+    for one, other in zip(alone, together, strict=True):
+        assert one["tasks"] == other["tasks"]
+        assert one["kl"] == pytest.approx(other["kl"], abs=1e-4)
+        for key in ("kv_bytes_decode", "kv_bytes_per_row"):
+            assert one[key] == pytest.approx(other[key], rel=0.1)
+
+
+def test_another_run_s_results_are_not_taken(experiment, tmp_path):
+    append_record(tmp_path / "records.jsonl", {"method": "KeyDiff"})
+    with pytest.raises(UserError, match=r"holds records.jsonl of a run that nothing"):
+        evaluate.run(experiment, tmp_path, lambda *step: None)
+
+
+def test_a_needle_is_never_cut_out(experiment):
+    """256 tokens are all that the model reads: none is left for an answer."""
+    model, (needle, _) = evaluate.load("", "float32", None), experiment.tasks
+    asked = dataclasses.replace(needle, prompt_tokens=256, max_new_tokens=64)
+    with pytest.raises(UserError, match="prompt_tokens of 192 or less"):
+        evaluate.prepared(experiment, asked, model)
+    asked = dataclasses.replace(needle, options=(("seed", 1),))
+    with pytest.raises(UserError, match="needle has no option 'seed'"):
+        evaluate.prepared(experiment, asked, model)
+
+
+@pytest.mark.parametrize("field", ["seed", "windows"])
+def test_negative_numbers(experiment, field):
+    with pytest.raises(UserError, match=f"{field} -1: 0 or more"):
+        dataclasses.replace(experiment, **{field: -1}).check()
+
+
+def test_the_full_cache_is_read_in_the_same_blocks():
+    full, key_diff = from_config(CONFIG, {}).methods[:2]
+    assert full.block == key_diff.block == 16 and full.budget is None
 
 
 def sweep(quick):
