@@ -99,6 +99,16 @@ def text(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
+def versions(records: Iterable[Record]) -> str:
+    """Names and versions of the software that made records."""
+    found = {
+        f"{name} {version}"
+        for record in records
+        for name, version in (record.get("versions") or {}).items()
+    }
+    return ", ".join(sorted(found)) or "versions not recorded"
+
+
 def slots(record: Record) -> str:
     budget = record.get("budget", ...)
     if budget is ...:

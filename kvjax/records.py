@@ -39,6 +39,8 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.types import UserError
+
 Record = dict[str, Any]
 
 
@@ -48,7 +50,7 @@ def read_records(path: str | os.PathLike) -> list[Record]:
     A last line that an interruption cut short is left out.
 
     Raises:
-      ValueError: another line is not JSON, naming the file and the line.
+      UserError: another line is not JSON, naming the file and the line.
     """
     path = pathlib.Path(path)
     if not path.exists():
@@ -89,11 +91,11 @@ def made_by() -> Record:
     import kvjax
 
     script, *arguments = sys.argv
-    below = os.path.relpath(script)
+    below = os.path.relpath(script) if script else ""
     script = script if below.startswith(os.pardir) else below
     command = shlex.join(["python", script, *arguments])
     return {
-        "command": "a notebook" if "ipykernel_launcher" in script else command,
+        "command": "a notebook" if "kernel_launcher" in script else command,
         "versions": {
             "jax": importlib.metadata.version("jax"),
             "kvjax": kvjax.__version__,
@@ -114,7 +116,9 @@ def _parse(path: pathlib.Path, number: int, line: bytes) -> Record:
     try:
         return json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{path}, line {number}: not a JSON record: {error}") from None
+        raise UserError(
+            f"{path}, line {number}: not a JSON record: {error}; mend or remove it"
+        ) from None
 
 
 def _plain(value: Any) -> Any:

@@ -160,7 +160,7 @@ def _report(records: Sequence[Record]) -> str:
         _MEMORY_NOTE,
         tables.memory_table(records),
         "## Versions",
-        _versions(records),
+        cells.versions(records) + ".",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -174,7 +174,7 @@ def _throughput_report(records: Sequence[Record]) -> str:
         "## How to read it",
         throughput_report.READING,
         "## Versions",
-        _versions(records),
+        cells.versions(records) + ".",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -216,12 +216,3 @@ def _setting(records: Sequence[Record]) -> str:
 
 def _count(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _versions(records: Sequence[Record]) -> str:
-    found = {
-        f"{name} {version}"
-        for record in records
-        for name, version in (record.get("versions") or {}).items()
-    }
-    return ", ".join(sorted(found)) + "." if found else "Not recorded."

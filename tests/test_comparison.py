@@ -123,6 +123,28 @@ def test_tasks_are_told_apart_by_what_was_asked(workdirs):
     assert [row[-1] for row in rows] == ["1", "2", "3"]
 
 
+def test_a_task_is_asked_as_itself_not_as_the_longest_of_its_run():
+    """Needles of 500 and 1,000 tokens, each beside a pass key of 2,000."""
+
+    def source(path, length):
+        made = task_run("needle", 1.0, 0.5, 0.5, prompt_tokens=2000)
+        for each in made:
+            each["tasks"]["needle"] |= {"most_prompt_tokens": length}
+        return runs.Source(path, made, False)
+
+    (group,) = runs.quality_groups([source("a", 500), source("b", 1000)])
+    assert list(group.columns.values()) == ["needle 500", "needle 1,000"]
+
+
+def test_a_comma_in_a_name_is_no_budget():
+    """Only `label, budget, schedule` is taken apart."""
+    made = record("Batch-Max, KeyDiff", "xsum", 0.4, 64, "prefill+decode")
+    made["label"] = None
+    slots = record("slots 48", "xsum", 0.4, 48, "prefill+decode", label="slots")
+    (group,) = runs.quality_groups([runs.Source("a", [made, slots], False)])
+    assert [row.budget for row in group.rows] == ["64", "48"]
+
+
 def test_models_and_devices_are_not_mixed(workdirs):
     other = task_run("xsum", 0.1, 0.1, 0.1, device="gpu")
     sources = [*runs.read(workdirs), runs.Source("gpu", other, False)]
@@ -156,7 +178,7 @@ def test_other_engines_stand_beside_ours():
         (None, "holds no records.jsonl"),
         ("", "holds no records: no method has finished"),
         ('{"method": "A"', "holds no records"),
-        ('{"a"\n{}\n', "line 1: not a JSON record.*; mend or remove the line"),
+        ('{"a"\n{}\n', "line 1: not a JSON record.*; mend or remove it"),
         ('{"method": "A", "task": "x"}\n', "line 1 is no record of a finished method"),
         ("[1]\n{}\n", "line 1 is no record"),
     ],

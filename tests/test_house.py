@@ -40,7 +40,7 @@ MAY = {
     },
     "metrics": set(),
     "tasks": {"types", "metrics", "tasks"},
-    "records": set(),
+    "records": {"types"},
     "cells": {"records"},
     "grids": set(),
     "tables": {"records", "cells", "grids"},

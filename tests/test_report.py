@@ -11,6 +11,7 @@ import pytest
 import kvjax
 from kvjax import cells, pictures, report, sweep_pictures, tables, throughput_pictures
 from kvjax.records import append_record, is_torn, made_by, read_records
+from kvjax.types import UserError
 
 
 def make_record(method, **changes):
@@ -98,7 +99,7 @@ def test_a_last_line_without_its_line_break_is_kept(tmp_path):
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_text('{}\n{"a"\n{}\n')
-    with pytest.raises(ValueError, match=r"records\.jsonl, line 2"):
+    with pytest.raises(UserError, match=r"records\.jsonl, line 2"):
         read_records(path)
 
 
@@ -106,8 +107,11 @@ def test_a_record_says_how_it_was_made(monkeypatch):
     monkeypatch.setattr("sys.argv", ["experiments/run.py", "--workdir=my runs", "-q"])
     made = made_by()
     assert made["command"] == "python experiments/run.py '--workdir=my runs' -q"
-    monkeypatch.setattr("sys.argv", ["/lib/ipykernel_launcher.py", "-f", "/tmp/x.json"])
-    assert made_by()["command"] == "a notebook"
+    for launcher in ("ipykernel_launcher.py", "colab_kernel_launcher.py"):
+        monkeypatch.setattr("sys.argv", [f"/lib/{launcher}", "-f", "/tmp/x.json"])
+        assert made_by()["command"] == "a notebook"
+    monkeypatch.setattr("sys.argv", [""])  # Python's own prompt
+    assert made_by()["command"] == "python ''"
     assert made["versions"]["kvjax"] == kvjax.__version__
     assert made["versions"]["jax"] == jax.__version__
 

@@ -145,10 +145,7 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _source(path: pathlib.Path) -> Source:
-    try:
-        records = read_records(path)
-    except ValueError as error:  # it names file and line
-        raise UserError(f"{error}; mend or remove the line") from None
+    records = read_records(path)
     if not records:
         raise UserError(f"{path} holds no records: no method has finished there")
     for number, record in enumerate(records, 1):
@@ -212,8 +209,9 @@ def _row(source: Source, record: Record) -> Row:
 def _plain_row(record: Record) -> Row:
     """Of a method called `label, budget, schedule`, what the parts say."""
     label, schedule = cells.label(record), cells.schedule(record)
-    rest = cells.text(record.get("method")).removeprefix(f"{label}, ").split(", ")
-    named = [part for part in rest if part not in (schedule, label)]
+    of_label, comma, rest = cells.text(record.get("method")).partition(f"{label}, ")
+    named = rest.split(", ") if comma and not of_label else []
+    named = [part for part in named if part != schedule]
     slots = cells.slots(record)
     budget = ", ".join(named) if named and named != [slots.replace(",", "")] else slots
     return Row(label, schedule, "all" if _is_full(record) else budget)
@@ -224,7 +222,8 @@ def _is_full(record: Record) -> bool:
 
 
 def _column(name: str, task: dict, record: Record) -> Column:
-    asked = (record.get(key) for key in ("prompt_tokens", "max_new_tokens"))
+    prompt = task.get("most_prompt_tokens", record.get("prompt_tokens"))
+    asked = prompt, task.get("max_new_tokens", record.get("max_new_tokens"))
     return Column(name, *asked, task.get("examples"), record.get("seed"))
 
 

@@ -148,18 +148,8 @@ def _made(records: Sequence[Record]) -> str:
     commands = dict.fromkeys(r["command"] for r in records if r.get("command"))
     told = " / ".join(map(_quoted, commands)) or "command not recorded"
     seeds = dict.fromkeys(str(r["seed"]) for r in records if r.get("seed") is not None)
-    return f"{told}; seed {' / '.join(seeds) or 'unknown'}; {versions(records)}"
+    return f"{told}; seed {' / '.join(seeds) or 'unknown'}; {cells.versions(records)}"
 
 
 def _quoted(text: str) -> str:
     return f"`{text}`"
-
-
-def versions(records: Sequence[Record]) -> str:
-    """Names and versions of the software that made records."""
-    found = {
-        f"{name} {version}"
-        for record in records
-        for name, version in (record.get("versions") or {}).items()
-    }
-    return ", ".join(sorted(found)) or "versions not recorded"
