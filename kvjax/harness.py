@@ -9,6 +9,7 @@ knows the models of its own package alone: this one registers kvjax and then cal
 docs/harness.md lists the model's arguments.
 """
 
+import dataclasses
 import functools
 import sys
 import warnings
@@ -22,7 +23,6 @@ from tqdm import tqdm
 from kvjax import completions, likelihood, programs
 from kvjax.evaluate import Method
 from kvjax.plan import device_memory
-from kvjax.programs import Job
 from kvjax.sampling import Sampling
 from kvjax.types import Model, UserError
 from kvjax.weights import load
@@ -353,17 +353,9 @@ class Requests:
         """The texts of a group's requests, as their batches come in."""
         longest = max(len(prompts[i]) for i in rows)
         size = programs.bucket(self.model.spec, self.made, longest, new)
-        job = Job(
-            self.model.spec,
-            self.made,
-            1,
-            size,
-            new,
-            str(self.model.params["embed"].dtype),
-            how,
-            completions.end_tokens(self.model),
-            steps=min(new, _LOOK),
-        )
+        ends = completions.end_tokens(self.model)
+        job = programs.job_of(self.model, self.made, size, new, how, ends)
+        job = dataclasses.replace(job, steps=min(new, _LOOK))
         for chosen, result in completions.run(
             self.model.params,
             job,

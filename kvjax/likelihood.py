@@ -155,6 +155,7 @@ def _judged(
         given = meshes.by_row(job.mesh, tokens, lengths)
         after, logprob, greedy = compiled.decode(params, state, logits, *given)
         cache.raise_errors(after)
+        del after  # the next turn's is not to lie beside it
         logprob, greedy = axes.fetched((logprob, greedy))
         for row in rows:
             total = float(np.sum(logprob[row], dtype=np.float64))

@@ -6,8 +6,10 @@ are first read off a two-layer model at two small batches, and then checked on t
 program that will run.
 """
 
+import contextlib
 import dataclasses
 import os
+import pathlib
 
 import jax
 from jax.sharding import Mesh
@@ -200,7 +202,8 @@ def device_memory(memory_gb: float | None = None) -> int:
     if memory_gb <= 0:
         raise UserError(f"memory_gb {memory_gb}: must be larger than 0")
     if own and memory_gb * 1e9 > own:
-        raise UserError(f"memory_gb {memory_gb}: the device offers {own / 1e9:.1f}")
+        offered = own // 10**8 / 10
+        raise UserError(f"memory_gb {memory_gb}: the device offers {offered}")
     return int(memory_gb * 1e9)
 
 
@@ -300,4 +303,9 @@ def program_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def _free_host_memory() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes that can be had without swapping; half of all where it is not told."""
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

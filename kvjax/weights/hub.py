@@ -75,8 +75,9 @@ def fetch(name: str) -> pathlib.Path:
 
 
 def is_id(name: str) -> bool:
-    """Whether a name has the form of a hub id: owner/name."""
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+    """Whether a name has the form of a hub id: owner/name, and not of a file."""
+    form = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    return form is not None and not name.endswith(".gguf")
 
 
 def snapshot(name: str) -> pathlib.Path:
