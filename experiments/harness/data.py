@@ -12,6 +12,7 @@ import os
 import datasets
 
 from kvjax import tasks
+from kvjax.tasks import bbh as bbh_rows
 from kvjax.tasks import data
 
 SEED = 0
@@ -29,8 +30,7 @@ def bbh(subtask, data_dir=None, **_):
 
 def bbh_choice(subtask, data_dir=None, **_):
     """Three shots, the first questions, with bare answers; the others are asked."""
-    source = data.Source(f"bbh/{subtask}", (), files=(f"bbh/tasks/{subtask}",))
-    rows = data.rows(source, "test", _folder(data_dir))
+    rows = list(data.rows(bbh_rows.source(subtask), "test", _folder(data_dir)))
     shots = [f"Q: {row['input']}\nA: {row['target']}" for row in rows[:3]]
     return _test(
         {

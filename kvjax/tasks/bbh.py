@@ -84,16 +84,17 @@ def grade(text: str, example: Example) -> dict[str, float]:
     return {"exact_match": metrics.answer_match(text, example.answers)}
 
 
+def source(subtask: str) -> data.Source:
+    """Where the rows of a subtask are to be had."""
+    files = f"bbh/tasks/{subtask}", f"bbh/{subtask}"
+    return data.Source(f"bbh/{subtask}", ("lukaemon/bbh", subtask), files=files)
+
+
 def _drawn(
     subtask: str, seed: int, data_dir: str | None
 ) -> list[tuple[str, int, data.Row]]:
     """All rows of a subtask in drawn order, with its name and their indices."""
-    source = data.Source(
-        f"bbh/{subtask}",
-        ("lukaemon/bbh", subtask),
-        files=(f"bbh/tasks/{subtask}", f"bbh/{subtask}"),
-    )
-    rows = data.rows(source, "test", data_dir)
+    rows = data.rows(source(subtask), "test", data_dir)
     return [(subtask, i, row) for i, row in data.draw(rows, None, seed, "bbh")]
 
 

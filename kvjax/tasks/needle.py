@@ -81,8 +81,13 @@ def examples(
       UserError: no room for needle and question in `length`, `count` below 1, a depth
         outside 0..1, or too little text for `count` different windows.
     """
+    check(count, depths)
     text = _split(haystack)
-    _check(count, depths, text)
+    if sum(text.opens) < count:
+        raise UserError(
+            f"haystack has {sum(text.opens)} sentences, too few for {count} examples "
+            "with different windows; give a longer text or a smaller count"
+        )
     rng = np.random.default_rng(seed)
     keys = _keys(rng, count, haystack)
     starts = _window_starts(rng, count, text)
@@ -103,16 +108,12 @@ def found(key: str, text: str) -> float:
     return float(re.search(rf"(?<!\d){key}(?!\d)", text) is not None)
 
 
-def _check(count: int, depths: Sequence[float], text: _Text) -> None:
+def check(count: int, depths: Sequence[float]) -> None:
+    """Raises UserError for a count below 1, no depth, or one outside 0..1."""
     if count < 1:
         raise UserError(f"count must be at least 1, got {count}")
     if not len(depths) or not all(0 <= depth <= 1 for depth in depths):
         raise UserError(f"depths must be one or more numbers in 0..1, got {depths}")
-    if sum(text.opens) < count:
-        raise UserError(
-            f"haystack has {sum(text.opens)} sentences, too few for {count} examples "
-            "with different windows; give a longer text or a smaller count"
-        )
 
 
 def _check_length(tokenizer: Any, length: int, keys: Sequence[str]) -> None:

@@ -15,7 +15,6 @@ import numpy as np
 
 from kvjax.tasks import fit, needle, text
 from kvjax.tasks.base import Example, Task
-from kvjax.types import UserError
 
 _TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and "
@@ -44,7 +43,7 @@ def _passkeys(
     The noise is cut between any two characters, as theirs is, and begins anew after the
     key. They draw the depth; for that, give many.
     """
-    _check(depths)
+    needle.check(count, depths)
     writer = fit.Writer(functools.partial(_write, tuple(depths)), 0)
     task = TASKS["passkey"]
     return fit.examples(task, writer, tokenizer, count, seed, length, reserved=0)
@@ -65,9 +64,7 @@ def _needles(
       seed: with the example's place, gives the seed there.
       haystack: a folder for `kvjax.tasks.text.haystack`.
     """
-    _check(depths)
-    if count < 1:
-        raise UserError(f"count must be at least 1, got {count}")
+    needle.check(count, depths)
     prose = text.haystack(haystack)
     chat = getattr(tokenizer, "chat_template", None)
     primer = needle.PRIMER if chat else f" {needle.PRIMER}"
@@ -79,11 +76,6 @@ def _needles(
         name = f"{length}-{seed}-{index}"
         examples.append(Example(name, made.message, (made.answer,), primer, details))
     return examples
-
-
-def _check(depths: Sequence[float]) -> None:
-    if not len(depths) or not all(0 <= depth <= 1 for depth in depths):
-        raise UserError(f"depths must be one or more numbers in 0..1, got {depths}")
 
 
 def _write(depths: tuple[float, ...], seed: tuple[int, ...], size: int) -> fit.Draft:

@@ -28,6 +28,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from kvjax import metrics
 from kvjax.tasks import fit, text
 from kvjax.tasks.base import Example, Task
 from kvjax.tasks.ruler import counting, files, niah, qa, tracking
@@ -113,16 +114,13 @@ def _ready(
 
 def _match_all(generated: str, example: Example) -> dict[str, float]:
     """The share of the answers that stand in the text, in any case of letters."""
-    return {"string_match_all": sum(_found(generated, example)) / len(example.answers)}
+    share = metrics.string_match_all(generated, example.answers)
+    return {"string_match_all": share}
 
 
 def _match_part(generated: str, example: Example) -> dict[str, float]:
     """Whether any answer stands in the text, in any case of letters."""
-    return {"string_match_part": float(any(_found(generated, example)))}
-
-
-def _found(generated: str, example: Example) -> list[bool]:
-    return [answer.lower() in generated.lower() for answer in example.answers]
+    return {"string_match_part": metrics.string_match_part(generated, example.answers)}
 
 
 def _tasks(
