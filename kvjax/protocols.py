@@ -96,7 +96,7 @@ def step_back(protocol: str, planned: Plan, count: int) -> Plan:
       UserError: there is none.
     """
     if isinstance(planned, staggered.StaggeredPlan) and planned.group > 1:
-        return dataclasses.replace(planned, group=planned.group // 2)
+        return dataclasses.replace(staggered.halved(planned), limit="out of memory")
     if planned.batch == 1:
         raise UserError(
             f"one row of {planned.job.spec.name} runs out of memory, though "

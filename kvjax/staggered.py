@@ -29,6 +29,7 @@ from kvjax.plan import (
     Plan,
     check_one_row,
     growth,
+    out_of_memory,
     program_bytes,
     state_bytes,
     too_small,
@@ -83,6 +84,7 @@ def plan_job(
 ) -> StaggeredPlan:
     """The largest pool of a job, whatever batch it names, then the largest groups.
 
+    The pool is the largest by what memory small ones need, which may be a row too few.
     The groups are as equal as their number allows: 10 rows of which 8 could be read at
     a time are read 5 by 5.
 
@@ -100,7 +102,14 @@ def plan_job(
     needed = {}
     while batch > 0:
         group = -(-batch // -(-batch // group))
-        needed = phase_bytes(dataclasses.replace(job, batch=batch), group)
+        try:
+            needed = phase_bytes(dataclasses.replace(job, batch=batch), group)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            limit = "compiler"
+            batch, group = (batch, group // 2) if group > 1 else (batch - 1, 1)
+            continue
         worst = max(needed, key=needed.get)
         if needed[worst] <= memory_bytes:
             return _plan(job, batch, group, limit, memory_bytes, needed[worst])
@@ -114,6 +123,13 @@ def plan_job(
         needed = phase_bytes(dataclasses.replace(job, batch=1), 1)
         worst = max(needed, key=needed.get)
     raise UserError(too_small(job, memory_bytes, worst, needed[worst]))
+
+
+def halved(planned: StaggeredPlan) -> StaggeredPlan:
+    """The same pool, read in groups of half as many rows."""
+    job, group = planned.job, planned.group // 2
+    peak = max(phase_bytes(job, group).values())
+    return _plan(job, planned.batch, group, planned.limit, planned.memory_bytes, peak)
 
 
 def check(job: Job) -> None:

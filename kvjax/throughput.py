@@ -28,7 +28,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax import programs, protocols, roofline, staggered
@@ -172,10 +171,10 @@ def run(
     """
     peers = peers or {}
     _check(experiment, peers)
-    workdir = opened(experiment, pathlib.Path(workdir), "records.jsonl")
+    workdir = opened(experiment, pathlib.Path(workdir))
     programs.keep_compiled()
     progress(f"loading {experiment.model}", 0)
-    model = load(experiment.model, jnp.dtype(experiment.dtype))
+    model = load(experiment.model, experiment.dtype)
     memory = device_memory(experiment.memory_gb)
     for new in experiment.max_new_tokens:
         for entry in experiment.methods:
@@ -361,17 +360,22 @@ def _prompts(experiment: Throughput, model: Model) -> Prompts:
     def grade(index, tokens):
         return needle.grade(examples[index], model.tokenizer.decode(tokens))
 
-    return Prompts(_equal([example.tokens for example in examples]), grade)
+    return Prompts(_equal(examples), grade)
 
 
-def _equal(prompts: list[Sequence[int]]) -> list[Sequence[int]]:
-    """All as long as the shortest: tokens go early in the text, before any key.
+def _equal(examples: Sequence[needle.Example]) -> list[Sequence[int]]:
+    """All as long as the shortest: a few tokens go from the text, far from the key.
 
     Engines that pad are not to pay for padding.
     """
-    least = min(map(len, prompts))
-    cut = least // 20  # keys stand at a tenth of the text or later
-    return [[*tokens[:cut], *tokens[cut + len(tokens) - least :]] for tokens in prompts]
+    least = min(len(example.tokens) for example in examples)
+
+    def shortened(example):
+        cut = least // 4 if example.depth >= 0.5 else 3 * least // 4
+        rest = cut + len(example.tokens) - least
+        return [*example.tokens[:cut], *example.tokens[rest:]]
+
+    return list(map(shortened, examples))
 
 
 def _job(experiment: Throughput, model: Model, entry: Entry, new: int) -> Job:
@@ -388,6 +392,8 @@ def _check(experiment: Throughput, peers: Mapping[str, Peer]) -> None:
         raise UserError(f"methods {names}: give one or more, with different names")
     if not experiment.max_new_tokens:
         raise UserError("max_new_tokens is empty: give one number or more")
+    if experiment.seed < 0:
+        raise UserError(f"seed {experiment.seed}: 0 or more")
     sizes = {"prompts": experiment.prompts, "repeats": experiment.repeats}
     sizes |= {"prompt_tokens": experiment.prompt_tokens}
     for field, value in [
