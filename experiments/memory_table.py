@@ -71,7 +71,7 @@ def table(rows):
     names = list(next(iter(rows.values()))["batch"][str(DEVICES[0])])
     head = [f"{device} GB: {', '.join(names)}" for device in DEVICES]
     lines = [
-        f"| model | weights GB | KV MB per token | {' | '.join(head)} |",
+        f"| model | weights GB | KV MiB per token | {' | '.join(head)} |",
         "|---|---|---|" + "---|" * len(DEVICES),
     ]
     for name, figures in rows.items():

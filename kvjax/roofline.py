@@ -139,11 +139,6 @@ def step(job: Job, rows: int, tokens: int, held: tuple[int, ...], logits: bool) 
     return Work(float(flops), float(moved))
 
 
-def all_weights(spec: ModelSpec) -> int:
-    """Numbers that the model is made of."""
-    return sum(leaf.size for leaf in jax.tree.leaves(decoder.param_shapes(spec)))
-
-
 def active_weights(spec: ModelSpec) -> int:
     """Weights of the layers' matrices that one token is multiplied with."""
     return sum(
@@ -163,12 +158,12 @@ def layer_weights(spec: ModelSpec, tokens: int) -> int:
 
 
 def _sizes(spec, layer, tokens, matrices) -> Iterator[int]:
-    """Of a layer's arrays; of stacks of experts, what the tokens can use."""
+    """Of a layer's arrays; of stacks of experts, what evenly routed tokens use."""
     for name, leaf in layer.items():
         for part in jax.tree.leaves(leaf):
             if spec.experts and name in ("gate_up", "up", "down"):
-                used = min(spec.experts, tokens * spec.experts_used)
-                yield part.size // spec.experts * used
+                idle = (1 - spec.experts_used / spec.experts) ** tokens
+                yield round(part.size * (1 - idle))
             elif part.ndim > 1 or not matrices:
                 yield part.size
 
