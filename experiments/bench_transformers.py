@@ -111,7 +111,7 @@ def race(case: Case, ours, peer) -> dict[str, Any]:
 def kvjax_side(peer: peers.Peer):
     """Our side; imported here because the worker's environment need not have JAX."""
     import kvjax
-    from kvjax import cache, completions
+    from kvjax import completions, compression
     from kvjax.programs import Job
     from kvjax.tasks import text
     from kvjax.weights import hub
@@ -119,7 +119,7 @@ def kvjax_side(peer: peers.Peer):
     model = kvjax.load(FLAGS.model)
     peer.load(hub.fetch(FLAGS.model))
     full = kvjax.Schedule("full", block=FLAGS.block)
-    made = cache.compression(model.spec, None, None, full)
+    made = compression.make(model.spec, None, None, full)
     words = model.tokenizer(text.haystack(), verbose=False)["input_ids"]
 
     class Ours:

@@ -12,7 +12,7 @@ import json
 
 from absl import app, flags
 
-from kvjax import cache, policies
+from kvjax import compression, policies
 from kvjax.models import published
 from kvjax.plan import state_bytes, weights_bytes
 from kvjax.programs import Job
@@ -62,7 +62,7 @@ def _job(spec, tokens, budget, dtype):
     """A job of one row that reads `tokens` and writes none."""
     rule = policies.average_attention() if budget else None
     schedule = Schedule() if budget else Schedule("full")
-    made = cache.compression(spec, rule, budget, schedule)
+    made = compression.make(spec, rule, budget, schedule)
     return Job(spec, made, 1, tokens, 0, dtype)
 
 

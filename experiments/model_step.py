@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import cache, policies
+from kvjax import cache, compression, policies
 from kvjax.models import decoder, published
 from kvjax.types import ModelSpec, Schedule
 
@@ -35,7 +35,7 @@ SPECS = {
 
 def made(spec, slots, implementation=None):
     """Batch-Max: average attention, 64 pairs at a time."""
-    return cache.compression(
+    return compression.make(
         spec,
         policies.average_attention(),
         slots,

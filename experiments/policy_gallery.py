@@ -35,7 +35,7 @@ from gallery_words import (
 )
 from tqdm import tqdm
 
-from kvjax import cache, completions, layerwise, policies, programs
+from kvjax import cache, completions, compression, layerwise, policies, programs
 from kvjax.records import Record, read_records
 from kvjax.tasks import needle
 from kvjax.tasks.text import haystack
@@ -136,14 +136,14 @@ def readings_of(
         yield runs
 
 
-def _made(model: Any, policy: policies.Policy, phases: str) -> cache.Compression:
+def _made(model: Any, policy: policies.Policy, phases: str) -> compression.Compression:
     schedule = Schedule(phases, BLOCK, BLOCK)
-    return cache.compression(model.spec, policy, BUDGET, schedule)
+    return compression.make(model.spec, policy, BUDGET, schedule)
 
 
 def full_cache(model: Any, tokens: Sequence[int]) -> list[int]:
     """What follows if nothing goes."""
-    made = cache.compression(model.spec, None, None, Schedule("full", BLOCK))
+    made = compression.make(model.spec, None, None, Schedule("full", BLOCK))
     reading = layerwise.read(model, made, [tokens], NEW)
     eos = completions.end_tokens(model)
     return layerwise.write(model, made, reading, NEW, eos)[1][0]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax import axes, cache, meshes, programs
+from kvjax import axes, cache, compression, meshes, programs
 from kvjax.codecs import Codec, identity
 from kvjax.generate import NO_EOS
 from kvjax.plan import device_memory, plan_job
@@ -100,7 +100,7 @@ def generate(
         outside the vocabulary, a budget that does not fit policy and schedule, too
         little memory for one row. All before anything is compiled.
     """
-    made = cache.compression(
+    made = compression.make(
         model.spec,
         policy,
         budget if policy else None,

@@ -24,6 +24,7 @@ from kvjax import (
     axes,
     cache,
     completions,
+    compression,
     layerwise,
     meshes,
     programs,
@@ -193,7 +194,7 @@ def _whole(model: Model) -> _Engine:
     return _Engine(check_one_row, plan_job, run_batch, forced, forget)
 
 
-def _layers(model: Model, methods: Iterable[cache.Compression]) -> _Engine:
+def _layers(model: Model, methods: Iterable[compression.Compression]) -> _Engine:
     readings = layerwise.Readings(model, methods)
 
     def run_batch(job, seed, prompts, rows, stop):
@@ -297,7 +298,7 @@ def _reference(model, run, workdir, say) -> np.ndarray:
     path = workdir / "reference.npy"
     if not path.exists():
         say("the full cache's predictions", 0)
-        full = cache.compression(model.spec, None, None)
+        full = compression.make(model.spec, None, None)
         logits = run(full)
         partial = path.with_suffix(".part.npy")
         np.save(partial, logits)
@@ -306,7 +307,7 @@ def _reference(model, run, workdir, say) -> np.ndarray:
 
 
 def _forced(
-    model: Model, forced, windows, memory: int, made: cache.Compression
+    model: Model, forced, windows, memory: int, made: compression.Compression
 ) -> np.ndarray:
     """Teacher-forced logits f32[windows, continuation, V], as many as fit at a time."""
     job = _window_job(model, made, windows)
@@ -319,14 +320,14 @@ def _forced(
     return np.concatenate(parts)
 
 
-def _window_job(model: Model, made: cache.Compression, windows) -> Job:
+def _window_job(model: Model, made: compression.Compression, windows) -> Job:
     prompt, new = len(windows[0].prompt), len(windows[0].continuation)
     return programs.job_of(
         model, made, programs.bucket(model.spec, made, prompt, new), new
     )
 
 
-def _forced_batch(model: Model, windows, made: cache.Compression) -> np.ndarray:
+def _forced_batch(model: Model, windows, made: compression.Compression) -> np.ndarray:
     job, params = _window_job(model, made, windows), model.params
     job = dataclasses.replace(job, batch=-(-len(windows) // job.ways) * job.ways)
     tokens, lengths = completions.packed(job, [window.prompt for window in windows])

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from kvjax import cache, policies
+from kvjax import compression, policies
 from kvjax.plan import device_memory
 from kvjax.types import ModelSpec, Schedule, UserError
 
@@ -28,8 +28,8 @@ class Method:
       options: the policy's parameters.
       phases, block, evict: the `Schedule`; `evict` None is the block.
       budget: |kv|, one int or one per layer; None for the full cache.
-      rope: where a key stands for its rotary angle, see `cache.Compression`.
-      implementation: which attention runs, see `cache.Compression`.
+      rope: where a key stands for its rotary angle, see `compression.Compression`.
+      implementation: which attention runs, see `compression.Compression`.
       label: what the methods have in common that differ only in budget and schedule,
         the name of their row in a sweep's tables and pictures; None is the name.
     """
@@ -45,10 +45,10 @@ class Method:
     implementation: str | None = None
     label: str | None = None
 
-    def compression(self, spec: ModelSpec) -> cache.Compression:
+    def compression(self, spec: ModelSpec) -> compression.Compression:
         """Raises UserError where the parts do not fit each other."""
         policy, schedule = self.check()
-        return cache.compression(
+        return compression.make(
             spec,
             policy,
             self.budget,
@@ -66,7 +66,7 @@ class Method:
         policy = policies.make(self.policy, **dict(self.options))
         budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
         for budget in set(budgets) - {None}:
-            cache.check_budget(budget, policy, schedule)
+            compression.check_budget(budget, policy, schedule)
         return policy, schedule
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import axes, cache, sampling, sharding
+from kvjax import axes, cache, compression, sampling, sharding
 from kvjax.models import decoder
 from kvjax.types import ModelSpec, PyTree
 
@@ -30,7 +30,7 @@ def prefill(
     lengths: Int[Array, "B"],
     *,
     spec: ModelSpec,
-    made: cache.Compression,
+    made: compression.Compression,
 ) -> tuple[cache.KVState, Float[Array, "B V"]]:
     """Reads the prompts block by block, evicting on the way if the schedule says so.
 
@@ -83,7 +83,7 @@ def decode(
     limit: Int[Array, ""] | None = None,
     *,
     spec: ModelSpec,
-    made: cache.Compression,
+    made: compression.Compression,
     steps: int,
     how: sampling.Sampling = GREEDY,
     eos: tuple[int, ...] = NO_EOS,
@@ -146,7 +146,7 @@ def score_tokens(
     tokens: Int[Array, "B T"],
     *,
     spec: ModelSpec,
-    made: cache.Compression,
+    made: compression.Compression,
 ) -> tuple[cache.KVState, Float[Array, "T B V"]]:
     """Teacher forcing: feeds given tokens one at a time, as decoding would.
 
@@ -171,7 +171,7 @@ def score(
     lengths: Int[Array, "B"],
     *,
     spec: ModelSpec,
-    made: cache.Compression,
+    made: compression.Compression,
 ) -> tuple[cache.KVState, Float[Array, "B N"], Bool[Array, "B N"]]:
     """Teacher forcing: how likely given continuations are.
 
@@ -234,7 +234,7 @@ def compact(
     state: cache.KVState,
     *,
     spec: ModelSpec,
-    made: cache.Compression,
+    made: compression.Compression,
     capacity: tuple[int, ...],
 ) -> cache.KVState:
     """`sharding.compact`, jitted: the step between prefill and decode.

@@ -43,7 +43,7 @@ class Requests:
       schedule, block, evict: of `kvjax.Schedule`; `evict` None is the block.
       dtype, context: of `kvjax.load`.
       memory_gb: see `kvjax.plan.device_memory`; batches are as large as it allows.
-      rope, implementation: of `kvjax.cache.Compression`.
+      rope, implementation: of `kvjax.compression.Compression`.
       seed: of the sampling.
       batch_size: the harness's; 1, its default, and `auto` are as many prompts as fit,
         another number is the most at once.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax import cache
+from kvjax import cache, compression
 from kvjax.generate import compact
 from kvjax.models import decoder
 from kvjax.policies import Policy
@@ -48,7 +48,7 @@ class Readings:
       UserError: a method whose budgets differ between layers: all run one program.
     """
 
-    def __init__(self, model: Model, methods: Iterable[cache.Compression]):
+    def __init__(self, model: Model, methods: Iterable[compression.Compression]):
         methods = list(methods)
         if model.spec.window_theta is not None:
             raise UserError(
@@ -66,7 +66,9 @@ class Readings:
         self._watching = tuple(dict.fromkeys(made.policy for made in late))
         self._known: dict[tuple, Reading] = {}
 
-    def after(self, made: cache.Compression, prompts: Prompts, new: int) -> Reading:
+    def after(
+        self, made: compression.Compression, prompts: Prompts, new: int
+    ) -> Reading:
         """The prompts read and compressed, with room for `new` tokens.
 
         Args:
@@ -87,7 +89,9 @@ class Readings:
         return _shrunk(self._model, made, Reading(states, shared.logits), new)
 
 
-def read(model: Model, made: cache.Compression, prompts: Prompts, new: int) -> Reading:
+def read(
+    model: Model, made: compression.Compression, prompts: Prompts, new: int
+) -> Reading:
     """The prompts block by block, with evictions if the schedule has them."""
     spec, block = model.spec, made.schedule.block
     lengths = np.asarray([len(prompt) for prompt in prompts])
@@ -112,7 +116,7 @@ def read(model: Model, made: cache.Compression, prompts: Prompts, new: int) -> R
 
 def write(
     model: Model,
-    made: cache.Compression,
+    made: compression.Compression,
     reading: Reading,
     steps: int,
     eos: tuple,
@@ -141,7 +145,7 @@ def write(
 
 
 def score_tokens(
-    model: Model, made: cache.Compression, reading: Reading, given: np.ndarray
+    model: Model, made: compression.Compression, reading: Reading, given: np.ndarray
 ) -> np.ndarray:
     """Teacher forcing: logits [B, N + 1, V] before and after each of N given tokens."""
     made, reading = _without_watching(made, reading)
@@ -196,7 +200,7 @@ def _layer(
     tokens: Array,
     *,
     spec: ModelSpec,
-    made: cache.Compression,
+    made: compression.Compression,
     prompt: bool,
     like: int,
 ) -> tuple[Float[Array, "B T M"], cache.KVState]:
@@ -236,7 +240,7 @@ def _shrunk(model: Model, made, reading: Reading, new: int) -> Reading:
     return reading._replace(states=tuple(map(shrink, reading.states)))
 
 
-def _without_watching(made: cache.Compression, reading: Reading):
+def _without_watching(made: compression.Compression, reading: Reading):
     """Drops policy and statistics where nothing will be evicted any more.
 
     All such methods then run the same program.
@@ -250,7 +254,7 @@ def _without_watching(made: cache.Compression, reading: Reading):
     return plain, reading._replace(states=bare)
 
 
-def _is_late(made: cache.Compression) -> bool:
+def _is_late(made: compression.Compression) -> bool:
     """Whether the prompt is read as if the cache were full, and keys stay in place."""
     return made.schedule.phases == "after_prefill" and made.rope == "true"
 

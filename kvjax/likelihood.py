@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax import axes, cache, completions, meshes, programs
+from kvjax import axes, cache, completions, compression, meshes, programs
 from kvjax.plan import plan_job
 from kvjax.programs import Job
 from kvjax.types import Model, PyTree, UserError
@@ -37,7 +37,7 @@ class _Context(NamedTuple):
 
 def likelihoods(
     model: Model,
-    made: cache.Compression,
+    made: compression.Compression,
     pairs: Sequence[tuple[Tokens, Tokens]],
     memory_bytes: int,
     *,
@@ -111,7 +111,7 @@ def _check(model: Model, pairs: Sequence[tuple[Tokens, Tokens]]) -> None:
 
 
 def _jobs(
-    model: Model, made: cache.Compression, pairs: Sequence[tuple[Tokens, Tokens]]
+    model: Model, made: compression.Compression, pairs: Sequence[tuple[Tokens, Tokens]]
 ) -> Iterator[tuple[Job, list[_Context]]]:
     """Contexts of like size with what is done to them, the largest first."""
     asked: dict[tuple[int, ...], list[int]] = defaultdict(list)

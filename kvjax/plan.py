@@ -14,7 +14,7 @@ import pathlib
 import jax
 from jax.sharding import Mesh
 
-from kvjax import axes, cache, meshes, programs
+from kvjax import axes, compression, meshes, programs
 from kvjax.policies import Policy, average_attention
 from kvjax.programs import Job
 from kvjax.types import ModelSpec, Schedule, UserError
@@ -86,13 +86,13 @@ def plan(
       mesh: of `kvjax.meshes.mesh`; None is one device.
 
     Raises:
-      UserError: not even one row fits; or what `cache.compression` refuses.
+      UserError: not even one row fits; or what `compression.make` refuses.
     """
     if policy is None and budget is not None:
         policy = average_attention()
     if prompt_tokens is None:
         prompt_tokens = spec.context_length - max_new_tokens
-    made = cache.compression(spec, policy, budget, schedule)
+    made = compression.make(spec, policy, budget, schedule)
     prompt = programs.bucket(spec, made, prompt_tokens, max_new_tokens)
     ways = mesh.shape[axes.DATA] if mesh else 1
     spec = meshes.fitted(spec, mesh)

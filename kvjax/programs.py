@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from kvjax import axes, cache, meshes, sampling, sharding
+from kvjax import axes, cache, compression, meshes, sampling, sharding
 from kvjax.generate import GREEDY, NO_EOS, compact, decode, prefill, score
 from kvjax.models import decoder
 from kvjax.types import Model, ModelSpec, PyTree, UserError
@@ -44,7 +44,7 @@ class Job:
     """
 
     spec: ModelSpec
-    made: cache.Compression
+    made: compression.Compression
     batch: int
     prompt: int
     new: int
@@ -78,7 +78,7 @@ class Job:
 
 def job_of(
     model: Model,
-    made: cache.Compression,
+    made: compression.Compression,
     prompt: int,
     new: int,
     how: sampling.Sampling = GREEDY,
@@ -103,7 +103,9 @@ class Programs(NamedTuple):
     decode: jax.stages.Compiled
 
 
-def bucket(spec: ModelSpec, made: cache.Compression, longest: int, new: int) -> int:
+def bucket(
+    spec: ModelSpec, made: compression.Compression, longest: int, new: int
+) -> int:
     """Prompt tokens that a program is compiled for.
 
     A state whose capacity does not depend on the prompt gets one program for every
@@ -125,7 +127,7 @@ def bucket(spec: ModelSpec, made: cache.Compression, longest: int, new: int) -> 
     return math.ceil(longest / grain) * grain
 
 
-def size_class(made: cache.Compression, longest: int) -> int:
+def size_class(made: compression.Compression, longest: int) -> int:
     """Prompts of one class share programs without much waste: each is twice as long.
 
     One class where the state's capacity does not depend on the prompt.

@@ -14,14 +14,14 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from kvjax import axes, cache
+from kvjax import axes, cache, compression
 from kvjax.models import decoder
 from kvjax.types import LayerOps, ModelSpec, PyTree
 
 
 def state_partitions(
     spec: ModelSpec,
-    made: cache.Compression,
+    made: compression.Compression,
     capacity: tuple[int, ...],
     over: Mesh | jax.sharding.AbstractMesh,
 ) -> PyTree:
@@ -33,7 +33,7 @@ def state_partitions(
 
 @functools.lru_cache(maxsize=256)
 def state_specs(
-    spec: ModelSpec, made: cache.Compression, capacity: tuple[int, ...]
+    spec: ModelSpec, made: compression.Compression, capacity: tuple[int, ...]
 ) -> PyTree:
     """Which axis of every leaf of a `KVState` is rows and which is heads.
 
@@ -71,7 +71,7 @@ def step_layer(
     ops: LayerOps,
     state: cache.KVState,
     *,
-    made: cache.Compression,
+    made: compression.Compression,
     n: Array,
     tokens: Array | None = None,
     prompt: bool,
@@ -101,7 +101,7 @@ def step_layer(
 def compact(
     spec: ModelSpec,
     state: cache.KVState,
-    made: cache.Compression,
+    made: compression.Compression,
     capacity: tuple[int, ...],
 ) -> cache.KVState:
     """`cache.compact`, by every shard for its own rows and heads."""
@@ -116,8 +116,8 @@ def compact(
 
 
 def _layer_of(
-    state: cache.KVState, made: cache.Compression, index: int
-) -> tuple[cache.KVState, cache.Compression]:
+    state: cache.KVState, made: compression.Compression, index: int
+) -> tuple[cache.KVState, compression.Compression]:
     """One layer's part of the state, as the state of a model with that layer alone."""
     layers, stats = (state.layers[index],), (state.stats[index],)
     budget = made.budget and made.budget[index : index + 1]
@@ -131,6 +131,8 @@ def _put_back(state: cache.KVState, part: cache.KVState, index: int) -> cache.KV
     return state.replace(layers=tuple(layers), stats=tuple(stats), error=part.error)
 
 
-def _specs(spec: ModelSpec, made: cache.Compression, state: cache.KVState) -> PyTree:
+def _specs(
+    spec: ModelSpec, made: compression.Compression, state: cache.KVState
+) -> PyTree:
     capacity = tuple(layer.pos.shape[2] for layer in state.layers)
     return state_specs(spec, made, capacity)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import attention, cache
+from kvjax import attention, cache, compression
 from kvjax.implementations import PLAIN
 from kvjax.types import Schedule
 
@@ -99,7 +99,7 @@ def generated(model, policy, phases, implementation, budget=32, dtype="float32")
     """Tokens and kept positions of a ragged batch under one implementation."""
     spec = model.spec
     schedule = Schedule(phases, block=8, evict=8)
-    made = cache.compression(
+    made = compression.make(
         spec, policy, budget, schedule, implementation=implementation
     )
     lengths = jnp.array([50, 23, 40], jnp.int32)

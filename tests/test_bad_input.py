@@ -11,7 +11,7 @@ import pytest
 from conftest import tiny_spec
 
 import kvjax
-from kvjax import Schedule, UserError, cache, evaluate, policies
+from kvjax import Schedule, UserError, cache, compression, evaluate, policies
 from kvjax.experiment import from_config
 from kvjax.plan import device_memory
 from kvjax.sampling import Sampling
@@ -26,7 +26,7 @@ def compress(**changes):
         "budget": 32,
         "schedule": Schedule(block=8, evict=8),
     }
-    return cache.compression(SPEC, **(given | changes))
+    return compression.make(SPEC, **(given | changes))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_overflow_is_told(tiny):
     """Driven past its capacity, the state says so instead of losing pairs silently."""
     from kvjax.generate import prefill
 
-    made = cache.compression(SPEC, None, None, Schedule("full", block=8))
+    made = compression.make(SPEC, None, None, Schedule("full", block=8))
     state = cache.init(SPEC, made, 1, (8, 8))
     state, _ = prefill(
         tiny.params,

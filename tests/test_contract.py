@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import often
 
-from kvjax import Schedule, cache, policies
+from kvjax import Schedule, cache, compression, policies
 
 BUDGET, BLOCK, PROMPT, NEW = 56, 8, 104, 30
 LENGTHS = (5, 56, 57, 70, 0, 101)  # below, at and above the budget; one row unused
@@ -53,9 +53,9 @@ CASES += [(name, SCHEDULES[0]) for name in VARIANTS]
 
 
 @functools.cache
-def compression(policy, phases, spec=SPEC, **options):
+def compressed(policy, phases, spec=SPEC, **options):
     schedule = Schedule(phases, block=BLOCK, evict=BLOCK)
-    return cache.compression(spec, policy, BUDGET, schedule, **options)
+    return compression.make(spec, policy, BUDGET, schedule, **options)
 
 
 def run(made, data=DATA, lengths=LENGTHS, spec=SPEC, spoil=lambda state: state):
@@ -98,7 +98,7 @@ def programs_compiled():
 def case(request):
     """One policy under one schedule, and what it keeps of the six rows together."""
     name, phases = request.param
-    made = compression(POLICIES[name], phases)
+    made = compressed(POLICIES[name], phases)
     return name, made, run(made)
 
 
@@ -140,7 +140,7 @@ def test_a_row_does_not_see_its_neighbours(case):
     name, made, states = case
     compiled = programs_compiled()
     if name in policies.names():  # a policy made again is the same policy
-        made = compression(policies.make(name), made.schedule.phases)
+        made = compressed(policies.make(name), made.schedule.phases)
     order = np.asarray([3, 0, 5, 4, 1, 2])
     rows = {"q", "k", "v", "tokens"}
     moved = DATA._replace(**{f: getattr(DATA, f)[order] for f in rows})
@@ -201,8 +201,8 @@ def test_ways_to_make_room_agree(name):
     With all queries, keys and values alike, every score that does not come from
     positions ties.
     """
-    reuse = compression(POLICIES[name], "prefill+decode")
-    gather = compression(POLICIES[name], "prefill+decode", room="gather")
+    reuse = compressed(POLICIES[name], "prefill+decode")
+    gather = compressed(POLICIES[name], "prefill+decode", room="gather")
     same(kept(run(gather)[2]), kept(run(reuse)[2]))
     alike = DATA._replace(
         q=np.ones_like(DATA.q), k=np.ones_like(DATA.k), v=np.ones_like(DATA.v)
@@ -220,7 +220,7 @@ def test_groups_dtypes_and_pinned_pairs(name, group, dtype):
         lambda x: jnp.asarray(x, dtype) if x.dtype == np.float32 else x, data
     )
     small = policies.make(name, **SMALL.get(name, {}))
-    made = compression(policies.protect(small, 3, 5), "prefill+decode", spec)
+    made = compressed(policies.protect(small, 3, 5), "prefill+decode", spec)
     lengths = (40, 101)
     *_, end = run(made, data, lengths, spec)
     assert str(end.layers[0].k.dtype) == dtype
@@ -235,7 +235,7 @@ def test_groups_dtypes_and_pinned_pairs(name, group, dtype):
 def test_jit_equals_eager(name):
     """Three blocks, with an eviction before the last."""
     small = policies.make(name, **SMALL.get(name, {}))
-    made = cache.compression(SPEC, small, BUDGET, Schedule(block=24, evict=24))
+    made = compression.make(SPEC, small, BUDGET, Schedule(block=24, evict=24))
     prompts, _ = layer.split(DATA, 3 * 24)
 
     def read():

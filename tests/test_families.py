@@ -14,7 +14,7 @@ from conftest import often
 from safetensors.numpy import load_file, save_file
 
 import kvjax
-from kvjax import cache, layerwise, policies
+from kvjax import cache, compression, layerwise, policies
 from kvjax.types import Schedule, UserError
 
 generation = importlib.import_module("kvjax.generate")  # the function hides the module
@@ -58,7 +58,7 @@ def run(model, data, policy=None, block=7, implementation=None):
     length, new = tokens.shape[1], data["greedy"].shape[1]
     schedule = Schedule("prefill+decode" if policy else "full", block, block)
     budget = 64 if policy else None
-    made = cache.compression(
+    made = compression.make(
         spec, policy, budget, schedule, implementation=implementation
     )
     room = made.prefill_capacity(spec, length, new)
@@ -161,7 +161,7 @@ def test_layer_by_layer_is_the_whole_model(tmp_path, name):
     """`kvjax.layerwise` runs each kind of layer as the model does."""
     data = dict(np.load(file_of(name)))
     model = loaded(written(file_of(name), tmp_path), data)
-    made = cache.compression(model.spec, None, None, Schedule("full", 7, 7))
+    made = compression.make(model.spec, None, None, Schedule("full", 7, 7))
     tokens = [row.tolist() for row in data["tokens"]]
     found = layerwise.read(model, made, tokens, 16)
     np.testing.assert_allclose(found.logits, data["next_logits"][:, 0], atol=2e-4)

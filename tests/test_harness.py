@@ -15,7 +15,15 @@ import tokenizers
 import transformers
 from conftest import tiny_model
 
-from kvjax import Schedule, cache, completions, likelihood, policies, programs
+from kvjax import (
+    Schedule,
+    cache,
+    completions,
+    compression,
+    likelihood,
+    policies,
+    programs,
+)
 from kvjax.generate import compact, prefill, score_tokens
 from kvjax.harness import Requests
 from kvjax.models import decoder
@@ -263,7 +271,7 @@ def test_long_contexts_lose_their_beginning_and_a_warning_counts_them(model):
 
 
 def test_likelihoods_refuse_what_does_not_fit(model):
-    made = cache.compression(model.spec, None, None)
+    made = compression.make(model.spec, None, None)
     ask = functools.partial(likelihood.likelihoods, model, made, memory_bytes=10**8)
     with pytest.raises(UserError, match="context 1 is empty"):
         ask([((1,), (2,)), ((), (2,))])
@@ -327,7 +335,7 @@ def test_pauses_change_nothing(model, case, how):
     """Looked at every 5 tokens, rows write what they write in one go."""
     policy, phases = case
     schedule = Schedule(phases, 8, 8)
-    made = cache.compression(
+    made = compression.make(
         model.spec,
         policies.make(policy) if policy else None,
         24 if policy else None,
@@ -348,7 +356,7 @@ def test_pauses_change_nothing(model, case, how):
 
 
 def test_stopped_rows_end_at_the_next_look(model):
-    made = cache.compression(model.spec, None, None)
+    made = compression.make(model.spec, None, None)
     prompts = [ids(model, words(n, n)) for n in (3, 24)]
     job = programs.Job(model.spec, made, 2, 128, 18, steps=5)
     whole = completions.run_batch(model.params, job, prompts, range(2))

@@ -8,7 +8,7 @@ from conftest import tiny_spec
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from kernels import TOLERANCE, by_hand, draw, finite
 
-from kvjax import attention, cache, implementations, policies
+from kvjax import attention, compression, implementations, policies
 from kvjax.pallas import tpu
 from kvjax.pallas.common import Scored
 from kvjax.types import Scoring, UserError
@@ -94,7 +94,7 @@ def test_too_many_slots_for_a_kernel():
 
 def test_a_compression_knows_the_names():
     with pytest.raises(UserError, match="'flash' is unknown"):
-        cache.compression(tiny_spec(), policies.random(), 99, implementation="flash")
+        compression.make(tiny_spec(), policies.random(), 99, implementation="flash")
 
 
 def by_reference(q, k, v, *rest, stats):

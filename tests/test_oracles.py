@@ -23,7 +23,7 @@ from conftest import tiny_spec
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kvjax import Schedule, cache, policies
+from kvjax import Schedule, cache, compression, policies
 from kvjax.models import decoder
 from kvjax.types import LayerOps
 
@@ -56,9 +56,9 @@ class Case:
         return Schedule(self.phases, block=block, evict=evict)
 
     @property
-    def made(self) -> cache.Compression:
+    def made(self) -> compression.Compression:
         options = dict(self.options)
-        return cache.compression(
+        return compression.make(
             SPEC, self.policy, self.shape[0], self.schedule, **options
         )
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from conftest import tiny_spec
 
-from kvjax import Schedule, cache, policies, roofline, staggered
+from kvjax import Schedule, compression, policies, roofline, staggered
 from kvjax.models import decoder, published
 from kvjax.plan import as_plan, state_bytes, weights_bytes
 from kvjax.programs import Job, init_state
@@ -64,7 +64,7 @@ def test_flops_are_the_compiler_s(tokens, slots, rows, logits):
 
     One step outside any loop, whose body XLA would count once.
     """
-    made = cache.compression(SPEC, None, None)
+    made = compression.make(SPEC, None, None)
     job = Job(SPEC, made, rows, 256, 8)
     capacity = (slots,) * SPEC.num_layers
 
@@ -88,7 +88,7 @@ def test_flops_are_the_compiler_s(tokens, slots, rows, logits):
 
 def test_bytes_are_the_arrays():
     """Weights once, all pairs read, the new ones written."""
-    made = cache.compression(SPEC, None, None)
+    made = compression.make(SPEC, None, None)
     job = Job(SPEC, made, 4, 256, 8)
     work = roofline.step(job, 4, 1, job.decode_capacity, logits=True)
     slots = 4 * sum(job.decode_capacity) * SPEC.num_kv_heads
@@ -103,7 +103,7 @@ def test_bytes_are_the_arrays():
 
 def test_a_full_prefill_by_hand():
     """Blocks of 64 over 160 tokens: 64, 128, then 160 pairs; the head once."""
-    made = cache.compression(SPEC, None, None, Schedule("full", block=64))
+    made = compression.make(SPEC, None, None, Schedule("full", block=64))
     found = roofline.total(roofline.prefill(plan_of(made), 160))
     read = 64 * 64 + 64 * 128 + 32 * 160
     attention = 4 * 2 * 4 * 32 * read * 4 * SPEC.num_layers
@@ -138,12 +138,12 @@ def held(made, prompt_tokens, new=8):
 )
 def test_pairs_held(tiny, schedule, budget, blocks, steps):
     """As the engine itself holds them, at the end of a real run of the same sizes."""
-    made = cache.compression(SPEC, policies.recency(), budget, schedule)
+    made = compression.make(SPEC, policies.recency(), budget, schedule)
     read, written = held(made, 256, new=4)
     assert read == blocks and written == steps
     from kvjax import completions
 
-    made = cache.compression(tiny.spec, policies.recency(), budget, schedule)
+    made = compression.make(tiny.spec, policies.recency(), budget, schedule)
     context = tiny.spec.__class__(**(vars(tiny.spec) | {"context_length": 512}))
     job = Job(context, made, 1, 256, 4)
     state = completions.run_batch(tiny.params, job, [[1] * 256], [0]).state
@@ -152,7 +152,7 @@ def test_pairs_held(tiny, schedule, budget, blocks, steps):
 
 def test_windows_bound_what_is_read():
     spec = tiny_spec(windows=(16, 0))
-    made = cache.compression(spec, None, None)
+    made = compression.make(spec, None, None)
     job = Job(spec, made, 1, 256, 8)
     all_read = roofline.step(job, 1, 1, (100, 100), False).bytes
     near = roofline.step(job, 1, 1, (16, 100), False).bytes
@@ -160,7 +160,7 @@ def test_windows_bound_what_is_read():
 
 
 def test_a_pool_reads_the_weights_for_every_group():
-    made = cache.compression(SPEC, policies.recency(), 64, Schedule("after_prefill"))
+    made = compression.make(SPEC, policies.recency(), 64, Schedule("after_prefill"))
     whole = plan_of(made, batch=6)
     groups = staggered.StaggeredPlan(**vars(whole), group=2)
     once, thrice = (roofline.prefill(plan, 200) for plan in (whole, groups))
@@ -175,7 +175,7 @@ def test_a_pool_reads_the_weights_for_every_group():
 
 def test_predictions():
     """By hand where one rate alone counts, and the slower of the two where both do."""
-    made = cache.compression(SPEC, None, None, Schedule("full", block=64))
+    made = compression.make(SPEC, None, None, Schedule("full", block=64))
     plan = plan_of(made)
     work = [roofline.total(part(plan)) for part in (roofline.prefill, roofline.decode)]
     by_bytes = roofline.predict(plan, Rates(1e9, float("inf")))

@@ -20,7 +20,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_contract import POLICIES
 
 import kvjax
-from kvjax import Schedule, UserError, axes, cache, meshes, policies, sharding
+from kvjax import (
+    Schedule,
+    UserError,
+    axes,
+    cache,
+    compression,
+    meshes,
+    policies,
+    sharding,
+)
 from kvjax.models import decoder
 from kvjax.plan import device_memory, plan_job, state_bytes, weights_bytes
 from kvjax.programs import Job, job_of, programs
@@ -84,7 +93,7 @@ def test_every_policy_keeps_what_one_device_keeps(case):
     """The contract's policies while prompts are read and tokens are written."""
     name, phases, shapes = case
     schedule = Schedule(phases, block=BLOCK, evict=BLOCK)
-    made = cache.compression(SPEC, POLICIES[name], BUDGET, schedule)
+    made = compression.make(SPEC, POLICIES[name], BUDGET, schedule)
     kept, end = of_layer(made, None)
     for shape in shapes:
         over = meshes.mesh(MESHES[shape], SPEC.num_kv_heads)
@@ -164,7 +173,7 @@ def test_the_cache_is_never_gathered(name, shape):
     over = meshes.mesh(MESHES[shape], spec.num_kv_heads)
     schedule = Schedule("prefill+decode", 4, 4) if name else None
     policy = name and policies.make(name, **({"window": 3} if name == "snapkv" else {}))
-    made = cache.compression(spec, policy, 20 if name else None, schedule)
+    made = compression.make(spec, policy, 20 if name else None, schedule)
     job = Job(meshes.fitted(spec, over), made, 8, 256, 16, mesh=over)
     compiled = programs(job)
     for program in (compiled.prefill, compiled.decode):
@@ -183,7 +192,7 @@ def test_the_cache_is_never_gathered(name, shape):
 
 def test_a_gathered_cache_would_be_seen():
     over = meshes.mesh("data:2,model:4", SPEC.num_kv_heads)
-    made = cache.compression(SPEC, None, None)
+    made = compression.make(SPEC, None, None)
     split = sharding.state_partitions(SPEC, made, (20,), over).layers[0].k
     held = jax.ShapeDtypeStruct((8, 8, 20, 12), jnp.float32, sharding=split)
     whole = jax.jit(lambda k: k, out_shardings=NamedSharding(over, PartitionSpec()))
@@ -194,7 +203,7 @@ def test_a_gathered_cache_would_be_seen():
 def test_a_plan_counts_what_one_device_holds():
     """An eighth of the state, the weights' own parts, and batches in whole groups."""
     model = tiny_model(num_kv_heads=4, num_heads=8, ff_dim=64, vocab_size=64)
-    made = cache.compression(model.spec, policies.h2o(), 32, Schedule(block=8, evict=8))
+    made = compression.make(model.spec, policies.h2o(), 32, Schedule(block=8, evict=8))
     alone = job_of(model, made, 256, 8)
     parted, _ = split(model, "data:2,model:4")
     job = job_of(parted, made, 256, 8)
@@ -247,7 +256,7 @@ def test_a_mesh_that_cannot_be(asked, said):
 
 def test_a_batch_that_does_not_divide():
     over = meshes.mesh("data:8", SPEC.num_kv_heads)
-    made = cache.compression(SPEC, None, None)
+    made = compression.make(SPEC, None, None)
     with pytest.raises(UserError, match="batch of 12"):
         Job(SPEC, made, 12, 256, 4, mesh=over)
 

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from conftest import tiny_spec
 
-from kvjax import Schedule, UserError, cache, completions, policies, staggered
+from kvjax import (
+    Schedule,
+    UserError,
+    cache,
+    completions,
+    compression,
+    policies,
+    staggered,
+)
 from kvjax.plan import plan_job, state_bytes, weights_bytes
 from kvjax.programs import Job, bucket
 from kvjax.sampling import Sampling
@@ -26,7 +34,7 @@ def _programs_go_with_this_module():
 
 
 def job(spec, policy, budget=24, schedule=AFTER, batch=5, longest=100, new=6, **more):
-    made = cache.compression(spec, policy, budget, schedule)
+    made = compression.make(spec, policy, budget, schedule)
     return Job(spec, made, batch, bucket(spec, made, longest, new), new, **more)
 
 

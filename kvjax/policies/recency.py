@@ -61,7 +61,7 @@ def streaming(sinks: int = 4) -> Policy:
       sinks: how many of the first tokens stay; the paper's 4.
 
     Source: StreamingLLM (Xiao et al. 2024), arXiv 2309.17453, section 3.2. The paper
-      renumbers positions inside the cache: `kvjax.cache.compression(..., rope="slot")`.
+      renumbers positions inside the cache: `kvjax.compression.make(..., rope="slot")`.
       By default pairs keep the positions they were made with.
     Raises:
       UserError: a negative number of sinks.
