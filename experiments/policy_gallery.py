@@ -10,7 +10,6 @@ of a policy is its docstring. Tables that other commands measure are included wh
 their data are there. The last line on stdout is JSON.
 """
 
-import functools
 import importlib
 import inspect
 import json
@@ -19,12 +18,13 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import gallery_runs as runs
 import numpy as np
 from absl import app, flags, logging
-from gallery_pictures import SCHEDULES, Data, draw_overview, draw_policy, pack
+from gallery_pictures import SCHEDULES, Data, draw_overview, draw_policy
 from gallery_words import (
     COSTS,
     Shape,
@@ -35,24 +35,15 @@ from gallery_words import (
 )
 from tqdm import tqdm
 
-from kvjax import cache, completions, compression, layerwise, policies, programs
+from kvjax import policies, programs
 from kvjax.records import Record, read_records
-from kvjax.tasks import needle
-from kvjax.tasks.text import haystack
-from kvjax.types import Schedule, UserError
+from kvjax.types import UserError
 from kvjax.weights import load
 
 FLAGS = flags.FLAGS
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-BUDGET, BLOCK, LENGTH, DEPTH, NEW = 384, 64, 1000, 0.3, 8
-OPTIONS = {  # where a default is made for longer prompts
-    "fastgen": {"heavy": 96, "local": 96, "punctuation": ".,;:!?\n"},
-    "simlayerkv": {"recent": 128},
-    "sliding_window": {"window": BUDGET},
-}
 COMBINATORS = ("protect", "mix", "smooth", "chunked", "shared_heads", "per_head")
-NOTHING: Data = {"setting": {}, "policies": {}}
 
 
 def define_flags() -> None:
@@ -60,156 +51,6 @@ def define_flags() -> None:
     flags.DEFINE_list("only", [], "policies to run and draw again; none: all")
     flags.DEFINE_bool("text_only", False, "remake the page alone")
     flags.DEFINE_bool("redraw", False, "remake pictures and page from the data")
-
-
-# ------------------------------------------------------------------------------ runs
-
-
-def options_of(name: str, tokenizer: Any) -> dict[str, Any]:
-    """What a policy is made with here; signs become token ids."""
-    options = dict(OPTIONS.get(name, {}))
-    if "punctuation" in options:
-        ids = [tokenizer(c, add_special_tokens=False) for c in options["punctuation"]]
-        options["punctuation"] = tuple(each["input_ids"][0] for each in ids)
-    return options
-
-
-def call_of(name: str, options: dict[str, Any]) -> str:
-    """The expression that makes the policy."""
-    return f"{name}({', '.join(f'{key}={value}' for key, value in options.items())})"
-
-
-def spans(example: needle.Example, tokenizer: Any) -> dict[str, tuple[int, int]]:
-    """Where needle and question stand, as [first, last + 1) in tokens."""
-    prompt = example.prompt
-    sentence = next(p for p in prompt.split("\n\n") if example.answer in p)
-    start = prompt.index(sentence)
-    asked = prompt.rindex("\n\n") + 2
-    return {
-        "needle": _tokens(tokenizer, prompt, start, start + len(sentence)),
-        "question": _tokens(tokenizer, prompt, asked, prompt.index("?", asked) + 1),
-    }
-
-
-def _tokens(tokenizer: Any, prompt: str, start: int, end: int) -> tuple[int, int]:
-    """The tokens that hold any of the characters start .. end - 1."""
-    places = tokenizer(
-        prompt, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-    )["offset_mapping"]
-    inside = [i for i, (a, b) in enumerate(places) if a < end and b > start]
-    return inside[0], inside[-1] + 1
-
-
-def setting(model: Any, example: needle.Example) -> Data:
-    """What all pictures share."""
-    spec = model.spec
-    layers = (1, spec.num_layers // 2, spec.num_layers)
-    return {
-        "model": spec.name,
-        "shape": {key: getattr(spec, key) for key in Shape._fields},
-        "num_layers": spec.num_layers,
-        "layers": list(layers),
-        "budget": BUDGET,
-        "block": BLOCK,
-        "tokens": len(example.tokens),
-        "answer": example.answer,
-        **{key: list(at) for key, at in spans(example, model.tokenizer).items()},
-    }
-
-
-def readings_of(
-    model: Any, members: Sequence[policies.Policy], tokens: Sequence[int]
-) -> Iterable[dict[str, tuple[list[list[np.ndarray]], list[int]]]]:
-    """For every policy and schedule, what it keeps of the prompt, and what follows."""
-    made = [
-        [_made(model, policy, phases) for phases in SCHEDULES] for policy in members
-    ]
-    readings = layerwise.Readings(model, [each for pair in made for each in pair])
-    for pair in made:
-        runs = {}
-        for phases, each in zip(SCHEDULES, pair, strict=True):
-            reading = readings.after(each, [tokens], NEW)
-            kept = cache.kept_positions(layerwise.joined(reading))[0]
-            eos = completions.end_tokens(model)
-            _, (new,) = layerwise.write(model, each, reading, NEW, eos)
-            runs[phases] = kept, new
-        yield runs
-
-
-def _made(model: Any, policy: policies.Policy, phases: str) -> compression.Compression:
-    schedule = Schedule(phases, BLOCK, BLOCK)
-    return compression.make(model.spec, policy, BUDGET, schedule)
-
-
-def full_cache(model: Any, tokens: Sequence[int]) -> list[int]:
-    """What follows if nothing goes."""
-    made = compression.make(model.spec, None, None, Schedule("full", BLOCK))
-    reading = layerwise.read(model, made, [tokens], NEW)
-    eos = completions.end_tokens(model)
-    return layerwise.write(model, made, reading, NEW, eos)[1][0]
-
-
-def record(
-    kept: list[list[np.ndarray]], text: str, example: needle.Example, shared: Data
-) -> Data:
-    """One run's line in the data."""
-    count = shared["tokens"]
-    held = np.array([[np.isin(np.arange(count), h) for h in layer] for layer in kept])
-    start, end = shared["needle"]
-    return {
-        "found": bool(needle.grade(example, text)),
-        "text": text,
-        "pairs": round(float(held.sum(axis=-1).mean()), 1),
-        "needle": round(float(held[..., start:end].mean()), 4),
-        "density": [round(100 * x) for x in _binned(held.mean(axis=(0, 1)))],
-        "kept": [[pack(h) for h in held[layer - 1]] for layer in shared["layers"]],
-    }
-
-
-def _binned(x: np.ndarray, size: int = 10) -> list[float]:
-    return [float(x[i : i + size].mean()) for i in range(0, len(x), size)]
-
-
-def run(names: Sequence[str], data: Data, path: pathlib.Path) -> Data:
-    """Runs policies under both schedules; saves what there is after each."""
-    programs.keep_compiled()
-    model = load(FLAGS.model)
-    (example,) = needle.examples(model.tokenizer, 1, LENGTH, (DEPTH,), 0, haystack())
-    shared = setting(model, example)
-    if data["policies"] and data["setting"] != shared:
-        raise UserError(f"{path} comes from another prompt: run without --only")
-    data = {"setting": shared, "policies": dict(data["policies"])}
-    calls = {name: options_of(name, model.tokenizer) for name in names}
-    made = [policies.make(name, **calls[name]) for name in names]
-    say = functools.partial(model.tokenizer.decode, skip_special_tokens=True)
-    full = say(full_cache(model, example.tokens))
-    data["full"] = {"found": bool(needle.grade(example, full)), "text": full}
-    every = readings_of(model, made, example.tokens)
-    for name, found in zip(names, tqdm(every, total=len(names)), strict=True):
-        runs = {
-            phases: record(kept, say(new), example, shared)
-            for phases, (kept, new) in found.items()
-        }
-        data["policies"][name] = {"call": call_of(name, calls[name]), "runs": runs}
-        save(data, path)
-    return data
-
-
-def read(path: pathlib.Path) -> Data:
-    """The data of earlier runs, if there are any."""
-    return json.loads(path.read_text()) if path.exists() else NOTHING
-
-
-def save(data: Data, path: pathlib.Path) -> None:
-    """JSON with a line per policy."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(
-        f"  {json.dumps(name)}: {json.dumps(data['policies'][name])}"
-        for name in sorted(data["policies"])
-    )
-    rest = {key: value for key, value in data.items() if key != "policies"}
-    head = json.dumps(rest)[1:-1]
-    path.write_text(f'{{{head}, "policies": {{\n{lines}\n}}}}\n')
 
 
 # ------------------------------------------------------------------------------ page
@@ -540,11 +381,12 @@ def main(_):
             f"--only={unknown[0]}: use some of {', '.join(policies.names())}"
         )
     made = FLAGS.text_only or FLAGS.redraw
-    data = read(path) if made or FLAGS.only else NOTHING
+    data = runs.read(path) if made or FLAGS.only else runs.NOTHING
     if made and not data["policies"]:
         raise UserError(f"{path} is missing: run without --text_only and --redraw")
     if not made:
-        data = run(only, data, path)
+        programs.keep_compiled()
+        data = runs.run(load(FLAGS.model), only, data, path)
     if not FLAGS.text_only:
         draw([name for name in only if name in data["policies"]], data, DOCS)
     (DOCS / "policies.md").write_text(page(data, DOCS))

@@ -9,9 +9,10 @@ from kvjax.records import Record
 READING = """\
 - All methods generate the same number of tokens (**New**) for the same prompts,
   whatever ends a text. **Batch** is how many prompts decode at a time and what kept it
-  from more; **Read at once**, how many prompts are read at a time.
+  from more (`ED`: that method's batch, which the full cache is not to exceed); **Read
+  at once**, how many prompts are read at a time.
 - **End-to-end** is generated tokens by the time of prefill and decoding together, the
-  median of all rounds; **x ED** and **x FKV**, how many times that of ED and of the
+  median of all batches; **x ED** and **x FKV**, how many times that of ED and of the
   full cache at as many new tokens.
 - **roofline** is the share of what the device could reach by its measured bandwidth and
   matrix rate, if it did only what the method needs; **Predicted**, end to end, is that

@@ -16,9 +16,10 @@ from kvjax.records import read_records
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT / "experiments"))
 
+import gallery_pictures as pictures  # noqa: E402
+import gallery_runs as runs  # noqa: E402
 import gallery_words as words  # noqa: E402
 import policy_gallery as gallery  # noqa: E402
-from gallery_pictures import unpack  # noqa: E402
 
 DOC = """Keeps what matters.
 
@@ -112,7 +113,7 @@ def test_runs_are_those_of_kvjax(tiny, monkeypatch):
         monkeypatch.setattr(gallery, name, value)
     tokens = np.random.default_rng(0).integers(0, 50, 61).tolist()
     policy = policies.snapkv(4, 3)
-    _, found = gallery.readings_of(tiny, [policies.roco(), policy], tokens)
+    _, found = runs.readings_of(tiny, [policies.roco(), policy], tokens)
     for phases, (kept, new) in found.items():
         (alone,) = kvjax.generate(
             tiny,
@@ -128,7 +129,7 @@ def test_runs_are_those_of_kvjax(tiny, monkeypatch):
 
 def test_pack():
     held = np.random.default_rng(0).random(77) < 0.5
-    np.testing.assert_array_equal(unpack(gallery.pack(held), 77), held)
+    np.testing.assert_array_equal(pictures.unpack(pictures.pack(held), 77), held)
 
 
 # ------------------------------------------------------------------------------ page
@@ -145,7 +146,7 @@ def fake_data(names):
             "pairs": 24.0,
             "needle": 0.4,
             "density": [40] * 6,
-            "kept": [[gallery.pack(head) for head in layer] for layer in kept],
+            "kept": [[pictures.pack(head) for head in layer] for layer in kept],
         }
 
     return {
@@ -163,7 +164,7 @@ def fake_data(names):
         },
         "full": {"found": True, "text": " 12345"},
         "policies": {
-            name: {"call": f"{name}()", "runs": {p: run() for p in gallery.SCHEDULES}}
+            name: {"call": f"{name}()", "runs": {p: run() for p in pictures.SCHEDULES}}
             for name in names
         },
     }
@@ -199,9 +200,9 @@ def docs(tmp_path):
 def test_page(docs, capsys):
     data = fake_data(("tova", "key_diff"))
     gallery.draw(["tova", "key_diff"], data, docs)
-    gallery.save(data, docs / "data" / "gallery.json")
+    runs.save(data, docs / "data" / "gallery.json")
     fake_sweep(docs)
-    page = gallery.page(gallery.read(docs / "data" / "gallery.json"), docs)
+    page = gallery.page(runs.read(docs / "data" / "gallery.json"), docs)
     headings = re.findall(r"^## (.*)", page, re.M)
     assert headings[:3] == ["The rules", "Rules made of rules", "Which is best"]
     assert headings[-1] == "Gallery"
@@ -209,9 +210,9 @@ def test_page(docs, capsys):
     assert tuple(sections) == (*gallery.COMBINATORS, *policies.names())
     for name in policies.names():
         assert f"| [`{name}`](#{name}) |" in page
-    pictures = re.findall(r"!\[.*?\]\((.*?)\)", page)
-    assert len(pictures) == 4
-    assert all((docs / picture).exists() for picture in pictures)
+    drawn = re.findall(r"!\[.*?\]\((.*?)\)", page)
+    assert len(drawn) == 4
+    assert all((docs / picture).exists() for picture in drawn)
     assert "Words about the sweep." in page
     assert "| `after_prefill` | 128 | `tova`: 1.00 | `recency`, `streaming`: 0." in page
     assert "padding" not in page.lower()
