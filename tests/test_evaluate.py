@@ -19,7 +19,7 @@ SWEEP = pathlib.Path(__file__).parents[1] / "configs" / "policy_sweep.py"
 CONFIG = {
     "model": "tiny",
     "dtype": "float32",
-    "memory_gb": 0.002,
+    "memory_gb": 0.0005,
     "seed": 0,
     "haystack": "",
     "budget": 48,
@@ -148,13 +148,13 @@ def test_a_split_model_scores_the_same(experiment, tmp_path, monkeypatch):
         return model._replace(params=params, spec=meshes.fitted(model.spec, over))
 
     monkeypatch.setattr(evaluate, "load", load)
-    split = dataclasses.replace(asked, mesh="data:2,model:2")
+    split = dataclasses.replace(asked, mesh="data:2,model:4")
     together = evaluate.run(split, tmp_path / "split", lambda *step: None)
     for one, other in zip(alone, together, strict=True):
         assert one["tasks"] == other["tasks"]
         assert one["kl"] == pytest.approx(other["kl"], abs=1e-4)
         for key in ("kv_bytes_decode", "kv_bytes_per_row"):
-            assert one[key] == pytest.approx(other[key], rel=0.1)
+            assert one[key] == pytest.approx(2 * other[key], rel=0.1)  # half the heads
 
 
 def test_another_run_s_results_are_not_taken(experiment, tmp_path):

@@ -110,7 +110,7 @@ def test_cost(name, cost):
 def test_runs_are_those_of_kvjax(tiny, monkeypatch):
     """Beside another watcher a rule keeps and says what it does alone."""
     for name, value in (("BUDGET", 24), ("BLOCK", 8), ("NEW", 5)):
-        monkeypatch.setattr(gallery, name, value)
+        monkeypatch.setattr(runs, name, value)
     tokens = np.random.default_rng(0).integers(0, 50, 61).tolist()
     policy = policies.snapkv(4, 3)
     _, found = runs.readings_of(tiny, [policies.roco(), policy], tokens)

@@ -64,7 +64,7 @@ def test_flops_are_the_compiler_s(tokens, slots, rows, logits):
 
     One step outside any loop, whose body XLA would count once.
     """
-    made = compression.make(SPEC, None, None)
+    made = compression.make(SPEC, None, None, implementation="reference")
     job = Job(SPEC, made, rows, 256, 8)
     capacity = (slots,) * SPEC.num_layers
 
