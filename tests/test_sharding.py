@@ -42,7 +42,7 @@ SPEC = layer.spec_of(heads=8, group=2, depth=8)
 DATA = layer.random_data(SPEC, len(LENGTHS), PROMPT + NEW, seed=0)
 # Policies that remember rows, heads and pairs; the first two look across heads.
 KINDS = ("tova", "per_head", "snapkv", "scissorhands", "fastgen")
-MORE = ("average_attention", "key_diff", "expected_attention", "simlayerkv", "mix")
+MORE = ("average_attention", "simlayerkv")
 CASES = often(
     [
         *((name, "prefill+decode", ("2x4",)) for name in POLICIES),
@@ -52,9 +52,9 @@ CASES = often(
     ],
     [
         *((name, "prefill+decode", ("2x4",)) for name in (*KINDS, *MORE)),
-        *((name, "prefill+decode", ("1x8", "8x1")) for name in KINDS[:3]),
-        *((name, "after_prefill", ("2x4",)) for name in KINDS[:3]),
-        *((name, "decode", ("2x4",)) for name in KINDS[:3]),
+        *((name, "prefill+decode", ("1x8", "8x1")) for name in KINDS[:2]),
+        *((name, "after_prefill", ("2x4",)) for name in KINDS[1:2]),
+        *((name, "decode", ("2x4",)) for name in KINDS[:1]),
     ],
 )
 
@@ -132,7 +132,7 @@ def split(model, asked):
     return model._replace(spec=meshes.fitted(model.spec, over), params=params), over
 
 
-@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("shape", often(MESHES, ["2x4"]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_split_model_writes_the_same(family, shape):
     """Ragged prompts; eviction in both phases; weights, state and KV heads split."""
