@@ -19,9 +19,7 @@ from kvjax.types import EMPTY, WEIGHTS, Observation, Partial, Scoring
 
 NOTHING: frozenset[str] = frozenset()
 TILE = 128  # slots attended to at a time by `tiles`
-PIECE = (
-    5 << 20
-)  # bytes of scores that it makes at a time where statistics are asked for
+PIECE = 5 << 20  # bytes of scores at a time where it hands over statistics
 
 
 def attend(

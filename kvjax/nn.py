@@ -132,12 +132,8 @@ def softcap(x: Array, cap: float) -> Array:
 def gate_and_up(
     both: Float[Array, "*N 2F"], groups: int
 ) -> tuple[Float[Array, "*N F"], Float[Array, "*N F"]]:
-    """Takes apart what `gate_up` gave; see `ModelSpec.ff_groups`.
-
-    A reshape, even one that is a split, makes XLA copy the weights to another layout on
-    a TPU at every use.
-    """
-    if groups == 1:
+    """Takes apart what `gate_up` gave; see `ModelSpec.ff_groups`."""
+    if groups == 1:  # a reshape would make a TPU copy the weights at every use
         gate, up = jnp.split(both, 2, axis=-1)
         return gate, up
     parts = both.reshape(*both.shape[:-1], groups, 2, -1)

@@ -74,8 +74,8 @@ def find_batch(
 def _largest(planned: Plan, sizes: Sequence[int]) -> Plan:
     """The largest size that fits, sought from the plan on; the next one does not."""
     below = [size for size in sizes if size <= planned.batch]
-    fitting_ones = filter(None, (_with_batch(planned, b) for b in reversed(below)))
-    found = next(fitting_ones, planned)
+    tried = (_with_batch(planned, size) for size in reversed(below))
+    found = next(filter(None, tried), planned)
     for size in sizes[len(below) :]:
         larger = _with_batch(planned, size)
         if larger is None:

@@ -78,6 +78,11 @@ def test_tiles_are_the_reference(monkeypatch, batch, needs, scoring):
     )
     np.testing.assert_allclose(finish(found), finish(wanted), atol=2e-6)
     np.testing.assert_allclose(found.m, wanted.m, atol=1e-6)
+    if scoring == PLAIN:
+        out, mass = by_hand(q, k, v, pos, q_pos, n)
+        np.testing.assert_allclose(finish(found), out, atol=2e-6)
+        if needs:
+            np.testing.assert_allclose(also_seen.mass, mass, atol=1e-5)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6)
     jax.tree.map(close, also_seen, seen)
 

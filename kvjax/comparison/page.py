@@ -75,9 +75,8 @@ def write(sources: Sequence[Source], folder: str | os.PathLike) -> dict[str, Any
     for number, group in enumerate(qualities, 1):
         parts += _quality(group) + _draw_quality(group, folder, number)
     reading = [_READING, _READING_PICTURES]
-    reading += (
-        [_READING_SURVIVORS] if any(map(pictures.survivor_columns, qualities)) else []
-    )
+    if any(map(pictures.survivor_columns, qualities)):
+        reading.append(_READING_SURVIVORS)
     parts += ["## How to read the scores", "\n".join(reading)] if qualities else []
     for number, group in enumerate(speeds, 1):
         name = f"throughput_{number}.png"

@@ -167,10 +167,8 @@ def draw_survivors(group: Quality, column: Column, path: pathlib.Path) -> None:
 
 def _survivors(group: Quality, column: Column) -> Any:
     found = {row: group.found.get((row, column)) for row in group.rows}
-    maps = {
-        r: f.task["survivors"] for r, f in found.items() if f and "survivors" in f.task
-    }
-    maps = {row: each for row, each in maps.items() if each}
+    told = {row: f.task.get("survivors") for row, f in found.items() if f}
+    maps = {row: drawing for row, drawing in told.items() if drawing}
     figure, panels = _panels(len(maps), (3.4, 2.4))
     for axes, (row, drawing) in zip(panels, maps.items(), strict=True):
         kept = survivors.shares(drawing)
