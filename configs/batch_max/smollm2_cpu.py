@@ -43,6 +43,7 @@ def get_config() -> ConfigDict:
                     "protocol": "staggered",
                     "policy": "snapkv",
                     "options": {"pool": "average"},  # as kvpress does
+                    "block": 256,  # one prompt is read at a time
                 },
                 "Batch-Max",
                 "Batch-Max, KeyDiff",

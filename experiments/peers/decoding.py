@@ -70,6 +70,18 @@ def prefill(
     return Read(cache, token, positions[:, -1:] + 1)
 
 
+def skip(read: Read, count: int) -> Read:
+    """As if `count` more tokens had been decoded; their keys and values are zeros.
+
+    The cache that is given grows.
+    """
+    for layer in read.cache.layers:
+        batch, heads, _, depth = layer.keys.shape
+        zeros = layer.keys.new_zeros((batch, heads, count, depth))
+        layer.update(zeros, zeros)
+    return read._replace(positions=read.positions + count)
+
+
 def decode(model: Any, read: Read, new: int) -> list[list[int]]:
     """The first `new` tokens of each row; the cache grows."""
     cache, token, positions = read

@@ -10,7 +10,8 @@ Requests, after the model:
 The first asks whether all presses can be made, and for the model's shape; its prompt is
 one to warm up with. The second answers with the seconds of every batch, the bytes at
 the peak of each phase, how many pairs were kept, and the tokens; or, where memory ran
-out, with `out_of_memory`. With a `limit` it is a rehearsal, see `Meter`.
+out, with `out_of_memory`. With a `limit` it is a rehearsal, see `Meter`: of the new
+tokens only the last ones are decoded, where the cache is largest.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ import peers
 from peers import presses
 
 OUT_OF_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"
+LAST = 8  # tokens that a rehearsal decodes
 EXACT, USUAL = 64 << 10, 32 << 20  # bytes of the blocks that glibc keeps
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # names of mallopt's parameters
 
@@ -180,7 +182,7 @@ class Batch(NamedTuple):
 
 
 def _batch(model, press, chunk, rows, new, meter, limit) -> Batch:
-    """Ends after the prompts if they are over the limit."""
+    """A rehearsal ends after the prompts if they are over the limit."""
     import torch
 
     from peers import decoding
@@ -198,10 +200,18 @@ def _batch(model, press, chunk, rows, new, meter, limit) -> Batch:
 
     read = phase("prefill", lambda: decoding.prefill(model, ids, press, None, chunk))
     done.kept.update(layer.get_seq_length() for layer in read.cache.layers)
-    if not limit or (done.bytes["prefill"] or 0) <= limit:
-        tokens = phase("decode", lambda: decoding.decode(model, read, new))
-        done.tokens.extend(tokens)
+    if not limit:
+        done.tokens.extend(phase("decode", lambda: decoding.decode(model, read, new)))
+    elif (done.bytes["prefill"] or 0) <= limit:
+        phase("decode", lambda: _decode_last(model, read, new))
     return done
+
+
+def _decode_last(model, read, new):
+    from peers import decoding
+
+    steps = min(new, LAST)
+    return decoding.decode(model, decoding.skip(read, new - steps), steps)
 
 
 def _press(policy, ratio, options):
