@@ -230,7 +230,8 @@ def run_batch(
         )
         state = compiled.compact(state)
         pool, logits = compiled.insert(pool, logits, state, last, jnp.int32(first))
-        jax.block_until_ready(pool)  # the next group's state is not to lie beside it
+        jax.block_until_ready(pool)
+        del state, last  # the next group's are not to lie beside them
     middle = time.perf_counter()
     decode = functools.partial(compiled.decode, params)
     pool, new = completions.write(decode, job, pool, logits, keys, len(prompts))
