@@ -41,6 +41,14 @@ def draw(seed, heads, group, length, slots, depth, dtype="float32", rows=2, empt
     return *floats, *ints
 
 
+def shapes(b, k, g, t, c, d, dtype=jnp.bfloat16, sharding=None):
+    """What `attend` takes, without the numbers."""
+    of = lambda shape, kind: jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
+    kv = of((b, k, c, d), dtype)
+    pos, q_pos = of((b, k, c), jnp.int32), of((b, t), jnp.int32)
+    return of((b, k, g, t, d), dtype), kv, kv, pos, q_pos, of((b,), jnp.int32)
+
+
 def finite(case):
     """The case with zeros in its empty slots, as the reference wants them."""
     q, k, v, *rest = case
