@@ -56,6 +56,12 @@ def get_config() -> ConfigDict:
                     "options": {"window_size": 32, "kernel_size": 7},
                 },
                 {"policy": "key_diff", "budget": 512},
+                {
+                    "policy": "snapkv",
+                    "budget": 512,
+                    "options": {"window_size": 32, "kernel_size": 7},
+                    "keep_freed": True,  # faster, and no longer in 2 GB
+                },
             ),
             "prompts": 24,
             "prompt_tokens": 1500,

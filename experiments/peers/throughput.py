@@ -10,9 +10,10 @@ of one length, nothing padded, EOS ignored; one call for the prompt, as in kvpre
 pipeline, and logits of its last token alone; for transformers also the prompt in
 chunks, if that lets more rows in (the faster of the two is the record, the other stands
 under `alternatives`); a press for exactly `budget` pairs per head; sdpa attention,
-except for the press that reads attention weights. On a CPU a batch is weighed with an
-allocator that hands back what is freed, and timed with one that does not (`Meter` in
-`peers.worker`), so that what malloc holds back counts against nobody.
+except for the press that reads attention weights. On a CPU large blocks go back to the
+system as they are freed, as in kvjax's own runs, or a batch that fits would not stay in
+its memory. What the libraries do when that is no matter can be asked for as well
+(`keep_freed`).
 """
 
 import functools
@@ -48,17 +49,21 @@ class Method(NamedTuple):
       policy: of `presses.LABELS`, run by kvpress; None is transformers' full cache.
       budget: pairs per head that stay of the prompt.
       options: of the press, by its own names, such as SnapKV's `window_size`.
+      keep_freed: timed with glibc as it comes, which keeps freed memory for later; the
+        batch is the one that fits without, and `measured_bytes` says what it takes.
     """
 
     policy: str | None = None
     budget: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    keep_freed: bool = False
 
     @property
     def name(self) -> str:
+        kept = ", freed memory kept" if self.keep_freed else ""
         if self.policy is None:
-            return "transformers full cache"
-        return f"kvpress {presses.LABELS[self.policy]} ({self.budget})"
+            return f"transformers full cache{kept}"
+        return f"kvpress {presses.LABELS[self.policy]} ({self.budget}){kept}"
 
     def request(self, prompt_tokens: int) -> dict[str, Any]:
         """What the worker makes the press of."""
@@ -110,8 +115,8 @@ def measure(
       needs the most memory or `prompts`; the medians of the batches' seconds, and
       all of them in `*_seconds_all`; rates as in kvjax's records, where all new tokens
       count over the seconds of the decode phase, though the prompt gives the first;
-      `measured_bytes`, the peak that had to fit; `timed_bytes`, the peak of the timed
-      runs; `counted_bytes`, what was expected; `tried`, the batches run on the way.
+      `measured_bytes`, the peak of what was timed; `counted_bytes`, what was expected;
+      `tried`, the batches run on the way.
 
     Raises:
       UserError: arguments that do not fit; not even one prompt fits.
@@ -120,14 +125,14 @@ def measure(
     _check(methods, prompts, new_tokens, repeats)
     task = _Task(prompts, new_tokens, memory_bytes, repeats)
     records = []
-    with _Worker(python, gguf_path, methods, prompts[0]) as worker:
-        plans = [_plans(worker, each, task, progress) for each in methods]
-        for method, ways in zip(methods, plans, strict=True):
+    for method in methods:
+        with _Worker(python, gguf_path, methods, prompts[0]) as worker:
+            ways = _plans(worker, method, task, progress)
             record = _faster([_time(worker, way, task, progress) for way in ways])
-            if not keep_tokens:
-                del record["tokens"]
-            records.append(record)
-            progress(method.name, 1)
+        if not keep_tokens:
+            del record["tokens"]
+        records.append(record)
+        progress(method.name, 1)
     return records
 
 
@@ -160,10 +165,10 @@ def joined(
             fields.get("policy"),
             fields.get("budget"),
             tuple(fields.get("options", {}).items()),
+            fields.get("keep_freed", False),
         )
         for fields in asked
     ]
-
     names = [method.name for method in methods]
     if len(set(names)) < len(names):
         raise UserError(f"peers {names}: give each policy and budget once")
@@ -250,12 +255,13 @@ class _Worker:
         limit: int | None,
     ) -> dict[str, Any]:
         """A rehearsal of one batch under a limit, or the timed batches."""
-        some = slice(None) if limit is None else slice(1)
+        timed = limit is None
         asked = {
             "chunk": chunk,
-            "batches": task.batches(batch)[some],
+            "batches": task.batches(batch)[: None if timed else 1],
             "new": task.new,
             "limit": limit,
+            "keep_freed": timed and method.keep_freed,
         }
         try:
             done = self.peer.ask(method.request(task.length) | asked)
@@ -280,8 +286,7 @@ class _Plan(NamedTuple):
 def _plans(worker: _Worker, method: Method, task: _Task, progress) -> list[_Plan]:
     """The ways to read a prompt that are worth timing.
 
-    In chunks only where by the count more rows fit than were found to fit at once. All
-    methods are weighed before any is timed: timing leaves a heap full of holes behind.
+    In chunks only where by the count more rows fit than were found to fit at once.
     """
     chunks = (None,) if method.policy or task.length <= CHUNK else (None, CHUNK)
     found: list[_Plan] = []
@@ -396,8 +401,7 @@ def _record(
         "prefill_tokens_per_s": batch * task.length / reading,
         "decode_tokens_per_s": batch * task.new / writing,
         "tokens_per_s": batch * task.new / both,
-        "measured_bytes": fits.peak,
-        "timed_bytes": max(done["bytes"].values(), default=None),
+        "measured_bytes": max(done["bytes"].values(), default=None),
         "counted_bytes": max(counted.values()),
         "memory_bytes": task.limit,
         "model": worker.path.stem,
@@ -414,7 +418,7 @@ def _record(
 def _check(methods, prompts, new_tokens, repeats) -> None:
     if not methods or len(set(methods)) < len(methods):
         raise UserError(f"methods {list(methods)}: give one or more, each once")
-    for policy, budget, _ in methods:
+    for policy, budget, *_ in methods:
         if policy and policy not in presses.LABELS:
             known = ", ".join(presses.LABELS)
             raise UserError(f"policy {policy!r} has no press: use one of {known}")

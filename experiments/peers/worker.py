@@ -5,13 +5,13 @@
 Requests, after the model:
 
     {"methods": [{policy, ratio, options}, ...], "prompt"}
-    {"policy", "ratio", "options", "chunk", "batches", "new", "limit"}
+    {"policy", "ratio", "options", "chunk", "batches", "new", "limit", "keep_freed"}
 
 The first asks whether all presses can be made, and for the model's shape; its prompt is
 one to warm up with. The second answers with the seconds of every batch, the bytes at
 the peak of each phase, how many pairs were kept, and the tokens; or, where memory ran
-out, with `out_of_memory`. With a `limit` it is a rehearsal, see `Meter`: of the new
-tokens only the last ones are decoded, where the cache is largest.
+out, with `out_of_memory`. With a `limit` it is a rehearsal: of the new tokens only the
+last ones are decoded, where the cache is largest. For `keep_freed` see `Meter`.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from peers import presses
 
 OUT_OF_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"
 LAST = 8  # tokens that a rehearsal decodes
-EXACT, USUAL = 64 << 10, 32 << 20  # bytes of the blocks that glibc keeps
+FEW, MANY = 1 << 20, 32 << 20  # bytes, below which glibc keeps freed blocks
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # names of mallopt's parameters
 
 
@@ -37,17 +37,15 @@ class Meter:
     """Peak bytes, the weights included, of what runs after `start`.
 
     On a GPU they are the allocator's. On a CPU they are the growth of the resident set
-    and the weights, and there `exact` matters: by itself glibc keeps freed blocks up to
-    32 MiB for later, and those that lie between others in use made 211 to 267 MB of 149
-    (SmolLM2, two prompts of 1,000 tokens). With `exact` large blocks go back to the
-    system at once, which costs page faults (decoding took 1.4 times as long). So
-    batches are weighed with it, timed without, and weighed before any is timed: blocks
-    in an old heap are filled before new ones are asked for.
+    and the weights. By itself glibc keeps freed blocks of up to 32 MiB for later, and
+    those between others in use add up: a batch of 22 that fits into 2 GB took 5.1.
+    Without `keep_freed` blocks of 1 MiB and more go back to the system at once, as they
+    do in `kvjax.memory`, which costs page faults.
 
     Where the system does not tell (no Linux), `peak` is None.
     """
 
-    def __init__(self, model, exact: bool):
+    def __init__(self, model, keep_freed: bool):
         self.device = model.device
         self.weights = sum(each.nbytes for each in model.parameters())
         gc.collect()
@@ -56,7 +54,7 @@ class Meter:
 
             torch.cuda.empty_cache()
         else:
-            _keep_freed(below=EXACT if exact else USUAL)
+            _keep_freed(below=MANY if keep_freed else FEW)
             self.before = _resident("VmRSS")
 
     def start(self) -> None:
@@ -152,12 +150,12 @@ def about(model):
     }
 
 
-def run(model, policy, ratio, options, chunk, batches, new, limit):
+def run(model, policy, ratio, options, chunk, batches, new, limit, keep_freed):
     """Batches one after the other."""
     eager = policy in presses.EAGER
     model.set_attn_implementation("eager" if eager else "sdpa")
     press = _press(policy, ratio, options)
-    meter = Meter(model, exact=limit is not None)
+    meter = Meter(model, keep_freed)
     every = [_batch(model, press, chunk, rows, new, meter, limit) for rows in batches]
     phases = every[0].seconds
     return {
@@ -228,5 +226,5 @@ def _now(model) -> float:
 
 
 if __name__ == "__main__":
-    _keep_freed(EXACT)  # so that loading leaves nothing behind to fill
+    _keep_freed(FEW)  # so that loading leaves nothing behind to fill
     peers.serve(("torch", "transformers"), answer)
