@@ -41,7 +41,11 @@ def get_config() -> ConfigDict:
             "max_new_tokens": 64,
             "tasks": (
                 # The pass key, at these depths of the text in turn.
-                {"name": "needle", "options": {"depths": (0.1, 0.3, 0.5, 0.7, 0.9)}},
+                {
+                    "name": "needle",
+                    "options": {"depths": (0.1, 0.3, 0.5, 0.7, 0.9)},
+                    "ignore_eos": True,  # as many tokens for every method
+                },
             ),
             # Fidelity: the full cache's predictions on long text, teacher-forced.
             "windows": 4,

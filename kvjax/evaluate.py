@@ -32,7 +32,7 @@ from kvjax import (
     tasks,
 )
 from kvjax.experiment import Experiment, Method, TaskRun, opened
-from kvjax.generate import compact, prefill, score_tokens
+from kvjax.generate import NO_EOS, compact, prefill, score_tokens
 from kvjax.memory import peak_memory
 from kvjax.plan import (
     Plan,
@@ -199,8 +199,9 @@ def _layers(model: Model, methods: Iterable[compression.Compression]) -> _Engine
 
     def run_batch(job, seed, prompts, rows, stop):
         reading = readings.after(job.made, prompts, job.new)
-        steps = (job.new, completions.end_tokens(model))
-        reading, tokens = layerwise.write(model, job.made, reading, *steps, stop)
+        reading, tokens = layerwise.write(
+            model, job.made, reading, job.new, job.eos, stop
+        )
         return completions.BatchResult(tokens, layerwise.joined(reading), None, None)
 
     def forced(windows, made):
@@ -224,9 +225,8 @@ def _job(experiment: Experiment, model: Model, made, task: Prepared) -> Job:
     )
     programs.bucket(model.spec, made, read, written)  # raises if they do not fit
     prompt = programs.bucket(model.spec, made, task.longest, task.new)
-    job = programs.job_of(
-        model, made, prompt, task.new, eos=completions.end_tokens(model)
-    )
+    eos = NO_EOS if task.run.ignore_eos else completions.end_tokens(model)
+    job = programs.job_of(model, made, prompt, task.new, eos=eos)
     return dataclasses.replace(job, steps=_LOOK if task.task.stop else None)
 
 

@@ -82,6 +82,8 @@ class TaskRun:
         own length, or else all that the model can read.
       max_new_tokens: most tokens of an answer; None is the task's own.
       options: of the task: `shots`, `depths`.
+      ignore_eos: whether answers go on to `max_new_tokens` whatever ends them, without
+        which rates of methods that say more and less do not compare.
     """
 
     name: str
@@ -89,6 +91,7 @@ class TaskRun:
     prompt_tokens: int | None = None
     max_new_tokens: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    ignore_eos: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 from conftest import tiny_model, tiny_spec
 from test_tasks import HAYSTACK, make_tokenizer
 
-from kvjax import evaluate, meshes, policies, report
+from kvjax import completions, evaluate, meshes, policies, report
 from kvjax.experiment import from_config
 from kvjax.records import append_record, read_records
 from kvjax.types import UserError
@@ -172,6 +172,21 @@ def test_a_needle_is_never_cut_out(experiment):
     asked = dataclasses.replace(needle, options=(("seed", 1),))
     with pytest.raises(UserError, match="needle has no option 'seed'"):
         evaluate.prepared(experiment, asked, model)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_answers_end_where_they_are_to(
+    experiment, tmp_path, monkeypatch, ignore_eos, layerwise
+):
+    """Every token ends a text, and yet a run that is timed may go on."""
+    monkeypatch.setattr(completions, "end_tokens", lambda model: tuple(range(2000)))
+    task = dataclasses.replace(experiment.tasks[1], ignore_eos=ignore_eos)
+    one = {"methods": experiment.methods[:1], "tasks": (task,), "windows": 0}
+    asked = dataclasses.replace(experiment, **one, layerwise=layerwise)
+    evaluate.run(asked, tmp_path, lambda *step: None)
+    batches = read_records(tmp_path / "batches.jsonl")
+    assert sum(b["new_tokens"] for b in batches) == (2 * 3 if ignore_eos else 2)
 
 
 @pytest.mark.parametrize("field", ["seed", "windows"])
