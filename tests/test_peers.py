@@ -50,7 +50,7 @@ WORKER = """\
         if batch >= {fails_from} and rehearsal or batch >= {fails_timed_from}:
             return {{"out_of_memory": "CUDA out of memory. Tried to allocate 1 GiB"}}
         row = {row_in_chunks} if request["chunk"] else {row}
-        peak = {weights} + row * batch
+        peak = {weights} + row * batch * (2 if request["keep_freed"] else 1)
         rows = [row for rows in request["batches"] for row in rows]
         times = range(1, len(request["batches"]) + 1)
         seconds = 1 if request["chunk"] else {seconds}
@@ -116,6 +116,13 @@ def test_largest_batch_that_fits(fake, limit):
     assert record["measured_bytes"] == 1000 + 100 * record["batch"] <= limit
     whole = record["batch"] == PROMPTS
     assert record["batch_limit"] == ("prompts" if whole else "prefill")
+
+
+def test_freed_memory_kept_is_timed_at_the_batch_that_fits_without(fake):
+    record = measure(fake(), 1400, KEY_DIFF._replace(keep_freed=True))
+    assert record["method"] == "kvpress KeyDiff (4), freed memory kept"
+    assert record["batch"] == 4
+    assert record["measured_bytes"] == 1800 > record["memory_bytes"]
 
 
 @pytest.mark.parametrize("limit", [1099, 500])

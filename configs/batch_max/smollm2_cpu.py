@@ -16,8 +16,8 @@ answer the same prompts in the same memory: the full cache, and SnapKV and KeyDi
 the same |kv|, once the prompt is in.
 
 The paper uses larger models on a GPU; model, memory, lengths and |kv| are our choice.
-Times are the medians of three batches or more. Three quarters of an hour on two CPU
-cores, and longer again with the other libraries.
+Times are the medians of three batches or more. About an hour on two CPU cores, and
+longer again with the other libraries.
 """
 
 from ml_collections import ConfigDict
