@@ -315,6 +315,7 @@ def test_peers_by_name(fake, tmp_path):
     assert (record["budget"], record["batch"], len(record["tokens"])) == (4, 4, PROMPTS)
     for dtype, methods, message in (
         ("float32", asked + asked[:1], "each policy and budget once"),
+        ("float32", [{"buget": 4}], "unknown field 'buget': fields are policy, budget"),
         ("bfloat16", asked, "peers run in float32 on a CPU, kvjax in bfloat16"),
     ):
         with pytest.raises(UserError, match=message):

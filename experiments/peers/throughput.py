@@ -160,15 +160,7 @@ def joined(
         raise UserError(
             f"peers read GGUF files only, not {model!r}: drop --peer_python"
         )
-    methods = [
-        Method(
-            fields.get("policy"),
-            fields.get("budget"),
-            tuple(fields.get("options", {}).items()),
-            fields.get("keep_freed", False),
-        )
-        for fields in asked
-    ]
+    methods = [_method(fields) for fields in asked]
     names = [method.name for method in methods]
     if len(set(names)) < len(names):
         raise UserError(f"peers {names}: give each policy and budget once")
@@ -184,6 +176,14 @@ def joined(
         return record
 
     return {method.name: functools.partial(run, method) for method in methods}
+
+
+def _method(fields: Mapping[str, Any]) -> Method:
+    if unknown := sorted(set(fields) - set(Method._fields)):
+        known = ", ".join(Method._fields)
+        raise UserError(f"peer has an unknown field {unknown[0]!r}: fields are {known}")
+    options = tuple(fields.get("options", {}).items())
+    return Method(**dict(fields) | {"options": options})
 
 
 def _check_side(python, path, methods, dtype) -> None:
