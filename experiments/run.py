@@ -50,7 +50,9 @@ def main(_):
     if kind not in _KINDS:
         raise UserError(f"kind {kind!r} is unknown: use one of {', '.join(_KINDS)}")
     from_config, run = _KINDS[kind]
-    run = functools.partial(run, **_peers(fields))
+    peers = _peers(fields)
+    if peers:
+        run = functools.partial(run, peers=peers)
     asked = from_config(
         fields,
         {
@@ -60,7 +62,8 @@ def main(_):
             "mesh": _MESH.value,
         },
     )
-    with tqdm(total=asked.units, unit="unit", smoothing=0) as bar:
+    units = asked.units + sum(len(asked.max_new_tokens) for _ in peers)
+    with tqdm(total=units, unit="unit", smoothing=0) as bar:
 
         def progress(what, units):
             bar.set_description(what)
@@ -77,7 +80,7 @@ def _peers(fields):
     asked = fields.pop("peers", ())
     if not asked or not _PEERS.value:
         return {}
-    return {"peers": joined(_PEERS.value, fields["model"], fields["dtype"], asked)}
+    return joined(_PEERS.value, fields["model"], fields["dtype"], asked)
 
 
 def _config():

@@ -162,9 +162,9 @@ def run(
       workdir: where records go, and are found again.
       progress: told what runs.
       peers: methods of other engines by the name in their records, each called with
-        `(prompts, new_tokens, memory_bytes, repeats)` for a record in our format: the
-        same prompts, as token ids, in the same memory. If it has `tokens`, the
-        answers, they are graded and taken out.
+        `(prompts, new_tokens, memory_bytes, repeats, progress)` for a record in our
+        format: the same prompts, as token ids, in the same memory; `progress` counts
+        nothing. If the record has `tokens`, the answers, they are graded and taken out.
 
     Raises:
       UserError: anything that does not fit, before long work starts.
@@ -190,11 +190,12 @@ def run(
                 append_record(path, _measured(setting, entry, new, most, say))
                 _forget()
             progress(entry.name, 1)
-        for name in [name for name in peers if name not in _named(path, new)]:
-            progress(name, 0)
-            asked = setting.prompts.tokens, new, memory, experiment.repeats
-            record = _graded(setting.prompts, peers[name](*asked))
-            append_record(path, made_by() | {"seed": experiment.seed} | record)
+        for name, measure in peers.items():
+            if name not in _named(path, new):
+                asked = setting.prompts.tokens, new, memory, experiment.repeats
+                record = _graded(setting.prompts, measure(*asked, progress))
+                append_record(path, made_by() | {"seed": experiment.seed} | record)
+            progress(name, 1)
     found = [_named(path, new) for new in experiment.max_new_tokens]
     names = [*(entry.name for entry in experiment.methods), *peers]
     return [records[name] for records in found for name in names]

@@ -311,8 +311,12 @@ def test_peers_by_name(fake, tmp_path):
     path = str(tmp_path / "model.gguf")
     found = throughput.joined(fake(), path, "float32", asked)
     assert list(found) == ["kvpress TOVA (4)", "kvpress TOVA (8)"]
-    record = found["kvpress TOVA (4)"](PROMPT_LIST, NEW, 1400, 1)
+    told = []
+    say = lambda *step: told.append(step)
+    record = found["kvpress TOVA (4)"](PROMPT_LIST, NEW, 1400, 1, say)
     assert (record["budget"], record["batch"], len(record["tokens"])) == (4, 4, PROMPTS)
+    assert ("kvpress TOVA (4): timing a batch of 4", 0) in told
+    assert not any(units for _, units in told)
     for dtype, methods, message in (
         ("float32", asked + asked[:1], "each policy and budget once"),
         ("float32", [{"buget": 4}], "unknown field 'buget': fields are policy, budget"),

@@ -271,18 +271,22 @@ def test_one_row_that_does_not_run(experiment, model):
 
 def test_peers_stand_beside_ours(experiment, tmp_path):
     """Other engines get the same prompts, once, and their records come last."""
-    asked = []
+    asked, told = [], []
 
-    def peer(prompts, new_tokens, memory_bytes, repeats):
+    def peer(prompts, new_tokens, memory_bytes, repeats, progress):
         asked.append((prompts, new_tokens, memory_bytes, repeats))
+        progress("theirs runs", 0)
         return {"method": "theirs", "engine": "x", "new_tokens": new_tokens}
 
     one = dataclasses.replace(
         experiment, methods=experiment.methods[:1], max_new_tokens=(3,), repeats=1
     )
     for _ in range(2):
-        records = throughput.run(one, tmp_path, lambda *step: None, {"theirs": peer})
+        say = lambda *step: told.append(step)
+        records = throughput.run(one, tmp_path, say, {"theirs": peer})
         assert [r["method"] for r in records] == ["FKV", "theirs"]
+    assert [what for what, units in told if units] == ["FKV", "theirs"] * 2
+    assert told.count(("theirs runs", 0)) == 1
     (prompts, *rest), *more = asked
     assert not more and rest == [3, MEMORY, 1]
     assert len(prompts) == 12 and max(map(len, prompts)) <= 100

@@ -166,11 +166,11 @@ def joined(
         raise UserError(f"peers {names}: give each policy and budget once")
     _check_side(python, path, methods, dtype)
 
-    def run(method, prompts, new, memory, repeats):
+    def run(method, prompts, new, memory, repeats, progress):
+        say = lambda what, finished: progress(what, 0)
+        task = prompts, new, memory, repeats, say
         try:
-            (record,) = measure(
-                python, path, [method], prompts, new, memory, repeats, keep_tokens=True
-            )
+            (record,) = measure(python, path, [method], *task, keep_tokens=True)
         except PeerError as error:
             raise UserError(f"--peer_python: {error}") from None
         return record
