@@ -305,6 +305,21 @@ def test_worker_dies(tmp_path):
         peers.Peer(sys.executable, script(tmp_path, "raise SystemExit(3)"))
 
 
+def test_worker_goes_when_nobody_asks_any_more(tmp_path):
+    """Also in the middle of an answer."""
+    slow = """
+        import json, time
+        from peers import protocol
+        asked = protocol.requests()
+        print("{}", flush=True)
+        print(json.dumps(next(asked)), flush=True)
+        time.sleep(600)
+    """
+    with peers.Peer(sys.executable, script(tmp_path, slow)) as peer:
+        assert peer.ask({"say": "x"}) == {"say": "x"}
+    assert peer.process.returncode == 0
+
+
 def test_peers_by_name(fake, tmp_path):
     """Budgets tell methods apart; what nothing tells apart is refused."""
     asked = [{"policy": "tova", "budget": 4}, {"policy": "tova", "budget": 8}]

@@ -17,9 +17,11 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import queue
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 EXPERIMENTS = pathlib.Path(__file__).resolve().parents[1]
@@ -112,7 +114,7 @@ class Peer:
 def serve(
     packages: Sequence[str], answer: Callable[[Any, dict[str, Any]], dict[str, Any]]
 ) -> None:
-    """Answers each line on stdin by one line on stdout, until stdin ends.
+    """Answers each line on stdin by one line on stdout, and dies when stdin ends.
 
     Args:
       packages: to import first; their versions are the first answer.
@@ -131,12 +133,31 @@ def serve(
         import torch
 
         with torch.inference_mode():
-            model = _load(**json.loads(sys.stdin.readline()))
+            asked = requests()
+            model = _load(**next(asked))
             say({})
-            for line in sys.stdin:
-                say(answer(model, json.loads(line)))
+            for request in asked:
+                say(answer(model, request))
     except Exception as error:
         say({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+
+
+def requests() -> Iterator[dict[str, Any]]:
+    """The lines of stdin; at its end the process exits, whatever it is doing.
+
+    Whoever asked is gone by then, killed perhaps, and a worker that went on for minutes
+    would take the machine from the run that follows.
+    """
+    waiting = queue.SimpleQueue()
+
+    def read():
+        for line in sys.stdin:
+            waiting.put(line)
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        yield json.loads(waiting.get())
 
 
 def run(main: Callable) -> None:
