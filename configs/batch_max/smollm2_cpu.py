@@ -18,8 +18,8 @@ their batches would not stay in 2 GB; as that costs them time, they are also tim
 freed memory kept, at the same batches.
 
 The paper uses larger models on a GPU; model, memory, lengths and |kv| are our choice.
-Times are the medians of three batches or more. About an hour on two CPU cores, and
-longer again with the other libraries.
+Times are the medians of three batches or more. About an hour on two CPU cores, and two
+hours more with the other libraries.
 """
 
 from ml_collections import ConfigDict
