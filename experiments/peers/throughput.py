@@ -172,7 +172,7 @@ def joined(
         try:
             (record,) = measure(python, path, [method], *task, keep_tokens=True)
         except PeerError as error:
-            raise UserError(f"--peer_python: {error}") from None
+            raise UserError(str(error)) from None
         return record
 
     return {method.name: functools.partial(run, method) for method in methods}
@@ -192,7 +192,7 @@ def _check_side(python, path, methods, dtype) -> None:
         with _Worker(python, path, methods, [1, 2, 3]) as worker:
             about = worker.about
     except PeerError as error:
-        raise UserError(f"--peer_python: {error}") from None
+        raise UserError(str(error)) from None
     ours = jax.devices()[0].platform
     theirs = "cpu" if about["device"] == "cpu" else "gpu"
     if (about["dtype"], theirs) != (dtype, ours):
