@@ -390,7 +390,7 @@ def test_real_peers(smollm2):
     if not python:
         pytest.skip("KVJAX_PEER_PYTHON names no interpreter with torch and kvpress")
     words = smollm2.tokenizer(text.haystack(), verbose=False)["input_ids"]
-    prompts = [words[:300], words[300:600]]
+    prompts = [words[:1000], words[1000:2000]]
     methods = [Method(), Method("key_diff", 100)]
     path = hub.fetch("smollm2-135m-instruct")
     found = throughput.measure(
@@ -412,4 +412,4 @@ def test_real_peers(smollm2):
         assert record["batch"] == 2
         counted = record["counted_bytes"] - SMOLLM2.weights
         growth = record["measured_bytes"] - SMOLLM2.weights
-        assert growth == pytest.approx(counted, rel=0.15, abs=8e6)  # Python's own
+        assert growth == pytest.approx(counted, rel=0.15)
