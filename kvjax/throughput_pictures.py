@@ -1,12 +1,21 @@
 """The picture of throughput records: rates against batch, measured and predicted."""
 
+import math
 import pathlib
 from collections.abc import Sequence
 
 import numpy as np
 
 from kvjax import cells
-from kvjax.pictures import GREY, STYLE, legend, look, marks_of, new_figure
+from kvjax.pictures import (
+    GREY,
+    STYLE,
+    legend,
+    legend_columns,
+    look,
+    marks_of,
+    new_figure,
+)
 from kvjax.records import Record
 
 _FAR = 30  # times the slowest: a linear axis would hide it
@@ -36,7 +45,12 @@ def _figure(records: Sequence[Record]):
         methods.setdefault(cells.text(record.get("method")), record)
     full = next((r for r in methods.values() if r.get("role") == "full"), {})
     marks = dict(zip(methods, marks_of(list(methods.values()), full), strict=True))
-    figure = new_figure((4.2 * max(2, len(news)), 4.8))
+    predicted = {"label": "roofline's prediction", "ls": "none", "marker": "o"}
+    extra = [predicted | {"mfc": "white", "mec": GREY, "markersize": 8}]
+    width = 4.2 * max(2, len(news))
+    named = [*marks, predicted["label"]]
+    rows = math.ceil(len(named) / legend_columns(named, width))
+    figure = new_figure((width, 4.2 + 0.28 * rows))
     panels = figure.subplots(1, len(news), squeeze=False)[0]
     for axes, new in zip(panels, news, strict=True):
         axes.set_title(f"{cells.text(new)} new tokens", loc="left", fontweight="bold")
@@ -45,8 +59,6 @@ def _figure(records: Sequence[Record]):
         _axes(axes, members)
         _points(axes, members, marks)
     panels[0].set_ylabel("end to end (generated tokens/s)")
-    predicted = {"label": "roofline's prediction", "ls": "none", "marker": "o"}
-    extra = [predicted | {"mfc": "white", "mec": GREY, "markersize": 8}]
     legend(figure, list(marks.values()), list(marks), extra)
     return figure
 

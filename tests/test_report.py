@@ -402,6 +402,17 @@ def test_throughput_is_told_as_ratios_to_ed_and_to_the_full_cache():
     assert "Engine" not in report.overview(SPEEDS[:2])
 
 
+def test_long_names_leave_the_panels_their_height():
+    named = [{**SPEEDS[0], "method": f"{'a long name ' * 4}{n}"} for n in range(10)]
+    heights = []
+    for records in (named[:1], named):
+        figure = throughput_pictures._figure(records)
+        figure.canvas.draw()
+        box = figure.axes[0].get_position()
+        heights.append(box.height * figure.get_figheight())
+    assert heights[1] > 0.8 * heights[0]
+
+
 def test_predictions_stand_over_measurements():
     left, right = throughput_pictures._figure(SPEEDS).axes
     points = [tuple(map(float, line.get_xydata()[0])) for line in left.lines]
