@@ -204,6 +204,11 @@ def legend_columns(labels: Sequence[str], width: float) -> int:
     return max(1, min(len(labels), room // (max(map(len, labels)) + 6)))
 
 
+def legend_rows(labels: Sequence[str], width: float) -> int:
+    """How many lines such a legend takes."""
+    return math.ceil(len(labels) / legend_columns(labels, width))
+
+
 def look(mark: Mark) -> dict[str, Any]:
     return {
         "linestyle": "none",

@@ -1,6 +1,5 @@
 """The picture of throughput records: rates against batch, measured and predicted."""
 
-import math
 import pathlib
 from collections.abc import Sequence
 
@@ -11,7 +10,7 @@ from kvjax.pictures import (
     GREY,
     STYLE,
     legend,
-    legend_columns,
+    legend_rows,
     look,
     marks_of,
     new_figure,
@@ -49,8 +48,7 @@ def _figure(records: Sequence[Record]):
     extra = [predicted | {"mfc": "white", "mec": GREY, "markersize": 8}]
     width = 4.2 * max(2, len(news))
     named = [*marks, predicted["label"]]
-    rows = math.ceil(len(named) / legend_columns(named, width))
-    figure = new_figure((width, 4.2 + 0.28 * rows))
+    figure = new_figure((width, 4.2 + 0.28 * legend_rows(named, width)))
     panels = figure.subplots(1, len(news), squeeze=False)[0]
     for axes, new in zip(panels, news, strict=True):
         axes.set_title(f"{cells.text(new)} new tokens", loc="left", fontweight="bold")

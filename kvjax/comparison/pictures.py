@@ -14,7 +14,7 @@ from kvjax.pictures import (
     STYLE,
     Mark,
     legend,
-    legend_columns,
+    legend_rows,
     look,
     marks_of,
     new_figure,
@@ -49,7 +49,7 @@ def _quality(group: Quality) -> Any:
     looks = {m: _look(mark, m[1]) for m, mark in zip(methods, marks, strict=True)}
     names = [m[0] if m == full else ", ".join(m) for m in methods]
     figure, panels = _panels(len(group.columns), (3.9, 3.0))
-    rows = math.ceil(len(names) / legend_columns(names, figure.get_figwidth()))
+    rows = legend_rows(names, figure.get_figwidth())
     figure.set_figheight(figure.get_figheight() + 0.25 * rows)
     step = min(_APART, _ASIDE / len(methods))
     for axes, (column, name) in zip(panels, group.columns.items(), strict=True):
