@@ -23,8 +23,8 @@ import model_step
 from absl import app, flags
 from racing import Way, race, show
 
-from kvjax import nn
 from kvjax.models import decoder
+from kvjax.models import layers as blocks
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("section", ["layers", "keys", "append", "room"], "what to race")
@@ -105,12 +105,12 @@ def model_way(run_layers, *, stacked=False, length=1, options=None, **writing):
         def step(state, now):
             cache, tokens = state
             positions = jnp.broadcast_to(now + jnp.arange(length)[None], tokens.shape)
-            turns = nn.rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope)
-            angles = nn.rope_tables(positions, turns)
+            turns = blocks.rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope)
+            angles = blocks.rope_tables(positions, turns)
             write = functools.partial(write_new, now=now, **writing)
             x = params["embed"][tokens]
             x, cache = run_layers(params["layers"], x, angles, cache, write)
-            x = nn.rms_norm(x[:, -1], params["final_norm"], spec.norm_eps)
+            x = blocks.rms_norm(x[:, -1], params["final_norm"], spec.norm_eps)
             chosen = jnp.argmax(decoder.logits(params, x, spec), axis=-1)
             chosen = chosen.astype(jnp.int32)[:, None]
             return (cache, jnp.broadcast_to(chosen, tokens.shape)), chosen
@@ -158,14 +158,14 @@ def scan_layers(weights, x, angles, cache, write):
 def decoder_layer(weights, x, angles, kept, write):
     """One layer of `decoder.forward`, with a cache that `write` updates."""
     eps = shape().norm_eps
-    h = nn.rms_norm(x, weights["attn_norm"], eps)
+    h = blocks.rms_norm(x, weights["attn_norm"], eps)
     q, k, v = decoder._project(h, weights, shape())
-    kept, k, v = write(kept, nn.rotate(k, *angles), v)
+    kept, k, v = write(kept, blocks.rotate(k, *angles), v)
     keys_first = FLAGS.target == "cpu"
-    out, mass = attend(nn.rotate(q, *angles), k, v, kept["pos"], keys_first)
+    out, mass = attend(blocks.rotate(q, *angles), k, v, kept["pos"], keys_first)
     kept = {**kept, "mass": kept["mass"] + mass}
     x = x + decoder._merge_heads(out, weights["out"])
-    h = nn.rms_norm(x, weights["mlp_norm"], eps)
+    h = blocks.rms_norm(x, weights["mlp_norm"], eps)
     return x + decoder._mlp(weights, shape(), h), kept
 
 

@@ -29,9 +29,9 @@ import safetensors.numpy
 from absl import app, flags, logging
 
 import kvjax
-from kvjax.models import llama
-from kvjax.models.config import Config
-from kvjax.weights import pack
+from kvjax.models.families import llama
+from kvjax.models.families.hf_config import Config
+from kvjax.models.weights import pack
 
 FLAGS = flags.FLAGS
 flags.DEFINE_float("gb", 2.0, "bytes of the checkpoint, 1e9")

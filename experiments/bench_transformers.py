@@ -111,15 +111,16 @@ def race(case: Case, ours, peer) -> dict[str, Any]:
 def kvjax_side(peer: peers.Peer):
     """Our side; imported here because the worker's environment need not have JAX."""
     import kvjax
-    from kvjax import completions, compression
-    from kvjax.programs import Job
-    from kvjax.tasks import text
-    from kvjax.weights import hub
+    from kvjax.cache.config import make_config
+    from kvjax.engine import api
+    from kvjax.engine.compiled import Job
+    from kvjax.evaluation.tasks import text
+    from kvjax.models.weights import hub
 
     model = kvjax.load(FLAGS.model)
     peer.load(hub.fetch(FLAGS.model))
     full = kvjax.Schedule("full", block=FLAGS.block)
-    made = compression.make(model.spec, None, None, full)
+    made = make_config(model.spec, None, None, full)
     words = model.tokenizer(text.haystack(), verbose=False)["input_ids"]
 
     class Ours:
@@ -129,7 +130,7 @@ def kvjax_side(peer: peers.Peer):
 
         def run(self, case, prompts):
             job = Job(model.spec, made, case.batch, case.prompt, case.new or 1)
-            done = completions.run_batch(model.params, job, prompts, range(case.batch))
+            done = api.run_batch(model.params, job, prompts, range(case.batch))
             seconds = done.decode_seconds if case.new else done.prefill_seconds
             return {"seconds": seconds, "tokens": done.tokens}
 

@@ -11,9 +11,11 @@ from gallery_pictures import SCHEDULES, Data, pack
 from gallery_words import Shape
 from tqdm import tqdm
 
-from kvjax import cache, completions, compression, layerwise, policies
-from kvjax.tasks import needle
-from kvjax.tasks.text import haystack
+from kvjax import cache, policies
+from kvjax.cache.config import CacheConfig, make_config
+from kvjax.engine import api, layerwise
+from kvjax.evaluation.tasks import needle
+from kvjax.evaluation.tasks.text import haystack
 from kvjax.types import Schedule, UserError
 
 BUDGET, BLOCK, LENGTH, DEPTH, NEW = 384, 64, 1000, 0.3, 8
@@ -90,22 +92,22 @@ def readings_of(
         for phases, each in zip(SCHEDULES, pair, strict=True):
             reading = readings.after(each, [tokens], NEW)
             kept = cache.kept_positions(layerwise.joined(reading))[0]
-            eos = completions.end_tokens(model)
+            eos = api.end_tokens(model)
             _, (new,) = layerwise.write(model, each, reading, NEW, eos)
             runs[phases] = kept, new
         yield runs
 
 
-def _made(model: Any, policy: policies.Policy, phases: str) -> compression.Compression:
+def _made(model: Any, policy: policies.Policy, phases: str) -> CacheConfig:
     schedule = Schedule(phases, BLOCK, BLOCK)
-    return compression.make(model.spec, policy, BUDGET, schedule)
+    return make_config(model.spec, policy, BUDGET, schedule)
 
 
 def full_cache(model: Any, tokens: Sequence[int]) -> list[int]:
     """What follows if nothing goes."""
-    made = compression.make(model.spec, None, None, Schedule("full", BLOCK))
+    made = make_config(model.spec, None, None, Schedule("full", BLOCK))
     reading = layerwise.read(model, made, [tokens], NEW)
-    eos = completions.end_tokens(model)
+    eos = api.end_tokens(model)
     return layerwise.write(model, made, reading, NEW, eos)[1][0]
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax import policies, programs
+from kvjax import policies
+from kvjax.engine import compiled
 from kvjax.types import View
 
 
@@ -146,8 +147,8 @@ def cost_of(policy: policies.Policy, spec: Any, slots: int = 384) -> Cost:
     return Cost(
         kind=_kind(policy.needs, reads),
         reads=tuple(sorted(set(reads))),
-        pair_bytes=programs.tree_bytes(stats.slots) // (heads * slots),
-        row_bytes=programs.tree_bytes(stats.rows),
+        pair_bytes=compiled.tree_bytes(stats.slots) // (heads * slots),
+        row_bytes=compiled.tree_bytes(stats.rows),
     )
 
 

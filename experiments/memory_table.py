@@ -12,10 +12,11 @@ import json
 
 from absl import app, flags
 
-from kvjax import compression, policies
-from kvjax.models import published
-from kvjax.plan import state_bytes, weights_bytes
-from kvjax.programs import Job
+from kvjax import policies
+from kvjax.cache.config import make_config
+from kvjax.engine.compiled import Job
+from kvjax.engine.planner import state_bytes, weights_bytes
+from kvjax.models import presets
 from kvjax.types import Schedule
 
 FLAGS = flags.FLAGS
@@ -29,7 +30,7 @@ USABLE = 0.92
 
 def row(name, dtype, budget):
     """Figures of one model."""
-    spec = published.spec(name)
+    spec = presets.spec(name)
     job = _job(spec, 1, None, dtype)
     weights = weights_bytes(job)
     figures = {"weights": weights, "kv_per_token": kv_bytes(spec, dtype)}
@@ -62,7 +63,7 @@ def _job(spec, tokens, budget, dtype):
     """A job of one row that reads `tokens` and writes none."""
     rule = policies.average_attention() if budget else None
     schedule = Schedule() if budget else Schedule("full")
-    made = compression.make(spec, rule, budget, schedule)
+    made = make_config(spec, rule, budget, schedule)
     return Job(spec, made, 1, tokens, 0, dtype)
 
 
@@ -85,7 +86,7 @@ def table(rows):
 
 
 def main(_):
-    rows = {name: row(name, FLAGS.dtype, FLAGS.budget) for name in published.CONFIGS}
+    rows = {name: row(name, FLAGS.dtype, FLAGS.budget) for name in presets.CONFIGS}
     print(table(rows) + "\n")
     print(json.dumps(rows))
 

@@ -1,18 +1,17 @@
 """One decode step of a whole model under compression: to compile, and to time."""
 
 import functools
-import importlib
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import cache, compression, policies
-from kvjax.models import decoder, published
+from kvjax import cache, policies
+from kvjax.cache.config import make_config
+from kvjax.engine.steps import forward
+from kvjax.models import decoder, presets
 from kvjax.types import ModelSpec, Schedule
-
-forward = importlib.import_module("kvjax.generate").forward  # a function hides it
 
 SPECS = {
     "smollm2-135m": ModelSpec(
@@ -29,13 +28,13 @@ SPECS = {
         norm_eps=1e-5,
         tied_head=True,
     ),
-    "llama-3.1-8b": published.spec("llama-3-8b"),  # but for its longer context
+    "llama-3.1-8b": presets.spec("llama-3-8b"),  # but for its longer context
 }
 
 
 def made(spec, slots, implementation=None):
     """Batch-Max: average attention, 64 pairs at a time."""
-    return compression.make(
+    return make_config(
         spec,
         policies.average_attention(),
         slots,

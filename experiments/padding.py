@@ -103,8 +103,8 @@ def main(_):
     if FLAGS.worker:
         return peers.serve(PACKAGES, answer)
     import kvjax
-    from kvjax.tasks import text
-    from kvjax.weights import hub
+    from kvjax.evaluation.tasks import text
+    from kvjax.models.weights import hub
 
     start = time.perf_counter()
     peer = peers.Peer(FLAGS.peer_python, __file__, "--worker")

@@ -35,10 +35,11 @@ from gallery_words import (
 )
 from tqdm import tqdm
 
-from kvjax import policies, programs
-from kvjax.records import Record, read_records
+from kvjax import policies
+from kvjax.engine import compiled
+from kvjax.evaluation.report.records import Record, read_records
+from kvjax.models.weights import load
 from kvjax.types import UserError
-from kvjax.weights import load
 
 FLAGS = flags.FLAGS
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -385,7 +386,7 @@ def main(_):
     if made and not data["policies"]:
         raise UserError(f"{path} is missing: run without --text_only and --redraw")
     if not made:
-        programs.keep_compiled()
+        compiled.keep_compiled()
         data = runs.run(load(FLAGS.model), only, data, path)
     if not FLAGS.text_only:
         draw([name for name in only if name in data["policies"]], data, DOCS)

@@ -15,7 +15,7 @@ import sys
 
 from absl import app, flags
 
-from kvjax.comparison import page, runs
+from kvjax.evaluation.report import joined_page, joined_runs
 from kvjax.types import UserError
 
 FLAGS = flags.FLAGS
@@ -24,19 +24,19 @@ _PAGE = flags.DEFINE_string("leaderboard", None, "Write this page, and no report
 
 
 def main(argv):
-    sources = runs.read(argv[1:])
+    sources = joined_runs.read(argv[1:])
     for source in sources:
         if source.torn:
             print(
                 f"{source.path}: the last line was cut short; left out", file=sys.stderr
             )
     if _PAGE.value:
-        text = page.leaderboard(sources)
+        text = joined_page.leaderboard(sources)
         _write(pathlib.Path(_PAGE.value), text)
         told = {"leaderboard": _PAGE.value, "runs": [each.path for each in sources]}
     else:
-        told = page.write(sources, _OUT.value)
-        print(page.overview(sources), f"\n{told['report']}\n", sep="\n")
+        told = joined_page.write(sources, _OUT.value)
+        print(joined_page.overview(sources), f"\n{told['report']}\n", sep="\n")
     print(json.dumps(told))
 
 

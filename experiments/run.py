@@ -17,11 +17,13 @@ from ml_collections import config_flags
 from peers.throughput import joined
 from tqdm import tqdm
 
-from kvjax import evaluate, experiment, meshes, report, throughput
+from kvjax.evaluation import config, quality, throughput
+from kvjax.evaluation.report import run_report
+from kvjax.parallel import meshes
 from kvjax.types import UserError
 
 _KINDS = {  # a config's `kind`: how it is read, and run
-    "quality": (experiment.from_config, evaluate.run),
+    "quality": (config.from_config, quality.run),
     "throughput": (throughput.from_config, throughput.run),
 }
 FLAGS = flags.FLAGS
@@ -70,9 +72,9 @@ def main(_):
             bar.update(units)
 
         records = run(asked, _WORKDIR.value, progress)
-    path = report.write_report(records, _WORKDIR.value)
-    print(report.overview(records), f"\n{path}\n", sep="\n")
-    print(json.dumps(report.summary(records)))
+    path = run_report.write_report(records, _WORKDIR.value)
+    print(run_report.overview(records), f"\n{path}\n", sep="\n")
+    print(json.dumps(run_report.summary(records)))
 
 
 def _peers(fields):

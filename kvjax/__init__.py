@@ -7,10 +7,10 @@ done = kvjax.generate(
 """
 
 from kvjax import policies
-from kvjax.completions import Completion, generate
-from kvjax.plan import Plan, plan
+from kvjax.engine.api import Completion, generate
+from kvjax.engine.planner import Plan, plan
+from kvjax.models.weights import load
 from kvjax.types import Model, ModelSpec, Schedule, UserError
-from kvjax.weights import load
 
 __version__ = "0.1.0"
 

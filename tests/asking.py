@@ -9,7 +9,7 @@ import tokenizers
 import transformers
 from conftest import tiny_model
 
-from kvjax.harness import Requests
+from kvjax.evaluation.lm_harness import Requests
 
 HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
 needs_harness = pytest.mark.skipif(not HAS_HARNESS, reason="lm_eval is not installed")

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import safetensors.numpy
 
-from kvjax.models import llama
-from kvjax.models.config import Config
-from kvjax.weights import pack
+from kvjax.models.families import llama
+from kvjax.models.families.hf_config import Config
+from kvjax.models.weights import pack
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CONFIG = {

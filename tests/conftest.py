@@ -10,8 +10,8 @@ import jax
 import pytest
 
 import kvjax
+from kvjax.engine.compiled import programs
 from kvjax.models import decoder
-from kvjax.programs import programs
 from kvjax.types import Model, ModelSpec, UserError
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -1,16 +1,14 @@
 """What every kernel is held to: cases, a float64 answer, tolerances."""
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import attention, cache, compression
-from kvjax.implementations import PLAIN
+from kvjax import attention, cache
+from kvjax.attention.backends import PLAIN
+from kvjax.cache.config import make_config
+from kvjax.engine import steps
 from kvjax.types import Schedule
-
-generation = importlib.import_module("kvjax.generate")  # the function hides the module
 
 STATS = frozenset({"mass", "mass_sq", "last"})
 # The output's relative to the largest value; statistics are sums of weights in [0, 1].
@@ -107,23 +105,19 @@ def generated(model, policy, phases, implementation, budget=32, dtype="float32")
     """Tokens and kept positions of a ragged batch under one implementation."""
     spec = model.spec
     schedule = Schedule(phases, block=8, evict=8)
-    made = compression.make(
-        spec, policy, budget, schedule, implementation=implementation
-    )
+    made = make_config(spec, policy, budget, schedule, implementation=implementation)
     lengths = jnp.array([50, 23, 40], jnp.int32)
     tokens = jax.random.randint(jax.random.key(3), (3, 56), 0, spec.vocab_size)
     room = made.prefill_capacity(spec, 56, 24)
     params = jax.tree.map(lambda x: x.astype(dtype), model.params)
     state = cache.init(spec, made, 3, room, jnp.dtype(dtype))
-    state, logits = generation.prefill(
-        params, state, tokens, lengths, spec=spec, made=made
-    )
+    state, logits = steps.prefill(params, state, tokens, lengths, spec=spec, made=made)
     if made.schedule.compacts:
         room = made.decode_capacity(spec, 56, 24)
-        state = generation.compact(state, spec=spec, made=made, capacity=room)
+        state = steps.compact(state, spec=spec, made=made, capacity=room)
     keys = jax.random.split(jax.random.key(0), 3)
     active = jnp.ones((3,), jnp.bool)
-    state, out, _ = generation.decode(
+    state, out, _ = steps.decode(
         params, state, logits, active, keys, spec=spec, made=made, steps=24
     )
     cache.raise_errors(state)

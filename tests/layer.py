@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import cache, sharding
+from kvjax import cache
+from kvjax.cache import sharded
 from kvjax.models import decoder
 from kvjax.types import LayerOps, ModelSpec
 
@@ -80,7 +81,7 @@ def step(spec, made, state, data: Data, n, prompt):
         rotate=decoder.rotations(spec, positions)[0],
         project=jax.tree_util.Partial(_project, data.out),
     )
-    out, state = sharding.step_layer(
+    out, state = sharded.step_layer(
         spec,
         0,
         data.q,
@@ -124,7 +125,7 @@ def write(spec, made, state, data: Data, active):
 @functools.partial(_jit, static_argnames=("spec", "made", "capacity"))
 def shrink(spec, made, state, capacity):
     """The compaction between prompt and decoding."""
-    return sharding.compact(spec, state, made, capacity)
+    return sharded.compact(spec, state, made, capacity, decoder.rotations(spec))
 
 
 def split(data: Data, at: int) -> tuple[Data, Data]:

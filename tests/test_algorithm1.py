@@ -6,8 +6,9 @@ import numpy as np
 import oracle
 import pytest
 
-from kvjax import Schedule, cache, compression, policies
-from kvjax.generate import compact, decode, prefill, score_tokens
+from kvjax import Schedule, cache, policies
+from kvjax.cache.config import make_config
+from kvjax.engine.steps import compact, decode, prefill, score_tokens
 
 RULES = ("average_attention", "h2o", "streaming", "key_diff")
 STEPS = 21  # several evictions while decoding
@@ -50,7 +51,7 @@ def as_lists(kept):
 @pytest.mark.parametrize(("p", "budget"), [(4, 16), (8, 20), (1, 9)])
 def test_kept_positions(tiny, rule, p, budget):
     policy = policies.make(rule)
-    made = compression.make(tiny.spec, policy, budget, Schedule(block=p, evict=p))
+    made = make_config(tiny.spec, policy, budget, Schedule(block=p, evict=p))
     rng = np.random.default_rng(budget)
     for length in (budget - 5, budget, 3 * budget + 1):
         prompt = rng.integers(0, tiny.spec.vocab_size, length)
@@ -69,7 +70,7 @@ def test_kept_positions(tiny, rule, p, budget):
 def test_several_blocks_step_by_step(tiny):
     """Not only the ends: every decode step keeps what the transcription keeps."""
     policy, budget, p = policies.average_attention(), 12, 4
-    made = compression.make(tiny.spec, policy, budget, Schedule(block=p, evict=p))
+    made = make_config(tiny.spec, policy, budget, Schedule(block=p, evict=p))
     prompt = np.arange(30) % tiny.spec.vocab_size
     by_hand = oracle.Decoder(
         tiny.spec, tiny.params, oracle.average_attention(), budget, p
@@ -87,7 +88,7 @@ def test_several_blocks_step_by_step(tiny):
 
 
 def test_full_cache_is_the_plain_model(tiny):
-    made = compression.make(tiny.spec, None, None, Schedule("full", block=8))
+    made = make_config(tiny.spec, None, None, Schedule("full", block=8))
     prompt = np.arange(40) % tiny.spec.vocab_size
     _, _, kept, tokens = run(tiny, made, prompt, 6)
     by_hand = oracle.Decoder(tiny.spec, tiny.params, None, None, 8)
@@ -100,8 +101,8 @@ def test_full_cache_is_the_plain_model(tiny):
 
 def test_a_budget_above_the_text_is_the_full_cache(tiny):
     prompt = np.arange(40) % tiny.spec.vocab_size
-    full = compression.make(tiny.spec, None, None, Schedule("full", block=8))
-    room = compression.make(
+    full = make_config(tiny.spec, None, None, Schedule("full", block=8))
+    room = make_config(
         tiny.spec, policies.average_attention(), 64, Schedule(block=8, evict=8)
     )
     *_, kept, tokens = run(tiny, full, prompt)
@@ -113,7 +114,7 @@ def test_a_budget_above_the_text_is_the_full_cache(tiny):
 def test_ed_keeps_only_the_newest_pair(tiny):
     """Batch-Max, Algorithm 2: full prefill, then the newest pair and the current."""
     schedule = Schedule("decode", block=8, evict=1)
-    made = compression.make(tiny.spec, policies.recency(), 2, schedule)
+    made = make_config(tiny.spec, policies.recency(), 2, schedule)
     prompt = np.arange(37) % tiny.spec.vocab_size
     full, compacted, at_end, _ = run(tiny, made, prompt, 5)
     heads = range(tiny.spec.num_kv_heads)
@@ -125,7 +126,7 @@ def test_ed_keeps_only_the_newest_pair(tiny):
 
 def test_one_compaction_after_the_prompt(tiny):
     """The prompt's best pairs stay, and so does everything decoded."""
-    made = compression.make(
+    made = make_config(
         tiny.spec, policies.average_attention(), 10, Schedule("after_prefill", block=8)
     )
     prompt = np.arange(37) % tiny.spec.vocab_size

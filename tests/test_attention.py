@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax import attention, implementations
-from kvjax.attention import attend, finish, merge
-from kvjax.implementations import PLAIN
+from kvjax import attention
+from kvjax.attention import backends
+from kvjax.attention.backends import PLAIN
+from kvjax.attention.ops import attend, finish, merge
 from kvjax.types import WEIGHTS, Scoring
 
 
@@ -90,8 +91,8 @@ def test_tiles_are_the_reference(monkeypatch, batch, needs, scoring):
 def test_tiles_are_what_a_cpu_reads_prompts_with():
     prompt, step = (jnp.zeros((1, 2, 3, length, 8)) for length in (4, 1))
     k = jnp.zeros((1, 2, 20, 8))
-    assert implementations.chosen(prompt, k, frozenset(), None) == "tiles"
-    assert implementations.chosen(step, k, frozenset(), None) == "reference"
+    assert backends.chosen(prompt, k, frozenset(), None) == "tiles"
+    assert backends.chosen(step, k, frozenset(), None) == "reference"
 
 
 def test_mass_only_when_needed():

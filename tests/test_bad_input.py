@@ -11,10 +11,12 @@ import pytest
 from conftest import tiny_spec
 
 import kvjax
-from kvjax import Schedule, UserError, cache, compression, evaluate, policies
-from kvjax.experiment import from_config
-from kvjax.plan import device_memory
-from kvjax.sampling import Sampling
+from kvjax import Schedule, UserError, cache, policies
+from kvjax.cache.config import make_config
+from kvjax.engine.planner import device_memory
+from kvjax.engine.sampling import Sampling
+from kvjax.evaluation import quality
+from kvjax.evaluation.config import from_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 SPEC = tiny_spec()
@@ -26,7 +28,7 @@ def compress(**changes):
         "budget": 32,
         "schedule": Schedule(block=8, evict=8),
     }
-    return compression.make(SPEC, **(given | changes))
+    return make_config(SPEC, **(given | changes))
 
 
 @pytest.mark.parametrize(
@@ -136,9 +138,9 @@ def test_generate(tiny, prompts, changes, words):
 
 def test_overflow_is_told(tiny):
     """Driven past its capacity, the state says so instead of losing pairs silently."""
-    from kvjax.generate import prefill
+    from kvjax.engine.steps import prefill
 
-    made = compression.make(SPEC, None, None, Schedule("full", block=8))
+    made = make_config(SPEC, None, None, Schedule("full", block=8))
     state = cache.init(SPEC, made, 1, (8, 8))
     state, _ = prefill(
         tiny.params,
@@ -193,7 +195,7 @@ def config(**changes):
 def test_experiment(tmp_path, changes, words):
     with pytest.raises(UserError) as caught:
         experiment = from_config(config(**changes), {})
-        evaluate.run(experiment, tmp_path / "w", lambda what, units: None)
+        quality.run(experiment, tmp_path / "w", lambda what, units: None)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -203,7 +205,7 @@ def test_workdir_of_another_experiment(tmp_path):
     (tmp_path / "batches.jsonl").write_text("")
     other = dataclasses.replace(first, seed=7)
     with pytest.raises(UserError, match=r"another configuration.*seed"):
-        evaluate.run(other, tmp_path, lambda what, units: None)
+        quality.run(other, tmp_path, lambda what, units: None)
 
 
 @pytest.mark.parametrize(

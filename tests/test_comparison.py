@@ -12,10 +12,15 @@ import numpy as np
 import pytest
 from test_report import SPEEDS, make_record, sweep_records
 
-from kvjax import survivors
-from kvjax.comparison import page, pictures, runs, tables
-from kvjax.grids import markdown
-from kvjax.records import append_record
+from kvjax.evaluation.report import (
+    joined_page,
+    joined_pictures,
+    joined_runs,
+    joined_tables,
+    survivors,
+)
+from kvjax.evaluation.report.grids import markdown
+from kvjax.evaluation.report.records import append_record
 from kvjax.types import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -77,8 +82,8 @@ def rows_of(grid):
 
 
 def test_tasks_of_several_runs_stand_in_one_table(workdirs):
-    (group,) = runs.quality_groups(runs.read(workdirs))
-    grid = tables.scores(group)
+    (group,) = joined_runs.quality_groups(joined_runs.read(workdirs))
+    grid = joined_tables.scores(group)
     assert grid.head == ["Method", "Schedule", "Budget", "xsum", "needle", "Mean Δ"]
     assert [row[0] for row in grid.rows] == ["Full cache", "good", "poor", "good"]
     found = rows_of(grid)
@@ -92,15 +97,15 @@ def test_tasks_of_several_runs_stand_in_one_table(workdirs):
 
 
 def test_equals_are_not_marked_as_best(tmp_path):
-    source = runs.Source("a", task_run("xsum", 0.5, 0.4, 0.4001), False)
-    (group,) = runs.quality_groups([source])
-    assert not tables.scores(group).bold  # nor by a digit that is not shown
-    assert [row[0] for row in tables.leaderboard(group).rows] == ["-", "1", "1"]
+    source = joined_runs.Source("a", task_run("xsum", 0.5, 0.4, 0.4001), False)
+    (group,) = joined_runs.quality_groups([source])
+    assert not joined_tables.scores(group).bold  # nor by a digit that is not shown
+    assert [row[0] for row in joined_tables.leaderboard(group).rows] == ["-", "1", "1"]
 
 
 def test_ranks_and_shares_of_memory(workdirs):
-    (group,) = runs.quality_groups(runs.read(workdirs))
-    grid = tables.leaderboard(group)
+    (group,) = joined_runs.quality_groups(joined_runs.read(workdirs))
+    grid = joined_tables.leaderboard(group)
     ranks = [(row[0], row[1], row[3]) for row in grid.rows]
     assert ranks == [
         ("-", "Full cache", "all"),
@@ -114,10 +119,10 @@ def test_ranks_and_shares_of_memory(workdirs):
 
 def test_tasks_are_told_apart_by_what_was_asked(workdirs):
     short = task_run("needle", 1.0, 0.5, 0.5, prompt_tokens=500)
-    sources = [*runs.read(workdirs), runs.Source("x", short, False)]
-    (group,) = runs.quality_groups(sources)
+    sources = [*joined_runs.read(workdirs), joined_runs.Source("x", short, False)]
+    (group,) = joined_runs.quality_groups(sources)
     assert list(group.columns.values()) == ["xsum", "needle 1,000", "needle 500"]
-    head, rows = tables.tasks(group)[:2]
+    head, rows = joined_tables.tasks(group)[:2]
     assert head[6:8] == ["|kv| at 50%", "|kv| at 25%"]
     assert [row[6] for row in rows] == ["80", "120", "120"]
     assert [row[-1] for row in rows] == ["1", "2", "3"]
@@ -130,9 +135,9 @@ def test_a_task_is_asked_as_itself_not_as_the_longest_of_its_run():
         made = task_run("needle", 1.0, 0.5, 0.5, prompt_tokens=2000)
         for each in made:
             each["tasks"]["needle"] |= {"most_prompt_tokens": length}
-        return runs.Source(path, made, False)
+        return joined_runs.Source(path, made, False)
 
-    (group,) = runs.quality_groups([source("a", 500), source("b", 1000)])
+    (group,) = joined_runs.quality_groups([source("a", 500), source("b", 1000)])
     assert list(group.columns.values()) == ["needle 500", "needle 1,000"]
 
 
@@ -141,20 +146,24 @@ def test_a_comma_in_a_name_is_no_budget():
     made = record("Batch-Max, KeyDiff", "xsum", 0.4, 64, "prefill+decode")
     made["label"] = None
     slots = record("slots 48", "xsum", 0.4, 48, "prefill+decode", label="slots")
-    (group,) = runs.quality_groups([runs.Source("a", [made, slots], False)])
+    (group,) = joined_runs.quality_groups(
+        [joined_runs.Source("a", [made, slots], False)]
+    )
     assert [row.budget for row in group.rows] == ["64", "48"]
 
 
 def test_models_and_devices_are_not_mixed(workdirs):
     other = task_run("xsum", 0.1, 0.1, 0.1, device="gpu")
-    sources = [*runs.read(workdirs), runs.Source("gpu", other, False)]
-    groups = runs.quality_groups(sources)
+    sources = [*joined_runs.read(workdirs), joined_runs.Source("gpu", other, False)]
+    groups = joined_runs.quality_groups(sources)
     assert [(g.device, len(g.columns)) for g in groups] == [("cpu", 2), ("gpu", 1)]
-    assert "## Quality: tiny on gpu" in page.leaderboard(sources)
+    assert "## Quality: tiny on gpu" in joined_page.leaderboard(sources)
 
 
 def test_a_sweep_joins_too(tmp_path):
-    (group,) = runs.quality_groups([runs.Source("s", sweep_records(), False)])
+    (group,) = joined_runs.quality_groups(
+        [joined_runs.Source("s", sweep_records(), False)]
+    )
     assert [row.budget for row in group.rows[:2]] == ["all", "1,152"]
     assert len(group.rows) == 9 and list(group.columns.values()) == ["needle"]
 
@@ -162,11 +171,11 @@ def test_a_sweep_joins_too(tmp_path):
 def test_other_engines_stand_beside_ours():
     peer = SPEEDS[3] | {"model": "tiny.Q8", "device": "AMD"}
     more = SPEEDS[0] | {"method": "other memory", "memory_bytes": 1}
-    source = runs.Source("s", [*SPEEDS[:3], peer, more], False)
-    first, second = runs.throughput_groups([source])
+    source = joined_runs.Source("s", [*SPEEDS[:3], peer, more], False)
+    first, second = joined_runs.throughput_groups([source])
     assert [r["method"] for r in first.records] == ["ED", "FKV", "Batch-Max", "kvpress"]
     assert [r["method"] for r in second.records] == ["other memory"]
-    assert runs.quality_groups([source]) == []
+    assert joined_runs.quality_groups([source]) == []
 
 
 # --- mistakes -----------------------------------------------------------------------
@@ -187,32 +196,32 @@ def test_what_is_no_run(tmp_path, content, message):
     if content is not None:
         (tmp_path / "records.jsonl").write_text(content)
     with pytest.raises(UserError, match=message) as error:
-        runs.read([tmp_path])
+        joined_runs.read([tmp_path])
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_no_run_at_all(tmp_path):
     with pytest.raises(UserError, match="no runs named"):
-        runs.read([])
+        joined_runs.read([])
     with pytest.raises(UserError, match="is not there"):
-        runs.read([tmp_path / "nothing"])
+        joined_runs.read([tmp_path / "nothing"])
 
 
 def test_one_answer_twice(workdirs):
-    sources = runs.read([*workdirs, "one/records.jsonl", "./one"])
+    sources = joined_runs.read([*workdirs, "one/records.jsonl", "./one"])
     assert len(sources) == 3  # one file under three names
-    twin = runs.Source("twin", sources[0].records, False)
+    twin = joined_runs.Source("twin", sources[0].records, False)
     with pytest.raises(UserError, match=r"Full cache on xsum is in both one.*and twin"):
-        runs.quality_groups([*sources, twin])
-    twin = runs.Source("twin", SPEEDS, False)
+        joined_runs.quality_groups([*sources, twin])
+    twin = joined_runs.Source("twin", SPEEDS, False)
     with pytest.raises(UserError, match="ED with 8 new tokens is in both"):
-        runs.throughput_groups([*sources, twin])
+        joined_runs.throughput_groups([*sources, twin])
 
 
 def test_a_torn_line_is_told(workdirs):
     with open("one/records.jsonl", "a") as file:
         file.write('{"method": "cut')
-    text = page.leaderboard(runs.read(workdirs))
+    text = joined_page.leaderboard(joined_runs.read(workdirs))
     assert text.count("its last line was cut short and is left out") == 1
 
 
@@ -220,10 +229,10 @@ def test_a_torn_line_is_told(workdirs):
 
 
 def test_every_table_says_where_it_is_from(workdirs):
-    sources = runs.read(workdirs)
-    (group,) = runs.quality_groups(sources)
-    text = page.leaderboard(sources)
-    after = text[text.index(markdown(tables.scores(group))) :]
+    sources = joined_runs.read(workdirs)
+    (group,) = joined_runs.quality_groups(sources)
+    text = joined_page.leaderboard(sources)
+    after = text[text.index(markdown(joined_tables.scores(group))) :]
     quality, rates = after.split("## Throughput")
     assert "Model tiny on cpu" in quality and "Model tiny on cpu" in rates
     command = "`python experiments/run.py --config=a_b.py`"
@@ -233,7 +242,7 @@ def test_every_table_says_where_it_is_from(workdirs):
 
 
 def test_report_has_all_its_parts(workdirs):
-    told = page.write(runs.read(workdirs), "out")
+    told = joined_page.write(joined_runs.read(workdirs), "out")
     assert json.loads(json.dumps(told, allow_nan=False)) == told
     assert told["quality"][0]["methods"]["good prefill+decode 50%"]["tasks"] == 2
     assert told["throughput"][0]["methods"]["Batch-Max (8 new)"]["times_ed"] == 2
@@ -249,7 +258,7 @@ def test_report_has_all_its_parts(workdirs):
 
 
 def test_html_needs_nothing_else(workdirs):
-    page.write(runs.read(workdirs), "out")
+    joined_page.write(joined_runs.read(workdirs), "out")
     text = pathlib.Path("out/report.html").read_text()
     sources = re.findall(r'(?:src|href)="([^"]{1,30})', text)
     assert len(sources) == 4
@@ -260,7 +269,7 @@ def test_html_needs_nothing_else(workdirs):
 
 def test_markup_in_names_does_no_harm(tmp_path):
     made = task_run("xsum", 0.5, 0.4, 0.3, model="<script>x</script>")
-    page.write([runs.Source("a", made, False)], tmp_path)
+    joined_page.write([joined_runs.Source("a", made, False)], tmp_path)
     assert "<script>" not in (tmp_path / "report.html").read_text()
 
 
@@ -268,8 +277,8 @@ def test_markup_in_names_does_no_harm(tmp_path):
 
 
 def test_quality_stands_over_memory(workdirs):
-    (group,) = runs.quality_groups(runs.read(workdirs))
-    xsum, needle = pictures._quality(group).axes[:2]
+    (group,) = joined_runs.quality_groups(joined_runs.read(workdirs))
+    xsum, needle = joined_pictures._quality(group).axes[:2]
     assert (xsum.get_title(loc="left"), needle.get_title(loc="left")) == (
         "xsum",
         "needle",
@@ -286,12 +295,14 @@ def test_survivors_are_drawn_where_they_are_known(tmp_path):
     known = task_run("a/b", 0.5, 0.4, 0.3)
     for told in known[1:]:  # not of the full cache
         told["tasks"]["a/b"]["survivors"] = ["990", "009"]
-    (group,) = runs.quality_groups([runs.Source("a", known, False)])
-    (column,) = pictures.survivor_columns(group)
-    panels = [axes for axes in pictures._survivors(group, column).axes if axes.images]
+    (group,) = joined_runs.quality_groups([joined_runs.Source("a", known, False)])
+    (column,) = joined_pictures.survivor_columns(group)
+    panels = [
+        axes for axes in joined_pictures._survivors(group, column).axes if axes.images
+    ]
     assert [p.get_title(loc="left") for p in panels] == ["good", "poor"]
     assert panels[0].images[0].get_array().tolist() == [[1, 1, 0], [0, 0, 1]]
-    page.write([runs.Source("a", known, False)], tmp_path)
+    joined_page.write([joined_runs.Source("a", known, False)], tmp_path)
     assert (tmp_path / "survivors_a_b_1.png").exists()
     text = (tmp_path / "report.md").read_text()
     assert "](survivors_a_b_1.png)" in text and "maps of survivors" in text
@@ -311,10 +322,16 @@ def test_a_map_of_survivors():
 
 def test_a_task_that_a_method_lacks_leaves_the_panels_in_shape(workdirs, tmp_path):
     part = task_run("bbh/boolean_expressions", 0.1, 0.2, 0.0)[:2]
-    more = [runs.Source(n, task_run(n, 0.1, 0.2, 0.0), False) for n in ("a", "b")]
-    sources = [*runs.read(workdirs), runs.Source("part", part, False), *more]
-    (group,) = runs.quality_groups(sources)
-    figure = pictures._quality(group)
+    more = [
+        joined_runs.Source(n, task_run(n, 0.1, 0.2, 0.0), False) for n in ("a", "b")
+    ]
+    sources = [
+        *joined_runs.read(workdirs),
+        joined_runs.Source("part", part, False),
+        *more,
+    ]
+    (group,) = joined_runs.quality_groups(sources)
+    figure = joined_pictures._quality(group)
     figure.draw_without_rendering()
     boxes = [axes.get_position() for axes in figure.axes[: len(group.columns)]]
     assert min(box.width for box in boxes) > 0.2 and min(b.height for b in boxes) > 0.2
@@ -322,11 +339,11 @@ def test_a_task_that_a_method_lacks_leaves_the_panels_in_shape(workdirs, tmp_pat
 
 def test_needles_of_several_lengths_share_a_map(workdirs):
     short = task_run("needle", 0.5, 0.25, 0.0, prompt_tokens=500)
-    sources = [*runs.read(workdirs), runs.Source("x", short, False)]
-    (group,) = runs.quality_groups(sources)
-    cells = pictures._cells(group, group.rows[1], "needle")
+    sources = [*joined_runs.read(workdirs), joined_runs.Source("x", short, False)]
+    (group,) = joined_runs.quality_groups(sources)
+    cells = joined_pictures._cells(group, group.rows[1], "needle")
     assert (cells[1000, 0.1], cells[500, 0.9]) == (0.75, 0.25)
-    panels = pictures._needles(group, "needle").axes
+    panels = joined_pictures._needles(group, "needle").axes
     assert [t.get_text() for t in panels[0].get_xticklabels()] == ["500", "1,000"]
     assert [t.get_text() for t in panels[0].texts[:2]] == ["50%", "100%"]
 
@@ -369,6 +386,6 @@ def test_the_command_says_what_is_wrong(tmp_path, monkeypatch, arguments, messag
 
 def test_the_committed_leaderboard_is_what_the_committed_records_give(monkeypatch):
     monkeypatch.chdir(ROOT)
-    made = page.leaderboard(runs.read(["docs/data/leaderboard"]))
+    made = joined_page.leaderboard(joined_runs.read(["docs/data/leaderboard"]))
     kept = pathlib.Path("docs/leaderboard.md").read_text(encoding="utf-8")
     assert made == kept, "run make leaderboard"

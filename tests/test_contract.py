@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from conftest import often
 
-from kvjax import Schedule, cache, compression, policies
+from kvjax import Schedule, cache, policies
+from kvjax.cache.config import make_config
 
 BUDGET, BLOCK, PROMPT, NEW = 56, 8, 104, 30
 LENGTHS = (5, 56, 57, 70, 0, 101)  # below, at and above the budget; one row unused
@@ -59,7 +60,7 @@ CASES = often(
 @functools.cache
 def compressed(policy, phases, spec=SPEC, **options):
     schedule = Schedule(phases, block=BLOCK, evict=BLOCK)
-    return compression.make(spec, policy, BUDGET, schedule, **options)
+    return make_config(spec, policy, BUDGET, schedule, **options)
 
 
 def run(made, data=DATA, lengths=LENGTHS, spec=SPEC, spoil=lambda state: state):
@@ -239,7 +240,7 @@ def test_groups_dtypes_and_pinned_pairs(name, group, dtype):
 def test_jit_equals_eager(name):
     """Three blocks, with an eviction before the last."""
     small = policies.make(name, **SMALL.get(name, {}))
-    made = compression.make(SPEC, small, BUDGET, Schedule(block=24, evict=24))
+    made = make_config(SPEC, small, BUDGET, Schedule(block=24, evict=24))
     prompts, _ = layer.split(DATA, 3 * 24)
 
     def read():

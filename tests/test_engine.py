@@ -9,10 +9,11 @@ import pytest
 from conftest import tiny_spec
 
 import kvjax
-from kvjax import Schedule, cache, compression, policies
-from kvjax.completions import run_batch
-from kvjax.generate import decode, prefill
-from kvjax.programs import Job, bucket, programs, tree_bytes
+from kvjax import Schedule, cache, policies
+from kvjax.cache.config import make_config
+from kvjax.engine.api import run_batch
+from kvjax.engine.compiled import Job, bucket, programs, tree_bytes
+from kvjax.engine.steps import decode, prefill
 
 BUDGET, BLOCK = 24, 8
 LENGTHS = (5, 24, 25, 40, 63, 90)  # below, at and above the budget; ragged
@@ -36,7 +37,7 @@ def prompts(seed=0, vocab=50):
 def job_for(spec, name, phases, batch, new=20, **changes):
     schedule = Schedule(phases, block=BLOCK, evict=BLOCK)
     policy = policies.make(name, **OPTIONS.get(name, {})) if name else None
-    made = compression.make(spec, policy, BUDGET if name else None, schedule)
+    made = make_config(spec, policy, BUDGET if name else None, schedule)
     made = dataclasses.replace(made, **changes)
     return Job(spec, made, batch, bucket(spec, made, max(LENGTHS), new), new)
 
@@ -112,7 +113,7 @@ def test_donated_and_small_temporaries(name, phases):
     spec = tiny_spec(head_dim=64, context_length=2048, num_layers=6)
     schedule = Schedule(phases, block=16, evict=16)
     policy = policies.make(name, **OPTIONS.get(name, {})) if name else None
-    made = compression.make(spec, policy, 512 if name else None, schedule)
+    made = make_config(spec, policy, 512 if name else None, schedule)
     job = Job(spec, made, 4, bucket(spec, made, 1024, 16), 16)
     compiled = programs(job)
     for program, capacity in (
@@ -178,7 +179,7 @@ def test_second_call_does_not_compile(tiny):
 def test_memory_is_the_same_for_short_and_long_prompts():
     """Under Batch-Max, 1,000 and 8,000 prompt tokens take the same bytes."""
     spec = tiny_spec(context_length=8192)
-    made = compression.make(spec, policies.average_attention(), 512, Schedule())
+    made = make_config(spec, policies.average_attention(), 512, Schedule())
     jobs = [Job(spec, made, 2, bucket(spec, made, n, 64), 64) for n in (1000, 8000)]
     short, long = (
         [program.memory_analysis() for program in (p.prefill, p.decode)]
@@ -192,7 +193,7 @@ def test_memory_is_the_same_for_short_and_long_prompts():
 
 def test_layer_budgets_take_different_memory(tiny):
     """One budget per layer: capacities, kept pairs and bytes follow it."""
-    made = compression.make(
+    made = make_config(
         tiny.spec, policies.key_diff(), (16, 32), Schedule(block=8, evict=8)
     )
     state = cache.init(tiny.spec, made, 1, made.budget)
@@ -230,7 +231,7 @@ def test_slots_give_rotary_positions(tiny, phases):
     """Under `rope="slot"` batched equals single, and the text is another one."""
     policy = policies.streaming()
     schedule = Schedule(phases, block=BLOCK, evict=BLOCK)
-    made = compression.make(tiny.spec, policy, BUDGET, schedule, rope="slot")
+    made = make_config(tiny.spec, policy, BUDGET, schedule, rope="slot")
     size = bucket(tiny.spec, made, max(LENGTHS), 20)
     together = run_batch(
         tiny.params, Job(tiny.spec, made, 6, size, 20), prompts(), range(6)
@@ -249,7 +250,7 @@ def test_slots_give_rotary_positions(tiny, phases):
 
 def test_live_bytes_fall_and_allocated_ones_do_not(tiny):
     """A rule that keeps fewer pairs frees no memory, and says so."""
-    few = compression.make(
+    few = make_config(
         tiny.spec, policies.sliding_window(6), BUDGET, Schedule("after_prefill", 8)
     )
     size = bucket(tiny.spec, few, 90, 4)

@@ -9,9 +9,14 @@ import pytest
 from conftest import tiny_model, tiny_spec
 from test_tasks import HAYSTACK, make_tokenizer
 
-from kvjax import completions, evaluate, meshes, policies, report
-from kvjax.experiment import from_config
-from kvjax.records import append_record, read_records
+from kvjax import policies
+from kvjax.engine import api
+from kvjax.evaluation import quality
+from kvjax.evaluation.config import from_config
+from kvjax.evaluation.report import run_report
+from kvjax.evaluation.report.records import append_record, read_records
+from kvjax.models import placement
+from kvjax.parallel import meshes
 from kvjax.types import UserError
 
 SWEEP = pathlib.Path(__file__).parents[1] / "configs" / "policy_sweep.py"
@@ -55,7 +60,7 @@ def experiment(tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(HAYSTACK)
     model = tiny_model(vocab_size=2000)._replace(tokenizer=make_tokenizer())
-    monkeypatch.setattr(evaluate, "load", lambda name, dtype, mesh: model)
+    monkeypatch.setattr(quality, "load", lambda name, dtype, mesh: model)
     return from_config(CONFIG, {"haystack": str(tmp_path / "texts")})
 
 
@@ -69,7 +74,7 @@ def without_times(records):
 def test_records_and_resumption(experiment, tmp_path):
     """Stopped after any step, it goes on there and ends with the same records."""
     steps = []
-    whole = evaluate.run(
+    whole = quality.run(
         experiment, tmp_path / "whole", lambda *step: steps.append(step)
     )
     assert [r["method"] for r in whole] == ["Full cache", "KeyDiff", "ED", "slots 48"]
@@ -111,7 +116,7 @@ def test_records_and_resumption(experiment, tmp_path):
                 raise Stop
 
         try:
-            again = evaluate.run(experiment, interrupted, stop)
+            again = quality.run(experiment, interrupted, stop)
             break
         except Stop:
             stops += 1
@@ -126,8 +131,8 @@ def test_records_and_resumption(experiment, tmp_path):
             for i in b["examples"]
         ]
         assert sorted(ran) == list(range(5)), "each prompt was run once"
-    json.dumps(report.summary(again))
-    assert report.write_report(again, interrupted).exists()
+    json.dumps(run_report.summary(again))
+    assert run_report.write_report(again, interrupted).exists()
 
 
 def test_a_split_model_scores_the_same(experiment, tmp_path, monkeypatch):
@@ -139,17 +144,17 @@ def test_a_split_model_scores_the_same(experiment, tmp_path, monkeypatch):
         windows=3,
         memory_gb=0.05,
     )
-    alone = evaluate.run(asked, tmp_path / "alone", lambda *step: None)
-    model = evaluate.load("", "float32", None)
+    alone = quality.run(asked, tmp_path / "alone", lambda *step: None)
+    model = quality.load("", "float32", None)
 
     def load(name, dtype, mesh):
         over = meshes.mesh(mesh, model.spec.num_kv_heads)
-        params = meshes.split(model.spec, model.params, over)
-        return model._replace(params=params, spec=meshes.fitted(model.spec, over))
+        params = placement.split(model.spec, model.params, over)
+        return model._replace(params=params, spec=placement.fitted(model.spec, over))
 
-    monkeypatch.setattr(evaluate, "load", load)
+    monkeypatch.setattr(quality, "load", load)
     split = dataclasses.replace(asked, mesh="data:2,model:4")
-    together = evaluate.run(split, tmp_path / "split", lambda *step: None)
+    together = quality.run(split, tmp_path / "split", lambda *step: None)
     for one, other in zip(alone, together, strict=True):
         assert one["tasks"] == other["tasks"]
         assert one["kl"] == pytest.approx(other["kl"], abs=1e-4)
@@ -160,18 +165,18 @@ def test_a_split_model_scores_the_same(experiment, tmp_path, monkeypatch):
 def test_another_run_s_results_are_not_taken(experiment, tmp_path):
     append_record(tmp_path / "records.jsonl", {"method": "KeyDiff"})
     with pytest.raises(UserError, match=r"holds records.jsonl of a run that nothing"):
-        evaluate.run(experiment, tmp_path, lambda *step: None)
+        quality.run(experiment, tmp_path, lambda *step: None)
 
 
 def test_a_needle_is_never_cut_out(experiment):
     """256 tokens are all that the model reads: none is left for an answer."""
-    model, (needle, _) = evaluate.load("", "float32", None), experiment.tasks
+    model, (needle, _) = quality.load("", "float32", None), experiment.tasks
     asked = dataclasses.replace(needle, prompt_tokens=256, max_new_tokens=64)
     with pytest.raises(UserError, match="prompt_tokens of 192 or less"):
-        evaluate.prepared(experiment, asked, model)
+        quality.prepared(experiment, asked, model)
     asked = dataclasses.replace(needle, options=(("seed", 1),))
     with pytest.raises(UserError, match="needle has no option 'seed'"):
-        evaluate.prepared(experiment, asked, model)
+        quality.prepared(experiment, asked, model)
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -180,11 +185,11 @@ def test_answers_end_where_they_are_to(
     experiment, tmp_path, monkeypatch, ignore_eos, layerwise
 ):
     """Every token ends a text, and yet a run that is timed may go on."""
-    monkeypatch.setattr(completions, "end_tokens", lambda model: tuple(range(2000)))
+    monkeypatch.setattr(api, "end_tokens", lambda model: tuple(range(2000)))
     task = dataclasses.replace(experiment.tasks[1], ignore_eos=ignore_eos)
     one = {"methods": experiment.methods[:1], "tasks": (task,), "windows": 0}
     asked = dataclasses.replace(experiment, **one, layerwise=layerwise)
-    evaluate.run(asked, tmp_path, lambda *step: None)
+    quality.run(asked, tmp_path, lambda *step: None)
     batches = read_records(tmp_path / "batches.jsonl")
     assert sum(b["new_tokens"] for b in batches) == (2 * 3 if ignore_eos else 2)
 

@@ -3,7 +3,6 @@
 The golden files are made by golden/make_families.py.
 """
 
-import importlib
 import json
 import pathlib
 
@@ -14,10 +13,11 @@ from conftest import often
 from safetensors.numpy import load_file, save_file
 
 import kvjax
-from kvjax import cache, compression, layerwise, policies
+from kvjax import cache, policies
+from kvjax.cache.config import make_config
+from kvjax.engine import layerwise, steps
 from kvjax.types import Schedule, UserError
 
-generation = importlib.import_module("kvjax.generate")  # the function hides the module
 FILES = sorted((pathlib.Path(__file__).parent / "golden" / "families").glob("*.npz"))
 CLOSE = 2e-5  # of the largest logit
 OFTEN = ("falcon_7b", "gemma3_text", "llama_rope_llama3", "mixtral_window", "opt")
@@ -55,18 +55,14 @@ def run(model, data, policy=None, block=7, implementation=None):
     length, new = tokens.shape[1], data["greedy"].shape[1]
     schedule = Schedule("prefill+decode" if policy else "full", block, block)
     budget = 64 if policy else None
-    made = compression.make(
-        spec, policy, budget, schedule, implementation=implementation
-    )
+    made = make_config(spec, policy, budget, schedule, implementation=implementation)
     room = made.prefill_capacity(spec, length, new)
     fed = jnp.concatenate([tokens, jnp.asarray(data["greedy"], jnp.int32)], axis=1)
     state = cache.init(spec, made, len(tokens), room)
     one = jnp.full((len(tokens),), length, jnp.int32)
     padded = jnp.pad(tokens, ((0, 0), (0, -length % block)))
-    state, first = generation.prefill(
-        model.params, state, padded, one, spec=spec, made=made
-    )
-    state, rest = generation.score_tokens(
+    state, first = steps.prefill(model.params, state, padded, one, spec=spec, made=made)
+    state, rest = steps.score_tokens(
         model.params, state, fed[:, length:-1], spec=spec, made=made
     )
     return np.concatenate([first[None], rest]).swapaxes(0, 1)
@@ -155,10 +151,10 @@ def test_a_shorter_context_is_kept_to(tmp_path):
 
 @pytest.mark.parametrize("name", ["gemma2", "mixtral_window", "falcon_40b", "opt"])
 def test_layer_by_layer_is_the_whole_model(tmp_path, name):
-    """`kvjax.layerwise` runs each kind of layer as the model does."""
+    """`kvjax.engine.layerwise` runs each kind of layer as the model does."""
     data = dict(np.load(file_of(name)))
     model = loaded(written(file_of(name), tmp_path), data)
-    made = compression.make(model.spec, None, None, Schedule("full", 7, 7))
+    made = make_config(model.spec, None, None, Schedule("full", 7, 7))
     tokens = [row.tolist() for row in data["tokens"]]
     found = layerwise.read(model, made, tokens, 16)
     np.testing.assert_allclose(found.logits, data["next_logits"][:, 0], atol=2e-4)

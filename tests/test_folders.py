@@ -17,10 +17,10 @@ from checkpoints import (
     write_shards,
 )
 
-from kvjax import weights
+from kvjax.models import weights
+from kvjax.models.weights import hub
+from kvjax.models.weights import safetensors as folders
 from kvjax.types import UserError
-from kvjax.weights import hub
-from kvjax.weights import safetensors as folders
 
 
 @pytest.fixture(autouse=True)

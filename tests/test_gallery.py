@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import policies
-from kvjax.records import read_records
+from kvjax.evaluation.report.records import read_records
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT / "experiments"))

@@ -1,6 +1,6 @@
 """Tables as Markdown and LaTeX."""
 
-from kvjax.grids import Grid, escaped, latex, markdown
+from kvjax.evaluation.report.grids import Grid, escaped, latex, markdown
 
 GRID = Grid(
     head=("Method", "a_b", "50%"),

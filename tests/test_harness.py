@@ -21,8 +21,10 @@ from asking import (
 )
 from conftest import tiny_model
 
-from kvjax import Schedule, completions, compression, policies, programs
-from kvjax.sampling import Sampling
+from kvjax import Schedule, policies
+from kvjax.cache.config import make_config
+from kvjax.engine import api, compiled, stop_texts
+from kvjax.engine.sampling import Sampling
 from kvjax.types import UserError
 
 CHAT = (
@@ -43,18 +45,18 @@ def test_pauses_change_nothing(model, case, how):
     """Looked at every 5 tokens, rows write what they write in one go."""
     policy, phases = case
     schedule = Schedule(phases, 8, 8)
-    made = compression.make(
+    made = make_config(
         model.spec,
         policies.make(policy) if policy else None,
         24 if policy else None,
         schedule,
     )
     prompts = [ids(model, words(n, n)) for n in (3, 24, 61)]
-    size = programs.bucket(model.spec, made, 61, 18)
-    whole = programs.Job(model.spec, made, 4, size, 18, how=how, eos=(11, 17))
+    size = compiled.bucket(model.spec, made, 61, 18)
+    whole = compiled.Job(model.spec, made, 4, size, 18, how=how, eos=(11, 17))
     paused = dataclasses.replace(whole, steps=5)
     at_once, by_fives = (
-        completions.run_batch(model.params, job, prompts, range(3), seed=2)
+        api.run_batch(model.params, job, prompts, range(3), seed=2)
         for job in (whole, paused)
     )
     assert by_fives.tokens == at_once.tokens
@@ -64,13 +66,13 @@ def test_pauses_change_nothing(model, case, how):
 
 
 def test_stopped_rows_end_at_the_next_look(model):
-    made = compression.make(model.spec, None, None)
+    made = make_config(model.spec, None, None)
     prompts = [ids(model, words(n, n)) for n in (3, 24)]
-    job = programs.Job(model.spec, made, 2, 128, 18, steps=5)
-    whole = completions.run_batch(model.params, job, prompts, range(2))
+    job = compiled.Job(model.spec, made, 2, 128, 18, steps=5)
+    whole = api.run_batch(model.params, job, prompts, range(2))
     long = len(whole.tokens[1]) == 18 and whole.tokens[0][:5] != whole.tokens[1][:5]
     assert long, "choose other prompts"
-    found = completions.run_batch(
+    found = api.run_batch(
         model.params,
         job,
         prompts,
@@ -84,7 +86,7 @@ def plain(model, context, new, case=(None, "full"), **how):
     """What the model writes if nothing stops it but its end token."""
     policy, phases = case
     schedule = Schedule(phases, 8, 8) if policy else None
-    return completions.generate(
+    return api.generate(
         model,
         [context],
         policy=policies.make(policy) if policy else None,
@@ -114,7 +116,7 @@ def test_generation_is_cut_at_its_stops(model, case):
 
 def test_special_tokens_stop_and_do_not_show():
     tokenizer = make_tokenizer()
-    cut = functools.partial(completions.text_before, tokenizer)
+    cut = functools.partial(stop_texts.text_before, tokenizer)
     tokens = [5, 6, 3, 7, 2, 8]  # w1 w2 <stop> w3 <eos> w4
     assert cut(("<stop>",), tokens).split() == ["w1", "w2"]
     assert cut(("<eos>",), tokens).split() == ["w1", "w2", "w3"]
@@ -264,7 +266,15 @@ def test_tokenizer_without_ends(model):
 @pytest.mark.skipif(HAS_HARNESS, reason="lm_eval is installed")
 def test_without_the_harness():
     done = subprocess.run(
-        [sys.executable, "-m", "kvjax.harness", "--model", "kvjax", "--tasks", "x"],
+        [
+            sys.executable,
+            "-m",
+            "kvjax.evaluation.lm_harness",
+            "--model",
+            "kvjax",
+            "--tasks",
+            "x",
+        ],
         capture_output=True,
         text=True,
     )
@@ -305,7 +315,7 @@ def test_tasks_of_all_kinds_run(model, case):
     """One task of each kind of request; the metrics follow from our answers."""
     import lm_eval
 
-    from kvjax.harness import model_class
+    from kvjax.evaluation.lm_harness import model_class
 
     policy, phases = case
     given = {"schedule": phases, "budget": 24, "block": 8} if policy else {}
@@ -352,8 +362,8 @@ def test_tasks_of_all_kinds_run(model, case):
 def test_the_command_line_knows_kvjax():
     from lm_eval.api.registry import get_model
 
-    from kvjax import harness
+    from kvjax.evaluation import lm_harness
 
-    harness.register()
-    harness.register()
-    assert get_model("kvjax") is harness.model_class()
+    lm_harness.register()
+    lm_harness.register()
+    assert get_model("kvjax") is lm_harness.model_class()

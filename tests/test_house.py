@@ -1,4 +1,4 @@
-"""The rooms of the house: which module may import which."""
+"""The rooms of the house: which of them may import which, and nothing in circles."""
 
 import ast
 import pathlib
@@ -6,93 +6,20 @@ import pathlib
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-POLICIES = {"types", "axes", "policies"}
-REPORTS = {  # from records to a report: nothing here knows how they came about
-    "records",
-    "cells",
-    "grids",
-    "tables",
-    "throughput_report",
-    "throughput_pictures",
-    "pictures",
-    "sweep_pictures",
-}
-MAY = {
+MAY = {  # from the ground up: a room imports itself and those named here
     "types": set(),
-    "axes": {"types"},
-    "pallas": {"pallas"},
-    "implementations": {"types", "pallas"},
-    "attention": {"types", "implementations", "pallas"},
-    "codecs": {"types"},
-    "sampling": {"types"},
-    "nn": {"types", "axes"},
-    "models": {"types", "axes", "nn", "models"},
-    "layouts": {"types", "attention", "codecs"},
-    "policies": POLICIES,
-    "compression": {"types", "codecs", "implementations", "policies"},
-    "cache": {
-        "types",
-        "axes",
-        "attention",
-        "codecs",
-        "compression",
-        "layouts",
-        "policies",
-    },
-    "metrics": set(),
-    "tasks": {"types", "metrics", "tasks"},
-    "records": {"types"},
-    "cells": {"records"},
-    "grids": set(),
-    "tables": {"records", "cells", "grids"},
-    "throughput_report": {"records", "cells", "grids", "tables"},
-    "throughput_pictures": {"records", "cells", "pictures"},
-    "pictures": {"records", "cells"},
-    "sweep_pictures": {"records", "cells", "pictures"},
-    "report": REPORTS,
-    "survivors": set(),
-    "comparison": {*REPORTS, "types", "survivors", "comparison"},
-    "meshes": {"types", "axes", "models"},
-    "weights": {"types", "meshes", "models", "weights"},
-    "sharding": {"types", "axes", "cache", "compression", "models"},
-    "generate": {
-        "types",
-        "axes",
-        "cache",
-        "compression",
-        "sampling",
-        "sharding",
-        "models",
-    },
-    "programs": {
-        "types",
-        "axes",
-        "cache",
-        "compression",
-        "meshes",
-        "sampling",
-        "sharding",
-        "models",
-        "generate",
-        "weights",
-    },
-    "plan": {"types", "axes", "cache", "compression", "meshes", "policies", "programs"},
-    "layerwise": {"types", "cache", "compression", "models", "policies", "generate"},
-    "staggered": {"types", "cache", "compression", "plan", "programs", "completions"},
-    "memory": set(),
-    "protocols": {"types", "memory", "plan", "programs", "completions", "staggered"},
-    "roofline": {"types", "models", "plan", "programs"},
-    "likelihood": {
-        "types",
-        "axes",
-        "cache",
-        "compression",
-        "completions",
-        "meshes",
-        "plan",
-        "programs",
+    "parallel": {"types"},
+    "pallas": {"types"},
+    "policies": {"types", "parallel"},
+    "attention": {"types", "pallas"},
+    "models": {"types", "parallel"},
+    "cache": {"types", "parallel", "policies", "attention"},
+    "engine": {"types", "parallel", "policies", "attention", "cache", "models"},
+    "evaluation": {
+        *("types", "parallel", "policies", "attention", "cache", "models", "engine")
     },
 }
+WITHOUT_JAX = ("evaluation/tasks", "evaluation/report", "evaluation/metrics.py")
 
 
 def imported(path):
@@ -105,38 +32,90 @@ def imported(path):
 
 
 def files_of(room):
-    package = ROOT / "kvjax" / room
+    place = ROOT / "kvjax" / room
+    return sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+
+
+def where_it_belongs(room, wanted):
+    """What somebody is to do who imports against the table."""
+    floors = list(MAY)
+    homes = [name for name in floors if room in MAY[name] and wanted in MAY[name]]
+    above = f"a room that may import both ({', '.join(homes)})" if homes else "neither"
     return (
-        sorted(package.rglob("*.py"))
-        if package.is_dir()
-        else [package.with_suffix(".py")]
+        f"kvjax.{room} may not import kvjax.{wanted}: what needs both goes to {above}"
     )
 
 
 @pytest.mark.parametrize("room", sorted(MAY))
 def test_imports(room):
     for path in files_of(room):
-        ours = {
-            name.split(".")[1] for name in imported(path) if name.startswith("kvjax.")
+        for name in imported(path):
+            if not name.startswith("kvjax."):
+                continue
+            wanted = name.split(".")[1]
+            assert wanted in MAY[room] | {room}, (
+                f"{path.relative_to(ROOT)}: {where_it_belongs(room, wanted)}"
+            )
+
+
+def test_every_room_is_in_the_table():
+    package = ROOT / "kvjax"
+    there = {p.stem for p in package.iterdir() if p.suffix == ".py" or p.is_dir()}
+    assert there - {"__init__", "__pycache__", "py"} == set(MAY)
+    assert len(there) <= 14
+
+
+def test_nothing_is_imported_in_circles():
+    """Module by module, at any depth of the package."""
+    modules = {}
+    for path in (ROOT / "kvjax").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts).removesuffix(".__init__")] = path
+    needs = {
+        module: {
+            name if name in modules else name.rpartition(".")[0]
+            for name in imported(path)
+            if name.startswith("kvjax.")
         }
-        assert ours <= MAY[room], f"{path.name} imports {sorted(ours - MAY[room])}"
-
-
-def test_tasks_and_reports_do_without_jax():
-    for path in [
-        f for room in ("tasks", "metrics", "report", *REPORTS) for f in files_of(room)
+        - {module}
+        for module, path in modules.items()
+    }
+    while free := [
+        module for module, wanted in needs.items() if not wanted & set(needs)
     ]:
+        for module in free:
+            del needs[module]
+    assert not needs, f"imports in a circle: {needs}"
+
+
+@pytest.mark.parametrize("place", WITHOUT_JAX)
+def test_tasks_and_reports_do_without_jax(place):
+    for path in files_of(place):
         assert not {name.split(".")[0] for name in imported(path)} & {"jax", "flax"}
 
 
 def test_models_know_nothing_of_compression():
-    for path in [*files_of("models"), *files_of("nn")]:
+    for path in files_of("models"):
         names = {
             n.id
             for n in ast.walk(ast.parse(path.read_text()))
             if isinstance(n, ast.Name)
         }
-        assert not names & {"Policy", "Compression", "KVState", "budget"}
+        assert not names & {"Policy", "CacheConfig", "KVState", "budget"}
+
+
+def test_no_function_hides_its_module():
+    """`import kvjax.a.b` is what it says, whatever the packages above export."""
+    import importlib
+    import types
+
+    for path in (ROOT / "kvjax").rglob("*.py"):
+        *parents, name = path.relative_to(ROOT).with_suffix("").parts
+        if name.startswith("__"):
+            continue
+        package = importlib.import_module(".".join(parents))
+        found = getattr(package, name, None)
+        assert found is None or isinstance(found, types.ModuleType), (package, name)
 
 
 def test_configs_import_nothing_of_ours():

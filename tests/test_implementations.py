@@ -8,7 +8,9 @@ from conftest import tiny_spec
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from kernels import TOLERANCE, by_hand, draw, finite
 
-from kvjax import attention, compression, implementations, policies
+from kvjax import attention, policies
+from kvjax.attention import backends
+from kvjax.cache.config import make_config
 from kvjax.pallas import tpu
 from kvjax.pallas.common import Scored
 from kvjax.types import Scoring, UserError
@@ -29,18 +31,18 @@ def on(platform, kind):
 
 
 def test_a_cpu_gets_the_reference():
-    assert implementations.chosen(*arrays(), MASS, None) == "reference"
+    assert backends.chosen(*arrays(), MASS, None) == "reference"
 
 
 def test_a_tpu_gets_its_kernels():
     with on("tpu", "TPU v6 lite"):
-        assert implementations.chosen(*arrays(), MASS, None) == "pallas_tpu"
+        assert backends.chosen(*arrays(), MASS, None) == "pallas_tpu"
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
 def test_a_hopper_gpu_gets_its_kernels(kind):
     with on("gpu", kind):
-        assert implementations.chosen(*arrays(), MASS, None) == "pallas_gpu"
+        assert backends.chosen(*arrays(), MASS, None) == "pallas_gpu"
 
 
 @pytest.mark.parametrize(
@@ -54,17 +56,17 @@ def test_a_hopper_gpu_gets_its_kernels(kind):
 )
 def test_what_no_kernel_can_do_gets_the_reference(platform, kind, needs, dtype):
     with on(platform, kind):
-        assert implementations.chosen(*arrays(dtype), needs, None) == "reference"
+        assert backends.chosen(*arrays(dtype), needs, None) == "reference"
 
 
 def test_the_gpu_kernels_know_no_windows():
     with on("gpu", "NVIDIA H200"):
-        found = implementations.chosen(*arrays(), MASS, None, Scoring(reach=9))
+        found = backends.chosen(*arrays(), MASS, None, Scoring(reach=9))
         assert found == "reference"
         with pytest.raises(UserError, match=r"neither caps scores .*reach=9"):
-            implementations.chosen(*arrays(), MASS, "pallas_gpu", Scoring(reach=9))
+            backends.chosen(*arrays(), MASS, "pallas_gpu", Scoring(reach=9))
     with on("tpu", "TPU v6 lite"):
-        chosen = implementations.chosen(*arrays(), MASS, None, Scoring(reach=9))
+        chosen = backends.chosen(*arrays(), MASS, None, Scoring(reach=9))
         assert chosen == "pallas_tpu"
 
 
@@ -84,17 +86,17 @@ def test_the_gpu_kernels_know_no_windows():
 )
 def test_a_named_one_that_cannot_run_says_why(name, needs, message):
     with pytest.raises(UserError, match=message):
-        implementations.chosen(*arrays(), needs, name)
+        backends.chosen(*arrays(), needs, name)
 
 
 def test_too_many_slots_for_a_kernel():
     with pytest.raises(UserError, match=r"weights of 4194304 slots take \d+ MiB"):
-        implementations.chosen(*arrays(slots=2**22), MASS, "pallas_tpu_interpret")
+        backends.chosen(*arrays(slots=2**22), MASS, "pallas_tpu_interpret")
 
 
 def test_a_compression_knows_the_names():
     with pytest.raises(UserError, match="'flash' is unknown"):
-        compression.make(tiny_spec(), policies.random(), 99, implementation="flash")
+        make_config(tiny_spec(), policies.random(), 99, implementation="flash")
 
 
 def by_reference(q, k, v, *rest, stats):
@@ -130,23 +132,21 @@ def test_a_kernel_that_does_not_work_is_left_out(monkeypatch, failure):
 
     monkeypatch.setattr(tpu, "attend", attend)
     monkeypatch.setattr(tpu, "write_attend", write_attend)
-    monkeypatch.setitem(implementations.PLATFORMS, "pallas_tpu", "cpu")
-    implementations._proven.cache_clear()
+    monkeypatch.setitem(backends.PLATFORMS, "pallas_tpu", "cpu")
+    backends._proven.cache_clear()
     with pytest.warns(UserWarning, match="does not work on"):
-        assert implementations.chosen(*arrays(), MASS, None) == "reference"
-    implementations._proven.cache_clear()
+        assert backends.chosen(*arrays(), MASS, None) == "reference"
+    backends._proven.cache_clear()
 
 
 def test_a_kernel_that_works_is_taken(monkeypatch):
     monkeypatch.setattr(tpu, "attend", by_reference)
     monkeypatch.setattr(tpu, "write_attend", by_scatter)
-    monkeypatch.setitem(implementations.PLATFORMS, "pallas_tpu", "cpu")
-    implementations._proven.cache_clear()
-    chosen = jax.jit(
-        lambda: jnp.int32(len(implementations.chosen(*arrays(), MASS, None)))
-    )
+    monkeypatch.setitem(backends.PLATFORMS, "pallas_tpu", "cpu")
+    backends._proven.cache_clear()
+    chosen = jax.jit(lambda: jnp.int32(len(backends.chosen(*arrays(), MASS, None))))
     assert chosen() == len("pallas_tpu")  # also while tracing
-    implementations._proven.cache_clear()
+    backends._proven.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

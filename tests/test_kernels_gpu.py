@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import by_hand, shapes
 
-from kvjax.attention import attend as reference
-from kvjax.attention import finish
+from kvjax.attention.ops import attend as reference
+from kvjax.attention.ops import finish
 from kvjax.pallas import gpu, gpu_launch
 from kvjax.pallas.common import STATS
 from kvjax.types import Partial

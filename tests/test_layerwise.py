@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Schedule, UserError, cache, compression, layerwise, policies
-from kvjax.completions import run_batch
-from kvjax.generate import compact, prefill, score_tokens
-from kvjax.programs import Job, bucket
+from kvjax import Schedule, UserError, cache, policies
+from kvjax.cache.config import make_config
+from kvjax.engine import layerwise
+from kvjax.engine.api import run_batch
+from kvjax.engine.compiled import Job, bucket
+from kvjax.engine.steps import compact, prefill, score_tokens
 
 NEW = 9
 RNG = np.random.default_rng(0)
@@ -26,7 +28,7 @@ METHODS = [
 
 def compressions(spec):
     return [
-        compression.make(
+        make_config(
             spec, policy, 24 if policy else None, Schedule(phases, 8, 8), **options
         )
         for policy, phases, options in METHODS
@@ -90,14 +92,12 @@ def test_the_prompt_is_read_once(tiny, monkeypatch):
 def test_readings_are_shared_by_what_reads_alike(tiny):
     """Another block is another reading; budgets per layer are refused."""
     made = compressions(tiny.spec)[3]
-    other = compression.make(
-        tiny.spec, made.policy, 24, Schedule("after_prefill", 16, 16)
-    )
+    other = make_config(tiny.spec, made.policy, 24, Schedule("after_prefill", 16, 16))
     fresh = layerwise.Readings(tiny, [made, other])
     fresh.after(made, PROMPTS, NEW)
     fresh.after(other, PROMPTS, NEW)
     assert len(fresh._known) == 2
-    uneven = compression.make(tiny.spec, made.policy, (16, 24), made.schedule)
+    uneven = make_config(tiny.spec, made.policy, (16, 24), made.schedule)
     with pytest.raises(UserError, match=r"\(16, 24\)"):
         layerwise.Readings(tiny, [uneven])
 

@@ -20,8 +20,10 @@ from asking import (
     words,
 )
 
-from kvjax import cache, completions, compression, likelihood
-from kvjax.generate import compact, prefill, score_tokens
+from kvjax import cache
+from kvjax.cache.config import make_config
+from kvjax.engine import api, likelihood
+from kvjax.engine.steps import compact, prefill, score_tokens
 from kvjax.models import decoder
 from kvjax.types import UserError
 
@@ -149,13 +151,13 @@ def by_hand(model, made, head, tail):
 
 def test_memory_decides_the_batch_and_not_the_answer(model, monkeypatch):
     sizes = []
-    real = completions.read
+    real = api.read
 
     def read(params, job, prompts):
         sizes.append((len(prompts), job.batch))
         return real(params, job, prompts)
 
-    monkeypatch.setattr(completions, "read", read)
+    monkeypatch.setattr(api, "read", read)
     texts = [(words(i, 20 + i), " " + words(i, 2)) for i in range(12)]
     asked = requests(texts)
     much = answering(model, memory_gb=0.05).loglikelihood(asked, disable_tqdm=True)
@@ -203,7 +205,7 @@ def test_long_contexts_lose_their_beginning_and_a_warning_counts_them(model):
 
 
 def test_likelihoods_refuse_what_does_not_fit(model):
-    made = compression.make(model.spec, None, None)
+    made = make_config(model.spec, None, None)
     ask = functools.partial(likelihood.likelihoods, model, made, memory_bytes=10**8)
     with pytest.raises(UserError, match="context 1 is empty"):
         ask([((1,), (2,)), ((), (2,))])

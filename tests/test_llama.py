@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from kvjax import weights
-from kvjax.models import decoder
+from kvjax.models import decoder, weights
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 

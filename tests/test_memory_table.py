@@ -11,7 +11,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "experiments"))
 
 import memory_table
 
-from kvjax.models import decoder, published
+from kvjax.models import decoder, presets
 from kvjax.types import UserError
 
 # Parameters in units of 1e9, as the models' authors count them.
@@ -33,25 +33,25 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("name", published.CONFIGS)
+@pytest.mark.parametrize("name", presets.CONFIGS)
 def test_parameters(name):
-    shapes = decoder.param_shapes(published.spec(name))
+    shapes = decoder.param_shapes(presets.spec(name))
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     assert count / 1e9 == pytest.approx(PARAMETERS[name], rel=2e-3)
 
 
-@pytest.mark.parametrize("name", published.CONFIGS)
+@pytest.mark.parametrize("name", presets.CONFIGS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pairs_per_token(name, dtype):
     """2 L K D bytes."""
-    spec, size = published.spec(name), {"float32": 4, "bfloat16": 2}[dtype]
+    spec, size = presets.spec(name), {"float32": 4, "bfloat16": 2}[dtype]
     pairs = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * size
     assert memory_table.kv_bytes(spec, dtype) == pairs
 
 
 def test_published_caches():
     """Llama-2-7B: 0.5 MB per token. Llama-3-70B, 64 rows of 4,096 tokens: 80 GB."""
-    small, large = (published.spec(f"llama-{x}") for x in ("2-7b", "3-70b"))
+    small, large = (presets.spec(f"llama-{x}") for x in ("2-7b", "3-70b"))
     assert memory_table.kv_bytes(small, "bfloat16") == 0.5 * 2**20
     assert memory_table.kv_bytes(large, "bfloat16") * 64 * 4096 == 80 * 2**30
 
@@ -71,4 +71,4 @@ def test_batches():
 
 def test_an_unknown_shape():
     with pytest.raises(UserError, match="no shape of 'gpt-4': one of falcon-7b"):
-        published.spec("gpt-4")
+        presets.spec("gpt-4")

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from kvjax import metrics
+from kvjax.evaluation import metrics
 
 GOLDEN = json.loads(
     (pathlib.Path(__file__).parent / "golden" / "metrics.json").read_text("utf-8")

@@ -23,7 +23,8 @@ from conftest import often, tiny_spec
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kvjax import Schedule, cache, compression, policies
+from kvjax import Schedule, cache, policies
+from kvjax.cache.config import CacheConfig, make_config
 from kvjax.models import decoder
 from kvjax.types import LayerOps
 
@@ -56,11 +57,9 @@ class Case:
         return Schedule(self.phases, block=block, evict=evict)
 
     @property
-    def made(self) -> compression.Compression:
+    def made(self) -> CacheConfig:
         options = dict(self.options)
-        return compression.make(
-            SPEC, self.policy, self.shape[0], self.schedule, **options
-        )
+        return make_config(SPEC, self.policy, self.shape[0], self.schedule, **options)
 
     @property
     def room(self) -> int:

@@ -11,9 +11,9 @@ import types
 import numpy as np
 import pytest
 
-from kvjax import tasks
-from kvjax.tasks import bbh, data
-from kvjax.tasks.base import ended
+from kvjax.engine.stop_texts import ended
+from kvjax.evaluation import tasks
+from kvjax.evaluation.tasks import bbh, data
 from kvjax.types import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -14,11 +14,11 @@ import textwrap
 import pytest
 
 import kvjax
-from kvjax import report
-from kvjax.records import append_record, read_records
-from kvjax.tasks import text
+from kvjax.evaluation.report import run_report
+from kvjax.evaluation.report.records import append_record, read_records
+from kvjax.evaluation.tasks import text
+from kvjax.models.weights import hub
 from kvjax.types import UserError
-from kvjax.weights import hub
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT / "experiments"))
@@ -222,7 +222,7 @@ def test_record_stands_beside_ours(fake, tmp_path):
     path = tmp_path / "records.jsonl"
     for record in (ours, theirs):
         append_record(path, record)
-    table = report.overview(read_records(path))
+    table = run_report.overview(read_records(path))
     assert "transformers full cache" in table and "12.0" in table
 
 

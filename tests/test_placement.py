@@ -11,10 +11,9 @@ import pytest
 from checkpoints import assert_same_params, halves, write_shards
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kvjax import weights
-from kvjax.models import decoder
-from kvjax.weights import pack
-from kvjax.weights import safetensors as folders
+from kvjax.models import decoder, weights
+from kvjax.models.weights import pack
+from kvjax.models.weights import safetensors as folders
 
 
 @pytest.fixture(autouse=True)

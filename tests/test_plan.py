@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 from conftest import tiny_spec
 
-from kvjax import Schedule, UserError, attention, compression, plan, policies
-from kvjax.plan import phase_bytes, plan_job, state_bytes
-from kvjax.programs import Job, bucket
+from kvjax import Schedule, UserError, attention, plan, policies
+from kvjax.cache.config import make_config
+from kvjax.engine.compiled import Job, bucket
+from kvjax.engine.planner import phase_bytes, plan_job, state_bytes
 
 SPEC = tiny_spec(num_layers=3, head_dim=16, context_length=4096)
 BATCH_MAX = Schedule(block=8, evict=8)
@@ -24,7 +25,7 @@ def planned(budget, schedule, policy, memory_bytes, **changes):
 
 def test_state_bytes_are_the_formula():
     """2 L K D S B bytes, and 4 bytes of position per slot and head."""
-    made = compression.make(SPEC, None, None, FULL)
+    made = make_config(SPEC, None, None, FULL)
     job = Job(SPEC, made, 5, bucket(SPEC, made, 1000, 24), 24)
     slots = 1024 + 24
     pairs = 2 * 3 * 2 * 16 * slots * 5 * 4
@@ -84,7 +85,7 @@ def test_prompts_limit_the_batch():
 def test_too_little_memory_names_what_is_needed():
     with pytest.raises(UserError, match=r"1e-05 GB is too small for one row of tiny"):
         planned(256, BATCH_MAX, policies.recency(), 10_000)
-    made = compression.make(SPEC, policies.recency(), 256, BATCH_MAX)
+    made = make_config(SPEC, policies.recency(), 256, BATCH_MAX)
     job = Job(SPEC, made, 1, bucket(SPEC, made, 1024, 64), 64)
     one = max(phase_bytes(job).values())
     with pytest.raises(UserError, match="too small for one row"):
@@ -93,8 +94,8 @@ def test_too_little_memory_names_what_is_needed():
 
 
 def test_layers_of_different_capacity():
-    made = compression.make(SPEC, policies.recency(), (64, 128, 192), BATCH_MAX)
+    made = make_config(SPEC, policies.recency(), (64, 128, 192), BATCH_MAX)
     job = Job(SPEC, made, 2, bucket(SPEC, made, 1024, 64), 64)
-    uniform = compression.make(SPEC, policies.recency(), 128, BATCH_MAX)
+    uniform = make_config(SPEC, policies.recency(), 128, BATCH_MAX)
     same = dataclasses.replace(job, made=uniform)
     assert state_bytes(job) == state_bytes(same)

@@ -9,8 +9,20 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import cells, pictures, report, sweep_pictures, tables, throughput_pictures
-from kvjax.records import append_record, is_torn, made_by, read_records
+from kvjax.evaluation.report import (
+    cells,
+    pictures,
+    run_report,
+    sweep_pictures,
+    tables,
+    throughput_pictures,
+)
+from kvjax.evaluation.report.records import (
+    append_record,
+    is_torn,
+    made_by,
+    read_records,
+)
 from kvjax.types import UserError
 
 
@@ -149,8 +161,8 @@ def task_records(**tasks):
 )
 def test_a_score_is_called_by_its_tasks(tmp_path, tasks, column, title):
     runs = task_records(**tasks)
-    assert split(report.overview(runs).split("\n")[0])[4] == column
-    text = report.write_report(runs, tmp_path).read_text(encoding="utf-8")
+    assert split(run_report.overview(runs).split("\n")[0])[4] == column
+    text = run_report.write_report(runs, tmp_path).read_text(encoding="utf-8")
     assert f"**{column}** is " in text
     assert all(f"{name} ({tasks[name]})" in text for name in tasks if column == "Score")
     assert ("needle" not in text.lower()) == (tasks == {"xsum": "rougeL"})
@@ -209,13 +221,13 @@ def test_labels_tell_records_of_one_method_apart():
 
 
 def test_summary_holds_ratios_and_is_json():
-    found = report.summary([*RECORDS, make_record("Broken", kl=float("nan"))])
+    found = run_report.summary([*RECORDS, make_record("Broken", kl=float("nan"))])
     assert found["full_cache"] == "Full cache"
     assert found["methods"]["KeyDiff"]["speedup"] == pytest.approx(1.6)
     assert found["methods"]["KeyDiff"]["kv_ratio"] == pytest.approx(26 / 48)
     assert found["methods"]["Broken"]["kl"] is None
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert report.summary(RECORDS[1:])["methods"]["KeyDiff"]["speedup"] is None
+    assert run_report.summary(RECORDS[1:])["methods"]["KeyDiff"]["speedup"] is None
 
 
 # --- sweeps -------------------------------------------------------------------------
@@ -250,7 +262,7 @@ def test_a_sweep_is_one_of_budgets_or_schedules():
 
 
 def test_the_best_of_each_setting_comes_first():
-    head, _, full, *best = report.overview(sweep_records()).split("\n")
+    head, _, full, *best = run_report.overview(sweep_records()).split("\n")
     assert split(head)[:5] == [
         "Method",
         "Schedule",
@@ -264,21 +276,21 @@ def test_the_best_of_each_setting_comes_first():
         for phases in ("prefill+decode", "after_prefill")
         for budget in ("768", "1,152")
     ]
-    tied = report.overview(sweep_records(accuracy=1.0, kl=0.1)).split("\n")[3]
+    tied = run_report.overview(sweep_records(accuracy=1.0, kl=0.1)).split("\n")[3]
     assert split(tied)[4] == "1"
 
 
 def test_a_sweeps_report_has_its_pictures(tmp_path):
     records = sweep_records()
-    text = report.write_report(records, tmp_path).read_text(encoding="utf-8")
-    assert report.overview(records) in text and tables.table(records) in text
+    text = run_report.write_report(records, tmp_path).read_text(encoding="utf-8")
+    assert run_report.overview(records) in text and tables.table(records) in text
     assert "26.5 / 53.0" in text and "frees nothing" in text
     assert text.index("heat_map.png") < text.index(tables.table(records))
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [
         "heat_map.png",
         "pareto.png",
     ]
-    report.write_report([r | {"kl": None} for r in records[1:]], tmp_path)
+    run_report.write_report([r | {"kl": None} for r in records[1:]], tmp_path)
 
 
 def test_pareto_fronts():
@@ -293,7 +305,7 @@ def test_pareto_fronts():
 
 def test_report_is_written(tmp_path):
     before = dict(matplotlib.rcParams)
-    path = report.write_report(RECORDS, tmp_path)
+    path = run_report.write_report(RECORDS, tmp_path)
     assert dict(matplotlib.rcParams) == before
     text = path.read_text(encoding="utf-8")
     assert tables.table(RECORDS) in text
@@ -309,9 +321,9 @@ def test_report_is_written(tmp_path):
 
 def test_report_survives_what_is_missing(tmp_path):
     bare = [{"method": "Bare"}, make_record("No KL", kl=None, kv_bytes_per_row=None)]
-    assert report.write_report(bare, tmp_path).exists()
+    assert run_report.write_report(bare, tmp_path).exists()
     with pytest.raises(ValueError, match="no records"):
-        report.write_report([], tmp_path)
+        run_report.write_report([], tmp_path)
 
 
 def figure(draw, records):
@@ -393,13 +405,13 @@ SPEEDS = [
 
 
 def test_throughput_is_told_as_ratios_to_ed_and_to_the_full_cache():
-    head, _, *lines = report.overview(SPEEDS).split("\n")
+    head, _, *lines = run_report.overview(SPEEDS).split("\n")
     columns = [split(head).index(name) for name in ("Engine", "x ED", "x FKV")]
     told = [[split(line)[i] for i in columns] for line in lines]
     assert told[2] == ["kvjax", "2.00", "2.50"]
     assert told[3] == ["kvpress", "0.50", "0.62"]
     assert told[5] == ["kvjax", "1.50", "-"]
-    assert "Engine" not in report.overview(SPEEDS[:2])
+    assert "Engine" not in run_report.overview(SPEEDS[:2])
 
 
 def test_long_names_leave_the_panels_their_height():
@@ -428,4 +440,4 @@ def test_throughput_survives_what_is_missing(tmp_path):
     assert "not measured" in [
         text.get_text() for text in throughput_pictures._figure(bare).axes[0].texts
     ]
-    assert report.write_report(bare, tmp_path).exists()
+    assert run_report.write_report(bare, tmp_path).exists()

@@ -1,20 +1,22 @@
 """The counts against the compilers', the checkpoints' and the plan's; predictions."""
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
 import pytest
 from conftest import tiny_spec
 
-from kvjax import Schedule, compression, policies, roofline, staggered
-from kvjax.models import decoder, published
-from kvjax.plan import as_plan, state_bytes, weights_bytes
-from kvjax.programs import Job, init_state
-from kvjax.roofline import Rates
+from kvjax import Schedule, policies
+from kvjax.cache.config import make_config
+from kvjax.engine import staggered
+from kvjax.engine.compiled import Job, init_state
+from kvjax.engine.planner import as_plan, state_bytes, weights_bytes
+from kvjax.engine.steps import forward
+from kvjax.evaluation import roofline
+from kvjax.evaluation.roofline import Rates
+from kvjax.models import decoder, presets
 
-forward = importlib.import_module("kvjax.generate").forward  # a function hides it
 SPEC = tiny_spec(model_dim=128, ff_dim=384, head_dim=32, num_heads=8, vocab_size=1000)
 
 
@@ -38,7 +40,7 @@ def all_weights(spec):
 )
 def test_weights_are_the_checkpoints(name, weights, active):
     """Parameters as the models' cards count them; Mixtral's 12.9B active ones too."""
-    spec = published.spec(name)
+    spec = presets.spec(name)
     assert all_weights(spec) == weights
     if active:
         both = 2 * spec.vocab_size * spec.model_dim
@@ -47,7 +49,7 @@ def test_weights_are_the_checkpoints(name, weights, active):
 
 def test_experts_that_are_read():
     """One token reads two of eight experts, many read them all, and none twice."""
-    spec = published.spec("mixtral-8x7b")
+    spec = presets.spec("mixtral-8x7b")
     one, many = (roofline.layer_weights(spec, tokens) for tokens in (1, 1000))
     layers = all_weights(spec) - 2 * spec.vocab_size * spec.model_dim
     assert many == layers - spec.model_dim  # the final norm
@@ -64,7 +66,7 @@ def test_flops_are_the_compiler_s(tokens, slots, rows, logits):
 
     One step outside any loop, whose body XLA would count once.
     """
-    made = compression.make(SPEC, None, None, implementation="reference")
+    made = make_config(SPEC, None, None, implementation="reference")
     job = Job(SPEC, made, rows, 256, 8)
     capacity = (slots,) * SPEC.num_layers
 
@@ -88,7 +90,7 @@ def test_flops_are_the_compiler_s(tokens, slots, rows, logits):
 
 def test_bytes_are_the_arrays():
     """Weights once, all pairs read, the new ones written."""
-    made = compression.make(SPEC, None, None)
+    made = make_config(SPEC, None, None)
     job = Job(SPEC, made, 4, 256, 8)
     work = roofline.step(job, 4, 1, job.decode_capacity, logits=True)
     slots = 4 * sum(job.decode_capacity) * SPEC.num_kv_heads
@@ -103,7 +105,7 @@ def test_bytes_are_the_arrays():
 
 def test_a_full_prefill_by_hand():
     """Blocks of 64 over 160 tokens: 64, 128, then 160 pairs; the head once."""
-    made = compression.make(SPEC, None, None, Schedule("full", block=64))
+    made = make_config(SPEC, None, None, Schedule("full", block=64))
     found = roofline.total(roofline.prefill(plan_of(made), 160))
     read = 64 * 64 + 64 * 128 + 32 * 160
     attention = 4 * 2 * 4 * 32 * read * 4 * SPEC.num_layers
@@ -138,21 +140,21 @@ def held(made, prompt_tokens, new=8):
 )
 def test_pairs_held(tiny, schedule, budget, blocks, steps):
     """As the engine itself holds them, at the end of a real run of the same sizes."""
-    made = compression.make(SPEC, policies.recency(), budget, schedule)
+    made = make_config(SPEC, policies.recency(), budget, schedule)
     read, written = held(made, 256, new=4)
     assert read == blocks and written == steps
-    from kvjax import completions
+    from kvjax.engine import api
 
-    made = compression.make(tiny.spec, policies.recency(), budget, schedule)
+    made = make_config(tiny.spec, policies.recency(), budget, schedule)
     context = tiny.spec.__class__(**(vars(tiny.spec) | {"context_length": 512}))
     job = Job(context, made, 1, 256, 4)
-    state = completions.run_batch(tiny.params, job, [[1] * 256], [0]).state
+    state = api.run_batch(tiny.params, job, [[1] * 256], [0]).state
     assert int((state.layers[0].pos[0, 0] >= 0).sum()) == steps[-1]
 
 
 def test_windows_bound_what_is_read():
     spec = tiny_spec(windows=(16, 0))
-    made = compression.make(spec, None, None)
+    made = make_config(spec, None, None)
     job = Job(spec, made, 1, 256, 8)
     all_read = roofline.step(job, 1, 1, (100, 100), False).bytes
     near = roofline.step(job, 1, 1, (16, 100), False).bytes
@@ -160,7 +162,7 @@ def test_windows_bound_what_is_read():
 
 
 def test_a_pool_reads_the_weights_for_every_group():
-    made = compression.make(SPEC, policies.recency(), 64, Schedule("after_prefill"))
+    made = make_config(SPEC, policies.recency(), 64, Schedule("after_prefill"))
     whole = plan_of(made, batch=6)
     groups = staggered.StaggeredPlan(**vars(whole), group=2)
     once, thrice = (roofline.prefill(plan, 200) for plan in (whole, groups))
@@ -175,7 +177,7 @@ def test_a_pool_reads_the_weights_for_every_group():
 
 def test_predictions():
     """By hand where one rate alone counts, and the slower of the two where both do."""
-    made = compression.make(SPEC, None, None, Schedule("full", block=64))
+    made = make_config(SPEC, None, None, Schedule("full", block=64))
     plan = plan_of(made)
     work = [roofline.total(part(plan)) for part in (roofline.prefill, roofline.decode)]
     by_bytes = roofline.predict(plan, Rates(1e9, float("inf")))

@@ -15,8 +15,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from kvjax.tasks import base, fit, needle, passkey, ruler, text
-from kvjax.tasks.ruler import counting, niah, qa, tracking, words
+from kvjax.evaluation.tasks import base, fit, needle, passkey, ruler, text
+from kvjax.evaluation.tasks.ruler import counting, niah, qa, tracking, words
 from kvjax.types import UserError
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden/ruler.json").read_text())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax import generate
-from kvjax.sampling import Sampling, sample
+from kvjax.engine.sampling import Sampling, sample
 
 LOGITS = np.log([0.4, 0.3, 0.15, 0.1, 0.05]).astype(np.float32)
 

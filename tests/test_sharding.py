@@ -20,19 +20,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_contract import POLICIES
 
 import kvjax
-from kvjax import (
-    Schedule,
-    UserError,
-    axes,
-    cache,
-    compression,
-    meshes,
-    policies,
-    sharding,
-)
-from kvjax.models import decoder
-from kvjax.plan import device_memory, plan_job, state_bytes, weights_bytes
-from kvjax.programs import Job, job_of, programs
+from kvjax import Schedule, UserError, cache, policies
+from kvjax.cache import sharded
+from kvjax.cache.config import make_config
+from kvjax.engine.compiled import Job, job_of, programs
+from kvjax.engine.planner import device_memory, plan_job, state_bytes, weights_bytes
+from kvjax.models import decoder, placement
+from kvjax.parallel import axes, meshes
 
 ROOT = pathlib.Path(__file__).parents[1]
 MESHES = {"1x8": "data:1,model:8", "2x4": "data:2,model:4", "8x1": "data:8,model:1"}
@@ -73,7 +67,7 @@ def of_layer(made, over):
     prompts, new = layer.split(DATA, PROMPT)
     capacity = made.prefill_capacity(SPEC, PROMPT, NEW)
     init = functools.partial(cache.init, SPEC, made, len(LENGTHS), capacity)
-    placed = over and sharding.state_partitions(SPEC, made, capacity, over)
+    placed = over and sharded.state_partitions(SPEC, made, capacity, over)
     with meshes.use(over):
         state = jax.jit(init, out_shardings=placed)()
         read = layer.read(SPEC, made, state, prompts, given, BLOCK)
@@ -93,7 +87,7 @@ def test_every_policy_keeps_what_one_device_keeps(case):
     """The contract's policies while prompts are read and tokens are written."""
     name, phases, shapes = case
     schedule = Schedule(phases, block=BLOCK, evict=BLOCK)
-    made = compression.make(SPEC, POLICIES[name], BUDGET, schedule)
+    made = make_config(SPEC, POLICIES[name], BUDGET, schedule)
     kept, end = of_layer(made, None)
     for shape in shapes:
         over = meshes.mesh(MESHES[shape], SPEC.num_kv_heads)
@@ -128,8 +122,8 @@ FAMILIES = {  # switches that decide how a model is split
 
 def split(model, asked):
     over = meshes.mesh(asked, model.spec.num_kv_heads)
-    params = meshes.split(model.spec, model.params, over)
-    return model._replace(spec=meshes.fitted(model.spec, over), params=params), over
+    params = placement.split(model.spec, model.params, over)
+    return model._replace(spec=placement.fitted(model.spec, over), params=params), over
 
 
 @pytest.mark.parametrize("shape", often(MESHES, ["2x4"]))
@@ -147,7 +141,7 @@ def test_a_split_model_writes_the_same(family, shape):
     for one, other in zip(alone, together, strict=True):
         assert one.tokens == other.tokens
         jax.tree.map(np.testing.assert_array_equal, one.kept, other.kept)
-    assert meshes.of(parted.params) == over
+    assert placement.of(parted.params) == over
 
 
 def collectives(compiled) -> collections.Counter:
@@ -173,8 +167,8 @@ def test_the_cache_is_never_gathered(name, shape):
     over = meshes.mesh(MESHES[shape], spec.num_kv_heads)
     schedule = Schedule("prefill+decode", 4, 4) if name else None
     policy = name and policies.make(name, **({"window": 3} if name == "snapkv" else {}))
-    made = compression.make(spec, policy, 20 if name else None, schedule)
-    job = Job(meshes.fitted(spec, over), made, 8, 256, 16, mesh=over)
+    made = make_config(spec, policy, 20 if name else None, schedule)
+    job = Job(placement.fitted(spec, over), made, 8, 256, 16, mesh=over)
     compiled = programs(job)
     for program in (compiled.prefill, compiled.decode):
         sent = collectives(program)
@@ -192,8 +186,8 @@ def test_the_cache_is_never_gathered(name, shape):
 
 def test_a_gathered_cache_would_be_seen():
     over = meshes.mesh("data:2,model:4", SPEC.num_kv_heads)
-    made = compression.make(SPEC, None, None)
-    split = sharding.state_partitions(SPEC, made, (20,), over).layers[0].k
+    made = make_config(SPEC, None, None)
+    split = sharded.state_partitions(SPEC, made, (20,), over).layers[0].k
     held = jax.ShapeDtypeStruct((8, 8, 20, 12), jnp.float32, sharding=split)
     whole = jax.jit(lambda k: k, out_shardings=NamedSharding(over, PartitionSpec()))
     sent = collectives(whole.lower(held).compile())
@@ -203,7 +197,7 @@ def test_a_gathered_cache_would_be_seen():
 def test_a_plan_counts_what_one_device_holds():
     """An eighth of the state, the weights' own parts, and batches in whole groups."""
     model = tiny_model(num_kv_heads=4, num_heads=8, ff_dim=64, vocab_size=64)
-    made = compression.make(model.spec, policies.h2o(), 32, Schedule(block=8, evict=8))
+    made = make_config(model.spec, policies.h2o(), 32, Schedule(block=8, evict=8))
     alone = job_of(model, made, 256, 8)
     parted, _ = split(model, "data:2,model:4")
     job = job_of(parted, made, 256, 8)
@@ -230,12 +224,12 @@ def test_heads_that_do_not_divide_are_copied():
     spec = tiny_spec(num_kv_heads=2, num_heads=6, ff_dim=20, vocab_size=52)
     over = meshes.mesh("model:8", spec.num_kv_heads)
     assert dict(over.shape) == {"data": 1, "heads": 2, "copies": 4}
-    said = meshes.notice(over, spec)
+    said = placement.notice(over, spec)
     assert "2 KV heads are split 2 ways and each is on 4 devices" in said
     assert "feed-forward of 20" in said and "vocabulary of 52" in said
-    assert meshes.fitted(spec, over).ff_groups == 1
+    assert placement.fitted(spec, over).ff_groups == 1
     even = tiny_spec(num_kv_heads=8, num_heads=8, ff_dim=64, vocab_size=64)
-    assert meshes.notice(meshes.mesh("model:8", even.num_kv_heads), even) is None
+    assert placement.notice(meshes.mesh("model:8", even.num_kv_heads), even) is None
 
 
 @pytest.mark.parametrize(
@@ -256,7 +250,7 @@ def test_a_mesh_that_cannot_be(asked, said):
 
 def test_a_batch_that_does_not_divide():
     over = meshes.mesh("data:8", SPEC.num_kv_heads)
-    made = compression.make(SPEC, None, None)
+    made = make_config(SPEC, None, None)
     with pytest.raises(UserError, match="batch of 12"):
         Job(SPEC, made, 12, 256, 4, mesh=over)
 
@@ -269,9 +263,9 @@ def test_params_are_read_where_they_belong(tmp_path, monkeypatch):
     over = meshes.mesh("data:2,model:4", alone.spec.num_kv_heads)
     for _ in range(2):
         model = kvjax.load(tmp_path / "model", mesh="data:2,model:4", keep=True)
-        assert model.spec == meshes.fitted(alone.spec, over)
+        assert model.spec == placement.fitted(alone.spec, over)
         wanted = decoder.param_partitions(model.spec, over)
-        split = meshes.split(alone.spec, alone.params, over)
+        split = placement.split(alone.spec, alone.params, over)
         jax.tree.map(np.testing.assert_array_equal, model.params, split)
         for leaf, where in zip(
             *map(jax.tree.leaves, (model.params, wanted)), strict=True

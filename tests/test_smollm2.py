@@ -11,7 +11,7 @@ from conftest import often
 
 import kvjax
 from kvjax import policies
-from kvjax.tasks import needle, text
+from kvjax.evaluation.tasks import needle, text
 
 pytestmark = pytest.mark.model
 GOLDEN = json.loads(

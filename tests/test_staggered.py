@@ -8,18 +8,12 @@ import numpy as np
 import pytest
 from conftest import tiny_spec
 
-from kvjax import (
-    Schedule,
-    UserError,
-    cache,
-    completions,
-    compression,
-    policies,
-    staggered,
-)
-from kvjax.plan import plan_job, state_bytes, weights_bytes
-from kvjax.programs import Job, bucket
-from kvjax.sampling import Sampling
+from kvjax import Schedule, UserError, cache, policies
+from kvjax.cache.config import make_config
+from kvjax.engine import api, staggered
+from kvjax.engine.compiled import Job, bucket
+from kvjax.engine.planner import plan_job, state_bytes, weights_bytes
+from kvjax.engine.sampling import Sampling
 
 AFTER = Schedule("after_prefill", block=8)
 ED = Schedule("decode", block=8, evict=1)
@@ -34,7 +28,7 @@ def _programs_go_with_this_module():
 
 
 def job(spec, policy, budget=24, schedule=AFTER, batch=5, longest=100, new=6, **more):
-    made = compression.make(spec, policy, budget, schedule)
+    made = make_config(spec, policy, budget, schedule)
     return Job(spec, made, batch, bucket(spec, made, longest, new), new, **more)
 
 
@@ -65,7 +59,7 @@ def test_tokens_and_state_are_the_ordinary_run_s(tiny, policy, schedule, budget)
     """Ragged prompts; a group of 2 does not divide the 5 rows, and one row is spare."""
     made = job(tiny.spec, policy, budget, schedule)
     prompts, indices = ragged(4), [7, 1, 4, 2]
-    ordinary = completions.run_batch(tiny.params, made, prompts, indices)
+    ordinary = api.run_batch(tiny.params, made, prompts, indices)
     pooled = staggered.run_batch(tiny.params, by_hand(made, 2), prompts, indices)
     assert pooled.tokens == ordinary.tokens
     assert all(len(tokens) == 6 for tokens in pooled.tokens)
@@ -80,7 +74,7 @@ def test_sampled_tokens_too(tiny):
     how = Sampling(temperature=1.0)
     made = job(tiny.spec, policies.key_norm(), how=how)
     prompts, indices = ragged(5, seed=3), [3, 0, 9, 4, 1]
-    ordinary = completions.run_batch(tiny.params, made, prompts, indices, seed=5)
+    ordinary = api.run_batch(tiny.params, made, prompts, indices, seed=5)
     pooled = staggered.run_batch(tiny.params, by_hand(made, 3), prompts, indices, 5)
     assert pooled.tokens == ordinary.tokens
     assert len({token for tokens in pooled.tokens for token in tokens}) > 5
@@ -90,7 +84,7 @@ def test_an_error_of_one_group_stays(tiny):
     made = job(tiny.spec, policies.recency(), batch=2)
     compiled = staggered.compile_programs(made, 1)
     pool, logits = compiled.init_pool(), np.zeros((2, 50), np.float32)
-    group = completions.run_batch(
+    group = api.run_batch(
         tiny.params, dataclasses.replace(made, batch=1), ragged(1), [0]
     ).state
     group = group.replace(error=np.full_like(group.error, cache.OVERFLOW))

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 import transformers
 
-from kvjax.tasks import fidelity, needle, text
+from kvjax.evaluation.tasks import fidelity, needle, text
 from kvjax.types import UserError
 
 CHAT = (

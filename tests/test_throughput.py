@@ -14,11 +14,20 @@ import pytest
 from conftest import tiny_model
 from test_tasks import HAYSTACK, make_tokenizer
 
-from kvjax import completions, load, protocols, report, roofline, staggered, throughput
-from kvjax.models import decoder, published
-from kvjax.plan import phase_bytes
-from kvjax.protocols import divisors, find_batch, step_back, time_prompts, turns
-from kvjax.records import read_records
+from kvjax import load
+from kvjax.engine import api, staggered
+from kvjax.engine.planner import phase_bytes
+from kvjax.evaluation import batch_rules, roofline, throughput
+from kvjax.evaluation.batch_rules import (
+    divisors,
+    find_batch,
+    step_back,
+    time_prompts,
+    turns,
+)
+from kvjax.evaluation.report import run_report
+from kvjax.evaluation.report.records import read_records
+from kvjax.models import decoder, presets
 from kvjax.types import Model, UserError
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -121,7 +130,7 @@ def fake_clock(seconds):
         calls.append(list(rows))
         reading, writing = seconds[len(calls) - 1]
         new = [[i, len(prompt)] for i, prompt in zip(rows, prompts, strict=True)]
-        return completions.BatchResult(new, None, reading, writing)
+        return api.BatchResult(new, None, reading, writing)
 
     return run_batch, calls
 
@@ -226,7 +235,7 @@ def check_record(record):
 
 def test_out_of_memory_steps_back(experiment, model, tmp_path, monkeypatch):
     """ED's batch fails twice, FKV follows it; a pool first reads fewer at a time."""
-    real, tried = protocols.run_planned, []
+    real, tried = batch_rules.run_planned, []
 
     def run_planned(params, planned, seed, prompts, indices):
         tried.append((planned.job.made.schedule.phases, planned.batch))
@@ -235,7 +244,7 @@ def test_out_of_memory_steps_back(experiment, model, tmp_path, monkeypatch):
             raise exhausted()
         return real(params, planned, seed, prompts, indices)
 
-    monkeypatch.setattr(protocols, "run_planned", run_planned)
+    monkeypatch.setattr(batch_rules, "run_planned", run_planned)
     short = dataclasses.replace(experiment, max_new_tokens=(3,), repeats=1)
     full, ed, snap, batch_max = throughput.run(short, tmp_path, lambda *step: None)
     assert ed["batch"] == 3 and ed["batch_limit"] == "out of memory"
@@ -258,7 +267,7 @@ def test_other_errors_are_not_swallowed(experiment, tmp_path, monkeypatch):
     def run_planned(*_):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
-    monkeypatch.setattr(protocols, "run_planned", run_planned)
+    monkeypatch.setattr(batch_rules, "run_planned", run_planned)
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         throughput.run(experiment, tmp_path, lambda *step: None)
 
@@ -354,11 +363,11 @@ def test_configs(path):
     assert fields.pop("kind") == "throughput"
     asked = throughput.from_config(fields, {})
     throughput._check(asked, {})
-    assert {entry.protocol for entry in asked.methods} == set(protocols.PROTOCOLS)
+    assert {entry.protocol for entry in asked.methods} == set(batch_rules.PROTOCOLS)
     assert path.stem in runpy.run_path(str(path))["__doc__"]
     assert len(divisors(asked.prompts)) >= 6
     if asked.model.startswith("random:"):
-        spec = published.spec(asked.model.removeprefix("random:"))
+        spec = presets.spec(asked.model.removeprefix("random:"))
         for entry in asked.methods:
             for new in asked.max_new_tokens:
                 bare = Model(spec, decoder.param_shapes(spec), None)
@@ -374,10 +383,10 @@ def test_configs_of_what_is_missing(name):
 
 def test_random_models(monkeypatch):
     """The published shape, the same weights every time, and no tokenizer."""
-    small = published._config("LlamaForCausalLM", 1, 16, 32, 4, 2, 50, 64)
-    monkeypatch.setitem(published.CONFIGS, "small", small)
+    small = presets._config("LlamaForCausalLM", 1, 16, 32, 4, 2, 50, 64)
+    monkeypatch.setitem(presets.CONFIGS, "small", small)
     one, two = load("random:small"), load("random:small", "bfloat16")
-    assert one.spec == published.spec("small") and one.tokenizer is None
+    assert one.spec == presets.spec("small") and one.tokenizer is None
     assert one.params["embed"].shape == (50, 16)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(two.params)} == {"bfloat16"}
     again = load("random:small")
@@ -393,16 +402,16 @@ def test_table_and_report(tmp_path):
         for new in (3, 6)
         for name, role, speed in (("ED", "ed", 2.0), ("Batch|Max", "batch_max", 5.0))
     ]
-    table = report.overview(records)
+    table = run_report.overview(records)
     assert table.count(" 2.50 ") == 2 and table.count(" 1.00 ") == 2
     assert "| 30.0 | 2.50 |" in " ".join(table.split()) and "Batch\\|Max" in table
-    path = report.write_report(records, tmp_path)
+    path = run_report.write_report(records, tmp_path)
     assert table in path.read_text()
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "report.md",
         "throughput_vs_batch.png",
     ]
-    labels = list(report.summary(records)["methods"])
+    labels = list(run_report.summary(records)["methods"])
     names = ("ED", "Batch|Max")
     assert labels == [f"{name} ({new} new)" for new in (3, 6) for name in names]
 

@@ -9,11 +9,12 @@ import tokenizers
 from checkpoints import one_line, write_folder
 
 import kvjax
-from kvjax import completions, weights
-from kvjax.generate import NO_EOS
-from kvjax.tasks.base import Example, Task, encode
+from kvjax.engine import api
+from kvjax.engine.steps import NO_EOS
+from kvjax.evaluation.tasks.base import Example, Task, encode
+from kvjax.models import weights
+from kvjax.models.weights import tokenizer as reader
 from kvjax.types import UserError
-from kvjax.weights import tokenizer as reader
 
 WORDS = ["<unk>", "<s>", "</s>", "hi", "user:", "bot:", "<|eot|>", "<|eom|>"]
 BOS, END, HI, USER, BOT, TURN, MESSAGE = range(1, 8)
@@ -120,11 +121,11 @@ def test_one_bos_and_no_more(folder):
     chat = model.tokenizer.apply_chat_template
     texts = ["hi", "<s> hi", chat(HELLO, tokenize=False, add_generation_prompt=True)]
     wanted = [[BOS, HI], [BOS, HI], TURNED]
-    assert completions.tokenize(model, texts) == wanted
+    assert api.tokenize(model, texts) == wanted
     # Ids are taken as they are.
-    assert completions.tokenize(model, [[BOS, BOS, HI]]) == [[BOS, BOS, HI]]
+    assert api.tokenize(model, [[BOS, BOS, HI]]) == [[BOS, BOS, HI]]
     without = weights.load(add_tokenizer(folder, bos=False))
-    assert completions.tokenize(without, texts) == [[HI], [BOS, HI], TURNED]
+    assert api.tokenize(without, texts) == [[HI], [BOS, HI], TURNED]
 
 
 @pytest.mark.parametrize(
@@ -145,13 +146,13 @@ def test_tokens_that_end_a_completion(folder, generation, config, said):
     if generation is not None:
         write(folder, "generation_config.json", generation)
     model = weights.load(add_tokenizer(folder))
-    assert set(completions.end_tokens(model)) == said | {END}
+    assert set(api.end_tokens(model)) == said | {END}
     without = model._replace(tokenizer=None)
-    assert set(completions.end_tokens(without)) == (said or set(NO_EOS))
+    assert set(api.end_tokens(without)) == (said or set(NO_EOS))
 
 
 def test_no_end_tokens_at_all(folder):
-    assert completions.end_tokens(weights.load(folder)) == NO_EOS
+    assert api.end_tokens(weights.load(folder)) == NO_EOS
 
 
 @pytest.mark.parametrize("said", ["</s>", [1, "2"], 2.0, True])

@@ -17,9 +17,9 @@ import pytest
 import tokenizers
 from checkpoints import EMBED, HEAD, assert_same_params, one_line, write_folder
 
-from kvjax import weights
+from kvjax.models import weights
+from kvjax.models.weights import gguf, hub, param_cache
 from kvjax.types import UserError
-from kvjax.weights import gguf, hub, store
 
 BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 TOKENS = ["<|end|>", "<|start|>", *BYTES, "Ġ1", "ĠĠ", "th", "the", "<tool>"]
@@ -131,12 +131,12 @@ def test_other_dtypes_are_refused():
 
 
 def test_cache_dir_follows_the_environment(monkeypatch, tmp_path):
-    assert store.cache_dir() == tmp_path / "cache"
+    assert param_cache.cache_dir() == tmp_path / "cache"
     monkeypatch.delenv("KVJAX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert store.cache_dir() == pathlib.Path("/xdg/kvjax")
+    assert param_cache.cache_dir() == pathlib.Path("/xdg/kvjax")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert store.cache_dir() == pathlib.Path.home() / ".cache" / "kvjax"
+    assert param_cache.cache_dir() == pathlib.Path.home() / ".cache" / "kvjax"
 
 
 def test_no_network_names_the_remedy(monkeypatch, cache):
@@ -389,7 +389,7 @@ def test_copies_are_per_dtype_source_and_format(
     doubled = weights.load(file)
     assert len(made) == 3
     np.testing.assert_array_equal(doubled.params["embed"], 2 * tensors[EMBED])
-    monkeypatch.setattr(store, "FORMAT", store.FORMAT + 1)
+    monkeypatch.setattr(param_cache, "FORMAT", param_cache.FORMAT + 1)
     weights.load(file)
     assert len(made) == 4
 
@@ -429,7 +429,7 @@ def test_an_interrupted_write_leaves_no_copy(file, cache, made, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_save", interrupted)
+        patch.setattr(param_cache, "_save", interrupted)
         with pytest.raises(KeyboardInterrupt):
             weights.load(file)
     assert not any((cache / "copies").iterdir())

@@ -1,7 +1,7 @@
 """kvjax's own GSM8K and BIG-Bench Hard, as rows for the tasks beside this file.
 
 The folder is `--metadata data_dir=...`, else the environment's KVJAX_DATA, and holds
-what `kvjax.tasks.gsm8k` and `kvjax.tasks.bbh` look for. Prompts, shots and the rows'
+what `kvjax.evaluation.tasks.gsm8k` and `kvjax.evaluation.tasks.bbh` look for. Prompts, shots and the rows'
 order are theirs with seed 0, so `--limit 20` asks what `examples: 20` asks in a config
 of ours. A row's `prompt` is the whole text that the model is given, and `target` what
 counts as right; stops and metrics are in the YAML files.
@@ -11,9 +11,9 @@ import os
 
 import datasets
 
-from kvjax import tasks
-from kvjax.tasks import bbh as bbh_rows
-from kvjax.tasks import data
+from kvjax.evaluation import tasks
+from kvjax.evaluation.tasks import bbh as bbh_rows
+from kvjax.evaluation.tasks import data
 
 SEED = 0
 

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kvjax.protocols import turns
+from kvjax.evaluation.batch_rules import turns
+from kvjax.models.weights import hub
 from kvjax.types import UserError
-from kvjax.weights import hub
 from peers import Peer, PeerDied, PeerError, memory, presses
 
 CHUNK = 256  # prompt tokens at a time, where transformers reads in chunks
@@ -106,7 +106,7 @@ def measure(
       prompts: token ids, all of one length; no larger batch is tried than there are.
       new_tokens: to generate, whatever they are.
       memory_bytes: what weights, pairs and activations may take together.
-      repeats: batches to time, at least; see `kvjax.protocols.turns`.
+      repeats: batches to time, at least; see `kvjax.evaluation.batch_rules.turns`.
       progress: told what runs.
       keep_tokens: adds `tokens`, each prompt's answer, to be graded and taken out.
 
@@ -139,7 +139,7 @@ def measure(
 def joined(
     python: str, model: str, dtype: str, asked: Sequence[Mapping[str, Any]]
 ) -> dict[str, Callable[..., dict[str, Any]]]:
-    """The methods as `kvjax.throughput.run` wants them, by their names.
+    """The methods as `kvjax.evaluation.throughput.run` wants them, by their names.
 
     On a GPU JAX holds most of the memory for itself unless the environment says
     XLA_PYTHON_CLIENT_PREALLOCATE=false; then `memory_gb` has to leave room for both.

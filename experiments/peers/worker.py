@@ -40,7 +40,7 @@ class Meter:
     and the weights. By itself glibc keeps freed blocks of up to 32 MiB for later, and
     those between others in use add up: a batch of 22 that fits into 2 GB took 5.1.
     Without `keep_freed` blocks of 1 MiB and more go back to the system at once, as they
-    do in `kvjax.memory`, which costs page faults.
+    do in `kvjax.engine.memory`, which costs page faults.
 
     Where the system does not tell (no Linux), `peak` is None.
     """

@@ -35,7 +35,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-from kvjax import axes, nn
+from kvjax.models import layers
+from kvjax.parallel import axes
 from kvjax.types import LayerOps, ModelSpec, PyTree, RopeScaling, Scoring
 
 Attend = Callable[..., tuple[Array, PyTree]]
@@ -147,14 +148,16 @@ def _rotation(spec, theta, scaling, here) -> Callable[..., Array]:
     """The tables of the tokens being read are made once."""
     if spec.positions == "learned":
         return _still
-    frequencies = nn.rope_frequencies(spec.rotary_dim or spec.head_dim, theta, scaling)
+    frequencies = layers.rope_frequencies(
+        spec.rotary_dim or spec.head_dim, theta, scaling
+    )
     tables = functools.partial(
-        nn.rope_tables, frequencies=frequencies, scale=scaling.scale
+        layers.rope_tables, frequencies=frequencies, scale=scaling.scale
     )
     known = None if here is None else tables(here)
 
     def rotate(known, x, positions=None):
-        return nn.rotate(x, *(known if positions is None else tables(positions)))
+        return layers.rotate(x, *(known if positions is None else tables(positions)))
 
     return jax.tree_util.Partial(rotate, known)
 
@@ -176,7 +179,7 @@ def logits(
         found = jax.lax.platform_dependent(
             hidden, params["embed"], cpu=_tied_head_rows_first, default=_tied_head
         )
-    return nn.softcap(found, spec.logit_softcap) if spec.logit_softcap else found
+    return layers.softcap(found, spec.logit_softcap) if spec.logit_softcap else found
 
 
 def _tied_head(hidden, embed):
@@ -200,7 +203,7 @@ def param_shapes(spec: ModelSpec, dtype: jnp.dtype = jnp.float32) -> PyTree:
 def param_partitions(spec: ModelSpec, mesh: jax.sharding.Mesh) -> PyTree:
     """How the weights are split over a mesh: a pytree of `NamedSharding`.
 
-    See `kvjax.axes.RULES`; what does not divide evenly is whole on every device.
+    See `kvjax.parallel.axes.RULES`; what does not divide evenly is whole on every device.
     """
 
     def split(weight):
@@ -294,8 +297,8 @@ def random_params(
 
 def _norm(x, weight, spec: ModelSpec):
     if spec.norm == "layer":
-        return nn.layer_norm(x, weight["weight"], weight["bias"], spec.norm_eps)
-    norm = nn.offset_rms_norm if spec.norm == "rms_offset" else nn.rms_norm
+        return layers.layer_norm(x, weight["weight"], weight["bias"], spec.norm_eps)
+    norm = layers.offset_rms_norm if spec.norm == "rms_offset" else layers.rms_norm
     return norm(x, weight, spec.norm_eps)
 
 
@@ -349,7 +352,7 @@ def _merge_heads(
 def _mlp(weights: PyTree, spec: ModelSpec, h: Float[Array, "B T M"]) -> Array:
     if spec.experts:
         names = ("router", "gate_up", "down")
-        out = nn.mixture(
+        out = layers.mixture(
             h.reshape(-1, h.shape[-1]),
             *(weights[name] for name in names),
             spec.experts_used,
@@ -357,10 +360,10 @@ def _mlp(weights: PyTree, spec: ModelSpec, h: Float[Array, "B T M"]) -> Array:
             spec.ff_groups,
         )
         return out.reshape(h.shape)
-    act = nn.ACTIVATIONS[spec.activation]
+    act = layers.ACTIVATIONS[spec.activation]
     if spec.gated:
         both = _plus(h @ weights["gate_up"], weights, "gate_up_bias")
-        gate, up = nn.gate_and_up(both, spec.ff_groups)
+        gate, up = layers.gate_and_up(both, spec.ff_groups)
         hidden = act(gate) * up
     else:
         hidden = act(_plus(h @ weights["up"], weights, "up_bias"))

@@ -15,6 +15,7 @@ A rule needs no model and no cache of ours::
 rule keeps.
 """
 
+from kvjax.policies.attention_sums import average_attention, h2o, h2o_sinks, roco
 from kvjax.policies.base import (
     Policy,
     checked,
@@ -24,7 +25,7 @@ from kvjax.policies.base import (
     per_slot,
     stateless,
 )
-from kvjax.policies.combine import (
+from kvjax.policies.combinators import (
     chunked,
     mix,
     per_head,
@@ -32,15 +33,14 @@ from kvjax.policies.combine import (
     shared_heads,
     smooth,
 )
-from kvjax.policies.counts import scissorhands, scissorhands_released
 from kvjax.policies.expected import expected_attention
+from kvjax.policies.head_profiles import fastgen, simlayerkv
 from kvjax.policies.keys import key_diff, key_norm, lag_kv
-from kvjax.policies.mass import average_attention, h2o, h2o_sinks, roco
-from kvjax.policies.outputs import criticalkv
-from kvjax.policies.profile import fastgen, simlayerkv
-from kvjax.policies.recency import random, recency, sliding_window, streaming
+from kvjax.policies.observation_window import chunk_kv, snapkv, tova
+from kvjax.policies.persistence import scissorhands, scissorhands_released
+from kvjax.policies.positional import random, recency, sliding_window, streaming
 from kvjax.policies.redundancy import r_kv
-from kvjax.policies.window import chunk_kv, snapkv, tova
+from kvjax.policies.value_norms import criticalkv
 from kvjax.types import UserError
 
 _REGISTRY = {

@@ -52,7 +52,7 @@ class Policy(NamedTuple):
       name: as in the registry, for reports.
       pinned: pairs per head that always stay; a budget must leave room for more.
       across_heads: whether `score` looks across the heads of a layer. Where heads are
-        split over devices it has to ask for the others', see `kvjax.axes.all_heads`.
+        split over devices it has to ask for the others', see `kvjax.parallel.axes.all_heads`.
     """
 
     init: Callable[..., Stats]

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from kvjax.policies.ages import by_age, take
 from kvjax.policies.base import Policy, check_counts, once, stateless
+from kvjax.policies.ordering import by_age, take
 from kvjax.types import View
 
 

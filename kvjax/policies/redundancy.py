@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.policies.ages import pooled
 from kvjax.policies.base import Policy, check_counts, check_range, newest, once
-from kvjax.policies.combine import check_pooling
-from kvjax.policies.window import asking, products
+from kvjax.policies.combinators import check_pooling
+from kvjax.policies.observation_window import asking, products
+from kvjax.policies.ordering import pooled
 from kvjax.types import View
 
 

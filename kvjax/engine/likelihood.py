@@ -1,0 +1,165 @@
+"""How likely given continuations of given contexts are, under a compressed cache."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax import cache
+from kvjax.cache.config import CacheConfig
+from kvjax.engine import api, compiled
+from kvjax.engine.compiled import Job
+from kvjax.engine.planner import plan_job
+from kvjax.parallel import axes, meshes
+from kvjax.types import Model, PyTree, UserError
+
+Tokens = Sequence[int]
+_WIDTHS = (16, 128, 1024)  # continuations are padded to these, then to multiples
+
+
+class Likelihood(NamedTuple):
+    """Of one continuation.
+
+    Attributes:
+      logprob: natural logarithm of its probability, 0 for an empty one.
+      greedy: whether each of its tokens was the likeliest.
+    """
+
+    logprob: float
+    greedy: bool
+
+
+class _Context(NamedTuple):
+    """A context, and by their numbers the continuations asked of it."""
+
+    tokens: tuple[int, ...]
+    asked: list[int]
+
+
+def likelihoods(
+    model: Model,
+    made: CacheConfig,
+    pairs: Sequence[tuple[Tokens, Tokens]],
+    memory_bytes: int,
+    *,
+    most: int | None = None,
+    done: Callable[[int], object] = lambda count: None,
+) -> list[Likelihood]:
+    """The likelihood of each pair's continuation after its context.
+
+    The context is read as a prompt, block by block, and compressed as the schedule
+    says; then the continuation's tokens are fed as if they had been generated. Under a
+    schedule that only compresses prompts (`after_prefill`), what the continuation adds
+    stays. A context that several continuations share is read once. Pairs of any lengths
+    run in batches that fill the memory, and each gets what it would get alone.
+
+    Args:
+      model: the model.
+      made: what is kept of its KV cache.
+      pairs: token ids of a context, one or more, and of a continuation.
+      memory_bytes: see `kvjax.plan.device_memory`.
+      most: no more contexts are read at once.
+      done: called with the number of pairs that were just finished.
+
+    Raises:
+      UserError: an empty context; a pair that exceeds the model's context (the last
+        token is not read and does not count); too little memory for one row.
+    """
+    _check(model, pairs)
+    found = {
+        i: Likelihood(0.0, True) for i, (_, given) in enumerate(pairs) if not given
+    }
+    done(len(found))
+    for job, contexts in _jobs(model, made, pairs):
+        count = min(most or len(contexts), len(contexts))
+        job = plan_job(job, memory_bytes, count).job
+        for rows in api.batches(range(len(contexts)), job.batch):
+            some = [contexts[row] for row in rows]
+            new = dict(_judged(model.params, job, some, pairs))
+            found |= new
+            done(len(new))
+    return [found[i] for i in range(len(pairs))]
+
+
+def windows(
+    tokens: list[int], prefix: int, length: int
+) -> list[tuple[list[int], list[int]]]:
+    """Cuts a text into (context, continuation) whose continuations add up to the text.
+
+    Every window but the last predicts `length` tokens from the one before them; the
+    last predicts what is left, from as much text as fits.
+    """
+    whole = [prefix, *tokens]
+    cuts = []
+    for start in range(0, len(tokens), length):
+        end = min(start + length, len(tokens))
+        first = max(0, end - length)  # of the tokens that are read, in `whole`
+        cuts.append((whole[first : start + 1], whole[start + 1 : end + 1]))
+    return cuts
+
+
+def _check(model: Model, pairs: Sequence[tuple[Tokens, Tokens]]) -> None:
+    room = model.spec.context_length
+    for index, (context, given) in enumerate(pairs):
+        if not len(context):
+            raise UserError(f"context {index} is empty: it needs at least one token")
+        if len(context) + len(given) - 1 > room:
+            raise UserError(
+                f"context {index} of {len(context)} tokens and its continuation of "
+                f"{len(given)} exceed the context of {model.spec.name}, {room} tokens "
+                "and one that is only predicted: shorten the context"
+            )
+
+
+def _jobs(
+    model: Model, made: CacheConfig, pairs: Sequence[tuple[Tokens, Tokens]]
+) -> Iterator[tuple[Job, list[_Context]]]:
+    """Contexts of like size with what is done to them, the largest first."""
+    asked: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for index, (context, given) in enumerate(pairs):
+        if len(given):
+            asked[tuple(context)].append(index)
+    groups = defaultdict(list)
+    for tokens, indices in asked.items():
+        width = _width(max(len(pairs[i][1]) for i in indices))
+        groups[compiled.size_class(made, len(tokens)), width].append(
+            _Context(tokens, indices)
+        )
+    for (_, width), contexts in sorted(groups.items(), reverse=True):
+        contexts.sort(key=lambda context: len(context.tokens), reverse=True)
+        size = compiled.bucket(model.spec, made, len(contexts[0].tokens), 0)
+        job = compiled.job_of(model, made, size, width)
+        yield dataclasses.replace(job, scored=True), contexts
+
+
+def _width(length: int) -> int:
+    fitting = [width for width in _WIDTHS if length <= width]
+    return fitting[0] if fitting else -(-length // _WIDTHS[-1]) * _WIDTHS[-1]
+
+
+def _judged(
+    params: PyTree,
+    job: Job,
+    contexts: list[_Context],
+    pairs: Sequence[tuple[Tokens, Tokens]],
+) -> Iterator[tuple[int, Likelihood]]:
+    """One batch: every context's first continuation, then every second, and so on."""
+    programs = compiled.programs(job)
+    state, logits, _ = api.read(params, job, [c.tokens for c in contexts])
+    for turn in range(max(len(context.asked) for context in contexts)):
+        tokens = np.zeros((job.batch, job.new), np.int32)
+        lengths = np.zeros((job.batch,), np.int32)
+        rows = [row for row, c in enumerate(contexts) if turn < len(c.asked)]
+        for row in rows:
+            given = pairs[contexts[row].asked[turn]][1]
+            tokens[row, : len(given)], lengths[row] = given, len(given)
+        given = meshes.by_row(job.mesh, tokens, lengths)
+        after, logprob, greedy = programs.decode(params, state, logits, *given)
+        cache.raise_errors(after)
+        del after  # the next turn's is not to lie beside it
+        logprob, greedy = axes.fetched((logprob, greedy))
+        for row in rows:
+            total = float(np.sum(logprob[row], dtype=np.float64))
+            yield contexts[row].asked[turn], Likelihood(total, bool(greedy[row].all()))

@@ -1,0 +1,314 @@
+"""Memory arithmetic: the largest batch whose weights, state and temporaries fit.
+
+Bytes of weights and state come from `jax.eval_shape`, those of temporaries from the
+compiled programs' `memory_analysis()`. Temporaries do not grow with the layers, so they
+are first read off a two-layer model at two small batches, and then checked on the
+program that will run.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+
+import jax
+from jax.sharding import Mesh
+
+from kvjax.cache.config import make_config
+from kvjax.engine import compiled
+from kvjax.engine.compiled import Job
+from kvjax.models import placement
+from kvjax.parallel import axes
+from kvjax.policies import Policy, average_attention
+from kvjax.types import ModelSpec, Schedule, UserError
+
+_PROBES = (2, 6)  # batches that the temporaries' growth is read from
+_SHARE = 0.92  # of a device's limit: allocators fragment, runtimes need room
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What fits, and what stopped it from being more.
+
+    Attributes:
+      job: the batch to run.
+      limit: what the batch is limited by: the phase ('prefill', 'compact' or 'decode')
+        whose programs would not fit with one row more, or 'prompts' when all fit.
+      memory_bytes: the limit given.
+      peak_bytes: weights, state and temporaries of the largest phase at this batch, as
+        all bytes here on each device.
+      weights_bytes: of that, the weights.
+      row_bytes: the most KV state that one row takes in any phase.
+    """
+
+    job: Job
+    limit: str
+    memory_bytes: int
+    peak_bytes: int
+    weights_bytes: int
+    row_bytes: int
+
+    @property
+    def batch(self) -> int:
+        return self.job.batch
+
+    @property
+    def reading(self) -> tuple[int, int]:
+        """Rows whose prompts are read at a time, and how many times."""
+        return self.batch, 1
+
+
+def plan(
+    spec: ModelSpec,
+    budget: int | tuple[int, ...] | None,
+    schedule: Schedule | None,
+    memory_bytes: int,
+    *,
+    policy: Policy | None = None,
+    prompt_tokens: int | None = None,
+    max_new_tokens: int = 64,
+    dtype: str = "float32",
+    max_batch: int | None = None,
+    mesh: Mesh | None = None,
+) -> Plan:
+    """The largest batch of a policy, budget and schedule in so much memory.
+
+    Args:
+      spec: the model's shape.
+      budget: |kv|, one int or one per layer; None for the full cache.
+      schedule: None is Batch-Max's, or the full cache without a policy.
+      memory_bytes: what weights, state, activations and temporaries may take together
+        on each device; see `device_memory`.
+      policy: which pairs stay; None with a budget is `average_attention`, which keeps
+        one number per pair. Others may keep more.
+      prompt_tokens: the longest prompt; None is all that the context has room for.
+      max_new_tokens: tokens to generate.
+      dtype: of weights and stored pairs.
+      max_batch: prompts there are; no larger batch is planned, but for the rows that
+        fill up the last group of devices.
+      mesh: of `kvjax.models.meshes.mesh`; None is one device.
+
+    Raises:
+      UserError: not even one row fits; or what `make_config` refuses.
+    """
+    if policy is None and budget is not None:
+        policy = average_attention()
+    if prompt_tokens is None:
+        prompt_tokens = spec.context_length - max_new_tokens
+    made = make_config(spec, policy, budget, schedule)
+    prompt = compiled.bucket(spec, made, prompt_tokens, max_new_tokens)
+    ways = mesh.shape[axes.DATA] if mesh else 1
+    spec = placement.fitted(spec, mesh)
+    job = Job(spec, made, ways, prompt, max_new_tokens, dtype, mesh=mesh)
+    return plan_job(job, memory_bytes, max_batch)
+
+
+def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
+    """The largest batch of a job, whatever batch it names; see `plan`.
+
+    A batch whose programs a compiler refuses for lack of memory does not fit either.
+    """
+    check_one_row(job, memory_bytes)
+    if max_batch is not None:
+        max_batch = -(-max_batch // job.ways) * job.ways
+    if max_batch is not None and _clearly_fits(job, memory_bytes, max_batch):
+        limit, batch = "prompts", max_batch
+    else:
+        limit, batch = _estimated(job, memory_bytes)
+        if max_batch is not None and batch >= max_batch:
+            limit, batch = "prompts", max_batch
+    while batch > 0:
+        planned = dataclasses.replace(job, batch=batch)
+        try:
+            peaks = phase_bytes(planned)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            limit, batch = "compiler", batch - job.ways
+            continue
+        worst = max(peaks, key=peaks.get)
+        if peaks[worst] <= memory_bytes:
+            return as_plan(planned, limit, memory_bytes, peaks[worst])
+        limit = worst
+        batch = min(batch - 1, int(batch * memory_bytes / peaks[worst]))
+        batch -= batch % job.ways
+    needed = {
+        phase: int(fixed + job.ways * row)
+        for phase, (fixed, row) in growth(job).items()
+    }
+    worst = max(needed, key=needed.get)
+    raise UserError(too_small(job, memory_bytes, worst, needed[worst]))
+
+
+def plan_by_shapes(job: Job, memory_bytes: int, max_batch: int) -> Plan:
+    """A batch that fits with as much room for temporaries as the state takes.
+
+    Compiles nothing. At most `max_batch` rows.
+
+    Raises:
+      UserError: not even one row fits.
+    """
+    row = 2 * max(state_bytes(dataclasses.replace(job, batch=job.ways)).values())
+    batch = min(max_batch, (memory_bytes - weights_bytes(job)) // row * job.ways)
+    if batch < 1:
+        raise UserError(too_small(job, memory_bytes, "it", weights_bytes(job) + row))
+    limit = "prompts" if batch == max_batch else "prefill"
+    peak = weights_bytes(job) + -(-batch // job.ways) * row
+    return as_plan(dataclasses.replace(job, batch=batch), limit, memory_bytes, peak)
+
+
+def check_one_row(job: Job, memory_bytes: int) -> None:
+    """Raises UserError if weights and one row's state alone are too much; instant."""
+    if _least(job) > memory_bytes:
+        raise UserError(too_small(job, memory_bytes, "it", _least(job)))
+
+
+def phase_bytes(job: Job) -> dict[str, int]:
+    """Bytes at the peak of each phase, read off the compiled programs.
+
+    Compaction does not take the weights as an argument, but they are there.
+    """
+    programs = compiled.programs(job)
+    peaks = {
+        "prefill": program_bytes(programs.prefill),
+        "decode": program_bytes(programs.decode),
+    }
+    if programs.compact:
+        logits = compiled.tree_bytes(compiled.arguments(job).logits)
+        peaks["compact"] = program_bytes(programs.compact) + weights_bytes(job) + logits
+    return peaks
+
+
+def state_bytes(job: Job) -> dict[str, int]:
+    """Bytes of the KV state in each phase, from its shapes."""
+    given = compiled.arguments(job)
+    parts = {"prefill": given.before, "decode": given.after}
+    return {phase: compiled.tree_bytes(state) for phase, state in parts.items()}
+
+
+def device_memory(memory_gb: float | None = None) -> int:
+    """Bytes that weights, state and temporaries may take together.
+
+    Args:
+      memory_gb: the limit in units of 1e9 bytes. None is 92% of the own limit of the
+        smallest device on GPU and TPU, and half of the free memory on a CPU, which its
+        virtual devices share.
+
+    Raises:
+      UserError: a limit that is not positive, or above the device's own.
+    """
+    limits = [(d.memory_stats() or {}).get("bytes_limit") for d in jax.local_devices()]
+    own = min(limits) if all(limits) else None
+    own = int(own * _SHARE) if own else None
+    if memory_gb is None:
+        return own or _free_host_memory() // 2 // len(jax.local_devices())
+    if memory_gb <= 0:
+        raise UserError(f"memory_gb {memory_gb}: must be larger than 0")
+    if own and memory_gb * 1e9 > own:
+        offered = own // 10**8 / 10
+        raise UserError(f"memory_gb {memory_gb}: the device offers {offered}")
+    return int(memory_gb * 1e9)
+
+
+def _clearly_fits(job: Job, memory_bytes: int, batch: int) -> bool:
+    """Whether so many rows leave as much again for temporaries: no need to probe."""
+    state = max(state_bytes(dataclasses.replace(job, batch=batch)).values())
+    return weights_bytes(job) + 2 * state <= memory_bytes
+
+
+def _estimated(job: Job, memory_bytes: int) -> tuple[str, int]:
+    """The phase that limits the batch, and the batch that it allows."""
+    fits = {
+        phase: int((memory_bytes - fixed) // row) // job.ways * job.ways
+        if memory_bytes > fixed
+        else 0
+        for phase, (fixed, row) in growth(job).items()
+    }
+    limit = min(fits, key=fits.get)
+    return limit, fits[limit]
+
+
+def growth(job: Job) -> dict[str, tuple[float, float]]:
+    """Per phase, the bytes that are always there and those that each row adds."""
+    few, many = (probe * job.ways for probe in _PROBES)
+    small, large = _estimate(job, few), _estimate(job, many)
+    step = many - few
+    rows = {phase: (large[phase] - small[phase]) / step for phase in small}
+    return {
+        phase: (max(small[phase] - few * row, 0.0), row) for phase, row in rows.items()
+    }
+
+
+def _estimate(job: Job, batch: int) -> dict[str, int]:
+    """`phase_bytes` from those of two layers and the other layers' shapes."""
+    layers = min(2, job.spec.num_layers)
+    spec = dataclasses.replace(job.spec, num_layers=layers)
+    budget = job.made.budget
+    if budget:  # the two largest layers stand for the others' temporaries
+        budget = tuple(sorted(budget)[-layers:])
+    made = dataclasses.replace(job.made, budget=budget)
+    short = dataclasses.replace(job, spec=spec, made=made, batch=batch)
+    whole = dataclasses.replace(job, batch=batch)
+    weights = weights_bytes(job) - weights_bytes(short)
+    before, after = state_bytes(whole), state_bytes(short)
+    more = {phase: weights + before[phase] - after[phase] for phase in before}
+    more["compact"] = more["prefill"] + before["decode"] - after["decode"]
+    return {phase: peak + more[phase] for phase, peak in phase_bytes(short).items()}
+
+
+def fitting(job: Job, limit: str, memory_bytes: int) -> Plan | None:
+    """The plan of the job as it is, or None if its compiled programs do not fit."""
+    try:
+        peak = max(phase_bytes(job).values())
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return None
+    return as_plan(job, limit, memory_bytes, peak) if peak <= memory_bytes else None
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether a device, or a compiler on its behalf, has run out of memory."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def as_plan(job: Job, limit: str, memory_bytes: int, peak: int) -> Plan:
+    row = max(state_bytes(job).values()) * job.ways // job.batch
+    return Plan(job, limit, memory_bytes, peak, weights_bytes(job), row)
+
+
+def too_small(job: Job, memory_bytes: int, what: str, needed: int) -> str:
+    return (
+        f"memory of {memory_bytes / 1e9:.3g} GB is too small for one row of "
+        f"{job.spec.name}: {what} needs at least {needed / 1e9:.3g} GB, weights and KV "
+        f"state alone {_least(job) / 1e9:.3g}; give more memory, a smaller budget or a "
+        "shorter prompt"
+    )
+
+
+def _least(job: Job) -> int:
+    """Bytes of the weights and of one row's state."""
+    return weights_bytes(job) + max(
+        state_bytes(dataclasses.replace(job, batch=job.ways)).values()
+    )
+
+
+def weights_bytes(job: Job) -> int:
+    """Bytes of the weights, from their shapes."""
+    return compiled.tree_bytes(compiled.arguments(job).params)
+
+
+def program_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes a program holds at once; aliased outputs live in their inputs."""
+    m = compiled.memory_analysis()
+    held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+    return held + m.temp_size_in_bytes
+
+
+def _free_host_memory() -> int:
+    """Bytes that can be had without swapping; half of all where it is not told."""
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -1,0 +1,463 @@
+"""kvjax as a model of EleutherAI's lm-evaluation-harness.
+
+    pip install 'kvjax[harness]'
+    python -m kvjax.evaluation.lm_harness --tasks gsm8k --model kvjax \\
+        --model_args pretrained=smollm2-135m-instruct,policy=key_diff,budget=512
+
+Everything after `kvjax.evaluation.lm_harness` is for the harness's own command line, `lm_eval`, which
+knows the models of its own package alone: this one registers kvjax and then calls it.
+docs/harness.md lists the model's arguments.
+"""
+
+import dataclasses
+import functools
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from kvjax.engine import api, compiled, likelihood, stop_texts
+from kvjax.engine.planner import device_memory
+from kvjax.engine.sampling import Sampling
+from kvjax.evaluation.quality import Method
+from kvjax.models.weights import load
+from kvjax.types import Model, UserError
+
+MAX_NEW = 256  # tokens to generate where a task does not say; the harness's own default
+_LOOK = 32  # tokens generated between two looks for a stop text
+_NEW = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
+
+
+class Requests:
+    """Answers the harness's requests; `model_class` makes it a model of the harness.
+
+    Args:
+      pretrained: a model, or what `kvjax.load` takes.
+      policy: a name of `kvjax.policies.names()`; None or `full` is the full cache.
+      budget: pairs per head, or a list of one number per layer.
+      schedule, block, evict: of `kvjax.Schedule`; `evict` None is the block.
+      dtype, context: of `kvjax.load`.
+      memory_gb: see `kvjax.plan.device_memory`; batches are as large as it allows.
+      rope, implementation: of `kvjax.CacheConfig`.
+      seed: of the sampling.
+      batch_size: the harness's; 1, its default, and `auto` are as many prompts as fit,
+        another number is the most at once.
+      max_batch_size: the most at once.
+      device: the harness's, `cuda:0` unless told; not looked at. JAX decides where it
+        runs, and the environment's JAX_PLATFORMS says otherwise.
+      **options: `policy.NAME`, the policy's options.
+
+    Raises:
+      UserError: what does not fit, most of it before the model is loaded.
+    """
+
+    cache_hook: Any = None  # the harness puts its cache of answers here
+
+    def __init__(
+        self,
+        pretrained: str | Model,
+        policy: str | None = None,
+        budget: int | Sequence[int] | None = None,
+        schedule: str = "prefill+decode",
+        block: int = 64,
+        evict: int | None = None,
+        dtype: str = "float32",
+        context: int | None = None,
+        memory_gb: float | None = None,
+        rope: str = "true",
+        implementation: str | None = None,
+        seed: int = 0,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **options: Any,
+    ):
+        super().__init__()
+        method = Method(
+            name="kvjax",
+            policy=None if policy in ("full", "none") else policy,
+            options=_policy_options(options),
+            phases=schedule,
+            block=block,
+            evict=evict,
+            budget=tuple(budget) if isinstance(budget, list | tuple) else budget,
+            rope=str(rope).lower(),  # the harness reads `true` as a truth value
+            implementation=implementation,
+        )
+        method.check()
+        named = not isinstance(pretrained, tuple)
+        model = load(pretrained, dtype, context) if named else pretrained
+        if model.tokenizer is None:
+            raise UserError(
+                f"{model.spec.name} has no tokenizer: the harness needs one"
+            )
+        if (
+            model.tokenizer.bos_token_id is None
+            and model.tokenizer.eos_token_id is None
+        ):
+            raise UserError(
+                f"the tokenizer of {model.spec.name} has neither BOS nor EOS, one of "
+                "which stands for an empty context"
+            )
+        self.model, self.seed = model, seed
+        self.made = method.compression(model.spec)
+        self.memory = device_memory(memory_gb)
+        self.most = _most(batch_size, max_batch_size)
+        self.template: str | None = None
+
+    # --- what the harness asks of a model's tokenizer -------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.model.tokenizer
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Tells cached requests of different tokenizers apart."""
+        name = getattr(self.tokenizer, "name_or_path", "") or self.model.spec.name
+        return name.replace("/", "__")
+
+    @property
+    def max_length(self) -> int:
+        return self.model.spec.context_length
+
+    @property
+    def max_gen_toks(self) -> int:
+        return MAX_NEW
+
+    @property
+    def eot_token_id(self) -> int | None:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What an empty context is replaced by: BOS, or EOS where there is none."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Token ids. A text that begins with the prefix token does not get another."""
+        if add_special_tokens is None:
+            prefix = self.tokenizer.decode([self.prefix_token_id])
+            add_special_tokens = not string.startswith(prefix)
+        encoded = self.tokenizer(
+            string, add_special_tokens=add_special_tokens, verbose=False
+        )
+        return list(encoded["input_ids"])
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template that `--apply_chat_template` names, used from here on.
+
+        Raises:
+          UserError: the tokenizer has none, or none of that name.
+        """
+        if not chat_template:
+            return None
+        known = self.tokenizer.chat_template
+        if not known:
+            raise UserError(
+                f"{self.model.spec.name} has no chat template: leave out "
+                "--apply_chat_template"
+            )
+        if isinstance(known, dict):
+            name = "default" if chat_template is True else chat_template
+            if name not in known:
+                raise UserError(
+                    f"chat template {name!r}: {self.model.spec.name} has "
+                    + ", ".join(sorted(known))
+                )
+            known = known[name]
+        elif chat_template is not True:
+            raise UserError(
+                f"chat template {chat_template!r}: {self.model.spec.name} has only "
+                "one, without a name; leave the name out"
+            )
+        self.template = known
+        return known
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The messages as one text; a system message goes if the template has no room.
+
+        Without a generation prompt, the last message is left open, to be continued.
+        """
+        from jinja2.exceptions import TemplateError
+
+        write = functools.partial(
+            self.tokenizer.apply_chat_template,
+            chat_template=self.template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        try:
+            return write(chat_history)
+        except TemplateError as error:
+            others = [said for said in chat_history if said["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
+            _warn(f"the chat template refuses a system message, left out: {error}")
+            return write(others)
+
+    # --- the three kinds of requests ------------------------------------------------
+
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """For (context, continuation): log-probability, and whether greedy writes it.
+
+        Context and continuation are tokenized as one text. A context that is too long
+        loses its beginning.
+        """
+        texts = [request.args for request in requests]
+        pairs, cut = [], []
+        for context, continuation in texts:
+            pair = self._encoded(context, continuation)
+            pairs.append(self._shortened(*pair))
+            cut.append(len(pair[0]) - len(pairs[-1][0]))
+        self._tell("contexts", cut)
+        found = self._likelihoods("loglikelihood", pairs, disable_tqdm)
+        for args, answer in zip(texts, found, strict=True):
+            self._remember("loglikelihood", args, answer)
+        return found
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """For (text,): its log-probability, in windows of the model's whole context."""
+        if self.made.policy and not self.made.schedule.evicts_in_decode:
+            _warn(
+                f"schedule {self.made.schedule.phases!r} compresses prompts, and "
+                "rolling windows are nearly all continuation: expect the full cache's "
+                "figures"
+            )
+        texts = [request.args for request in requests]
+        pairs, owners = [], []
+        for owner, (text,) in enumerate(texts):
+            tokens = self.tok_encode(text)
+            cuts = likelihood.windows(tokens, self.prefix_token_id, self.max_length)
+            pairs.extend(cuts)
+            owners.extend([owner] * len(cuts))
+        totals = [0.0] * len(texts)
+        found = self._likelihoods("loglikelihood_rolling", pairs, disable_tqdm)
+        for owner, (logprob, _) in zip(owners, found, strict=True):
+            totals[owner] += logprob
+        for args, total in zip(texts, totals, strict=True):
+            self._remember("loglikelihood_rolling", args, total)
+        return totals
+
+    def generate_until(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[str]:
+        """For (context, gen_kwargs): what the model writes before the first stop text.
+
+        Requests of the same sampling, length and stop texts run together, by batches
+        that fill the memory.
+        """
+        groups, prompts, cut = defaultdict(list), [], []
+        for index, (context, given) in enumerate(r.args for r in requests):
+            how, new, until = self._generation(given)
+            whole = self.tok_encode(context) or [self.prefix_token_id]
+            prompts.append(whole[-(self.max_length - new) :])
+            cut.append(len(whole) - len(prompts[-1]))
+            size = compiled.size_class(self.made, len(prompts[-1]))
+            groups[new, size, how, until].append(index)
+        self._tell("contexts", cut)
+        texts: dict[int, str] = {}
+        with tqdm(
+            total=len(prompts), desc="kvjax: generate_until", disable=disable_tqdm
+        ) as bar:
+            # The longest first: what does not fit is told before long work.
+            order = sorted(groups.items(), key=lambda group: group[0][1], reverse=True)
+            for (new, _, how, until), rows in order:
+                for index, text in self._written(how, new, until, rows, prompts, bar):
+                    texts[index] = text
+                    self._remember("generate_until", requests[index].args, text)
+        return [texts[index] for index in range(len(prompts))]
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes into its results besides the model's arguments."""
+        schedule = self.made.schedule
+        return {
+            "model_num_parameters": sum(
+                leaf.size for leaf in jax.tree.leaves(self.model.params)
+            ),
+            "model_dtype": str(self.model.params["embed"].dtype),
+            "kv_policy": self.made.policy.name if self.made.policy else None,
+            "kv_budget": self.made.budget,
+            "kv_schedule": f"{schedule.phases}, {schedule.block}, {schedule.evict}",
+        }
+
+    def _encoded(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Both as token ids; white space between them belongs to the continuation."""
+        if not context:
+            given = self.tok_encode(continuation, add_special_tokens=False)
+            if given[:1] == [self.prefix_token_id]:
+                return given[:1], given[1:]
+            return [self.prefix_token_id], given
+        bare = context.rstrip()
+        continuation = context[len(bare) :] + continuation
+        head = self.tok_encode(bare)
+        given = self.tok_encode(bare + continuation)[len(head) :]
+        return head or [self.prefix_token_id], given
+
+    def _shortened(
+        self, context: list[int], given: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """The last tokens that fit; the very last is predicted and never read."""
+        if len(given) > self.max_length:
+            raise UserError(
+                f"a continuation of {len(given)} tokens exceeds the context of "
+                f"{self.model.spec.name}, {self.max_length} tokens"
+            )
+        return context[-(self.max_length + 1 - len(given)) :], given
+
+    def _likelihoods(self, what: str, pairs, quiet: bool) -> list[tuple[float, bool]]:
+        with tqdm(total=len(pairs), desc=f"kvjax: {what}", disable=quiet) as bar:
+            found = likelihood.likelihoods(
+                self.model,
+                self.made,
+                pairs,
+                self.memory,
+                most=self.most,
+                done=bar.update,
+            )
+        return [tuple(one) for one in found]
+
+    def _generation(self, given: dict[str, Any]) -> tuple[Sampling, int, tuple]:
+        """A request's sampling, most new tokens and stop texts."""
+        until = given.get("until") or ()
+        until = (until,) if isinstance(until, str) else tuple(until)
+        lengths = [given[name] for name in _NEW if given.get(name) is not None]
+        new = int(lengths[0]) if lengths else MAX_NEW
+        if not 1 <= new < self.max_length:
+            raise UserError(
+                f"max_gen_toks {new}: 1 or more, and less than the {self.max_length} "
+                f"tokens of the context of {self.model.spec.name}"
+            )
+        unknown = sorted(set(given) - {"until", *_NEW, *_SAMPLING})
+        if unknown:
+            _warn(f"gen_kwargs {', '.join(unknown)}: not known to kvjax, left out")
+        stops = (*until, self.tokenizer.eos_token or "")
+        return _sampling(given), new, tuple(stop for stop in stops if stop)
+
+    def _written(self, how, new, until, rows, prompts, bar):
+        """The texts of a group's requests, as their batches come in."""
+        longest = max(len(prompts[i]) for i in rows)
+        size = compiled.bucket(self.model.spec, self.made, longest, new)
+        ends = api.end_tokens(self.model)
+        job = compiled.job_of(self.model, self.made, size, new, how, ends)
+        job = dataclasses.replace(job, steps=min(new, _LOOK))
+        for chosen, result in api.run(
+            self.model.params,
+            job,
+            [prompts[i] for i in rows],
+            self.memory,
+            self.seed,
+            numbers=rows,
+            most=self.most,
+            stop=functools.partial(stop_texts.stops, self.tokenizer, until),
+        ):
+            for place, tokens in zip(chosen, result.tokens, strict=True):
+                text = stop_texts.text_before(self.tokenizer, until, tokens)
+                yield rows[place], text
+            bar.update(len(chosen))
+
+    def _tell(self, what: str, cut: list[int]) -> None:
+        """Warns of what was cut off."""
+        hurt = [tokens for tokens in cut if tokens]
+        if hurt:
+            _warn(
+                f"{len(hurt)} of {len(cut)} {what} were too long for "
+                f"{self.model.spec.name} ({self.max_length} tokens) and lost up to "
+                f"{max(hurt)} tokens of their beginning"
+            )
+
+    def _remember(self, kind: str, args: tuple, answer: Any) -> None:
+        if self.cache_hook is not None:
+            self.cache_hook.add_partial(kind, args, answer)
+
+
+@functools.cache
+def model_class() -> type:
+    """The harness's model: `Requests` with the harness's own base class.
+
+    Raises:
+      UserError: the harness is not installed.
+    """
+    try:
+        from lm_eval.api.model import LM
+    except ImportError:
+        raise UserError(
+            "lm_eval is not installed: pip install 'kvjax[harness]'"
+        ) from None
+    return type("KvjaxLM", (Requests, LM), {"__doc__": Requests.__doc__})
+
+
+def register() -> None:
+    """Makes `kvjax` a name that the harness knows; once or more often."""
+    made = model_class()
+    import lm_eval.models  # noqa: F401  (fills the registry, where it is empty)
+    from lm_eval.api.registry import model_registry
+
+    model_registry.register("kvjax", target=made)
+
+
+def main() -> None:
+    """The harness's command line, with kvjax among its models."""
+    register()
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+def _policy_options(given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    options = []
+    for name, value in sorted(given.items()):
+        where, _, option = name.partition(".")
+        if where != "policy" or not option:
+            raise UserError(
+                f"model_args: {name!r} is unknown; an option of the policy is written "
+                f"policy.{name.rpartition('.')[2]}=..."
+            )
+        options.append((option, value))
+    return tuple(options)
+
+
+def _most(batch_size: int | str | None, max_batch_size: int | None) -> int | None:
+    if max_batch_size:
+        return int(max_batch_size)
+    if batch_size is None or str(batch_size).startswith("auto"):
+        return None
+    return int(batch_size) if int(batch_size) > 1 else None
+
+
+def _sampling(given: dict[str, Any]) -> Sampling:
+    """Greedy unless a temperature is there and `do_sample` does not forbid it."""
+    temperature = float(given.get("temperature") or 0.0)
+    if given.get("do_sample") is False or temperature == 0:
+        return Sampling()
+    top_k, top_p = given.get("top_k"), given.get("top_p")
+    return Sampling(
+        temperature, int(top_k or 0), 1.0 if top_p is None else float(top_p)
+    )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

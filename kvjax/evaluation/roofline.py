@@ -1,0 +1,249 @@
+"""How fast a plan could run: bytes and FLOPs counted, and the device's two rates.
+
+One step takes at least the longer of its FLOPs over the matrix rate and its bytes over
+the bandwidth (Williams et al. 2009, "Roofline"). A phase takes the sum of its steps.
+What is counted is what the method needs, by these formulae, with the axes of
+`kvjax.types`, C the pairs that a head holds once the T new ones are in (no more than
+the layer's window), and b the bytes of a number::
+
+    FLOPs of a step      2 * B * T * (weights of the layers' matrices)
+                       + 2 * B * V * M                      if it ends in logits
+                       + 4 * K * G * D * T * C * B          for every layer
+    bytes of a step      (all weights of the layers) * b    once
+                       + V * M * b                          if it ends in logits
+                       + 2 * K * D * (C + T) * B * b        for every layer
+    bytes of a compaction, and of a pool's group
+                         2 * K * D * (pairs before + pairs after) * B * b
+
+Of experts only those count that are used. Embeddings, norms, softmax, positions and
+statistics are left out, and so are empty slots: a program that reads those, or that
+stores what it could have kept at hand, loses share, which is what a roofline is for.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.engine.compiled import Job
+from kvjax.engine.planner import Plan
+from kvjax.models import decoder
+from kvjax.types import ModelSpec
+
+_COPIED = 2**28  # bytes of the array that is copied: more than caches hold
+_SECONDS = 0.4  # of each of the two measurements
+
+
+class Work(NamedTuple):
+    """What one step, or the sum of some, has to do."""
+
+    flops: float
+    bytes: float
+
+
+class Rates(NamedTuple):
+    """What a device can do, measured."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+class Prediction(NamedTuple):
+    """Tokens per second: prompt tokens read, new tokens decoded, new tokens in all."""
+
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    tokens_per_s: float
+
+
+def predict(plan: Plan, rates: Rates, prompt_tokens: int | None = None) -> Prediction:
+    """The most that a full batch can reach: nothing but the formulae is waited for.
+
+    Args:
+      plan: of `plan.plan_job` or `staggered.plan_job`.
+      rates: see `measured_rates`.
+      prompt_tokens: per prompt; None is the longest that the plan has room for.
+    """
+    reading = seconds(prefill(plan, prompt_tokens), rates)
+    writing = seconds(decode(plan, prompt_tokens), rates)
+    new = plan.batch * plan.job.new
+    read = plan.batch * _length(plan, prompt_tokens)
+    return Prediction(read / reading, new / writing, new / (reading + writing))
+
+
+def seconds(steps: list[Work], rates: Rates) -> float:
+    """The least time that the steps take one after the other."""
+    return sum(
+        max(step.flops / rates.flops_per_s, step.bytes / rates.bytes_per_s)
+        for step in steps
+    )
+
+
+def total(steps: list[Work]) -> Work:
+    return Work(sum(step.flops for step in steps), sum(step.bytes for step in steps))
+
+
+def prefill(plan: Plan, prompt_tokens: int | None = None) -> list[Work]:
+    """The steps of reading a batch's prompts, a compaction and pooling included."""
+    job, (rows, times) = plan.job, plan.reading
+    length = _length(plan, prompt_tokens)
+    blocks = list(_read(job, length))
+    steps = [step(job, rows, new, held, logits=False) for new, held in blocks]
+    held = blocks[-1][1]
+    head = _head(job.spec) * rows
+    steps.append(Work(2 * head, _head(job.spec) * _itemsize(job)))
+    if job.made.schedule.compacts:
+        kept = _compacted(job, held)
+        steps.append(_moved(job, rows, held, kept))
+        if times > 1:
+            steps.append(_moved(job, rows, kept, kept))
+    return steps * times
+
+
+def decode(plan: Plan, prompt_tokens: int | None = None) -> list[Work]:
+    """The steps of generating; the first token comes out of the prompt's logits."""
+    job = plan.job
+    *_, (_, held) = _read(job, _length(plan, prompt_tokens))
+    if job.made.schedule.compacts:
+        held = _compacted(job, held)
+    steps = []
+    for _ in range(job.new - 1):
+        held = _appended(job, held, 1, job.made.schedule.evicts_in_decode)
+        steps.append(step(job, plan.batch, 1, held, logits=True))
+    return steps or [Work(0.0, float(_itemsize(job)))]
+
+
+def step(job: Job, rows: int, tokens: int, held: tuple[int, ...], logits: bool) -> Work:
+    """T tokens of B rows through the model, by the formulae above.
+
+    Args:
+      job: model, dtype and what is kept.
+      rows: B.
+      tokens: T per row.
+      held: C of every layer.
+      logits: whether next-token logits are worked out, one per row.
+    """
+    spec, size = job.spec, _itemsize(job)
+    seen = [min(c, spec.window(i) or c) for i, c in enumerate(held)]
+    pair = 2 * spec.num_kv_heads * spec.head_dim * rows
+    flops = 2 * rows * tokens * active_weights(spec)
+    flops += sum(2 * pair * spec.group * tokens * c for c in seen)
+    moved = size * layer_weights(spec, rows * tokens)
+    moved += sum(pair * (c + tokens) * size for c in seen)
+    if logits:
+        flops += 2 * rows * _head(spec)
+        moved += size * _head(spec)
+    return Work(float(flops), float(moved))
+
+
+def active_weights(spec: ModelSpec) -> int:
+    """Weights of the layers' matrices that one token is multiplied with."""
+    return sum(
+        size
+        for layer in decoder.param_shapes(spec)["layers"]
+        for size in _sizes(spec, layer, 1, matrices=True)
+    )
+
+
+def layer_weights(spec: ModelSpec, tokens: int) -> int:
+    """Weights of all layers that are read for so many tokens at a time."""
+    return sum(
+        size
+        for layer in decoder.param_shapes(spec)["layers"]
+        for size in _sizes(spec, layer, tokens, matrices=False)
+    )
+
+
+def _sizes(spec, layer, tokens, matrices) -> Iterator[int]:
+    """Of a layer's arrays; of stacks of experts, what evenly routed tokens use."""
+    for name, leaf in layer.items():
+        for part in jax.tree.leaves(leaf):
+            if spec.experts and name in ("gate_up", "up", "down"):
+                idle = (1 - spec.experts_used / spec.experts) ** tokens
+                yield round(part.size * (1 - idle))
+            elif part.ndim > 1 or not matrices:
+                yield part.size
+
+
+def _head(spec: ModelSpec) -> int:
+    return spec.vocab_size * (spec.embed_dim or spec.model_dim)
+
+
+def _itemsize(job: Job) -> int:
+    return jnp.dtype(job.dtype).itemsize
+
+
+def _length(plan: Plan, prompt_tokens: int | None) -> int:
+    return plan.job.prompt if prompt_tokens is None else prompt_tokens
+
+
+def _read(job: Job, length: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Tokens of every block of a prompt, and the pairs held with them, per layer."""
+    schedule, held = job.made.schedule, (0,) * job.spec.num_layers
+    for start in range(0, length, schedule.block):
+        new = min(schedule.block, length - start)
+        held = _appended(job, held, new, schedule.evicts_in_prefill)
+        yield new, held
+
+
+def _appended(job: Job, held, new: int, evicts: bool) -> tuple[int, ...]:
+    """Pairs per layer after new ones are in: Algorithm 1's arithmetic."""
+    made = job.made
+    if not evicts:
+        return tuple(pairs + new for pairs in held)
+    return tuple(
+        pairs + new - (made.schedule.evict if pairs + new > budget else 0)
+        for pairs, budget in zip(held, made.budget, strict=True)
+    )
+
+
+def _compacted(job: Job, held) -> tuple[int, ...]:
+    """What `cache.compact` leaves, if the rule keeps as much as it may."""
+    made = job.made
+    if made.schedule.evicts_in_decode:
+        least = [budget - made.schedule.evict for budget in made.budget]
+        pairs = zip(held, least, made.budget, strict=True)
+        return tuple(low if each >= most else each for each, low, most in pairs)
+    return tuple(map(min, held, made.budget))
+
+
+def _moved(job: Job, rows: int, before, after) -> Work:
+    spec = job.spec
+    pairs = (sum(before) + sum(after)) * rows
+    return Work(
+        0.0, float(2 * spec.num_kv_heads * spec.head_dim * pairs * _itemsize(job))
+    )
+
+
+@functools.cache
+def measured_rates(dtype: str = "float32") -> Rates:
+    """The default device's rates, from a copy and a matrix product; about a second.
+
+    The best of many tries each. The copy reads and writes 256 MiB in place (a new array
+    every time would measure page faults on a CPU); the product is of square matrices of
+    the dtype, as large as the backend needs to be at its best.
+    """
+    like = jnp.dtype(dtype)
+    source = jnp.ones((_COPIED // like.itemsize,), like)
+    copied = _best(jax.jit(jnp.negative, donate_argnums=0), source)
+    size = 2048 if jax.devices()[0].platform == "cpu" else 8192
+    square = jnp.full((size, size), 1 / size, like)  # its own square
+    multiplied = _best(jax.jit(lambda x: x @ x), square)
+    return Rates(2 * _COPIED / copied, 2 * size**3 / multiplied)
+
+
+def _best(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+    """Seconds of the fastest of as many runs as `_SECONDS` has room for, two at least.
+
+    Each takes what the one before it made. One more run before them compiles.
+    """
+    x = jax.block_until_ready(run(x))
+    times: list[float] = []
+    while len(times) < 2 or sum(times) < _SECONDS:
+        start = time.perf_counter()
+        x = jax.block_until_ready(run(x))
+        times.append(time.perf_counter() - start)
+    return min(times)

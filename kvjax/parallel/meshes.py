@@ -1,0 +1,105 @@
+"""Device meshes: made, joined, and rows of a batch laid over them.
+
+A mesh is asked for as `data:2,model:4`: rows of the batch are split in two, the model
+in four. `kvjax.models.placement` says which part of the weights lies where,
+`kvjax.cache.sharded` the same of the KV state.
+"""
+
+import contextlib
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from kvjax.parallel import axes
+from kvjax.types import UserError
+
+_PROCESS = re.compile(r"([^/]+:\d+)/(\d+)/(\d+)")
+_ASKED = re.compile(r"(data|model):(\d+)")
+
+
+def start(asked: str) -> None:
+    """Joins the processes of a run on several hosts; before anything else of JAX.
+
+    All processes run the same program on the same input and get the same results; a
+    mesh is over the devices of all of them.
+
+    Args:
+      asked: `auto` where JAX can tell by itself (Cloud TPU, SLURM, Open MPI,
+        Kubernetes), or `HOST:PORT/N/I`: where process 0 listens, how many there are,
+        and which of them this is.
+
+    Raises:
+      UserError: a text that is of neither form.
+    """
+    if asked == "auto":
+        jax.distributed.initialize()
+        return
+    found = _PROCESS.fullmatch(asked)
+    if not found or int(found[3]) >= int(found[2]):
+        raise UserError(
+            f"distributed {asked!r}: give auto, or HOST:PORT/N/I with I below N"
+        )
+    jax.distributed.initialize(found[1], int(found[2]), int(found[3]))
+
+
+@functools.lru_cache(maxsize=16)
+def mesh(asked: str, num_kv_heads: int) -> Mesh:
+    """The mesh that was asked for, over all devices, with the axes of `kvjax.parallel.axes`.
+
+    Where the KV heads do not divide over the devices of a model, they are split over as
+    many of them as they do, and the same on the others.
+
+    Args:
+      asked: `data:R,model:N`, either or both; one that is left out is 1.
+      num_kv_heads: of the model.
+
+    Raises:
+      UserError: a text that is not of this form, or another number of devices than
+        there are, in all processes together.
+    """
+    rows, model = sizes(asked)
+    heads = math.gcd(num_kv_heads, model)
+    shape = (rows, heads, model // heads)
+    names = (axes.DATA, axes.HEADS, axes.COPIES)
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def sizes(asked: str) -> tuple[int, int]:
+    """Devices along the data and the model axis of a mesh; raises as `mesh` does."""
+    parts = [_ASKED.fullmatch(part.strip()) for part in asked.split(",")]
+    found = dict(part.groups() for part in parts if part)
+    if not all(parts) or len(found) < len(parts) or "0" in found.values():
+        raise UserError(
+            f"mesh {asked!r}: give the devices along each axis as data:2,model:4"
+        )
+    rows, model = int(found.get("data", 1)), int(found.get("model", 1))
+    if rows * model != jax.device_count():
+        raise UserError(
+            f"mesh {asked!r} is of {rows * model} devices, and there are "
+            f"{jax.device_count()}: change the numbers"
+        )
+    return rows, model
+
+
+def use(over: Mesh | None) -> contextlib.AbstractContextManager:
+    """Within it, programs are traced, and run, over the mesh; None is one device."""
+    return jax.set_mesh(over) if over else contextlib.nullcontext()
+
+
+def by_row(over: Mesh | None, *arrays: np.ndarray) -> list[jax.Array]:
+    """Arrays whose first axis is rows, each device given its own; None is the default.
+
+    In a run of several processes all of them hold the whole arrays.
+    """
+    if over is None:
+        return [jnp.asarray(x) for x in arrays]
+    split = NamedSharding(over, PartitionSpec(axes.DATA))
+    return [
+        jax.make_array_from_callback(x.shape, split, np.asarray(x).__getitem__)
+        for x in arrays
+    ]

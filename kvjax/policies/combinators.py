@@ -1,0 +1,247 @@
+"""Policies made of policies: pin, mix, smooth, join in chunks, share between heads.
+
+Each takes policies and gives a policy, so they nest::
+
+    protect(smooth(tova(), kernel=5), sinks=4, recent=32)
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.parallel import axes
+from kvjax.policies.base import (
+    Policy,
+    check_choice,
+    check_counts,
+    check_range,
+    evictions,
+    newest,
+    once,
+)
+from kvjax.policies.ordering import pooled, segments
+from kvjax.types import EMPTY, Stats, UserError, View
+
+
+@once
+def protect(policy: Policy, sinks: int = 4, recent: int = 32) -> Policy:
+    """Pins the first `sinks` and the newest `recent` tokens of every row.
+
+        score = +inf for positions < sinks and positions > now - recent, else the rule's
+
+    A window of recent pairs is common to most rules since H2O.
+
+    Args:
+      policy: chooses among the rest.
+      sinks: positions 0 .. sinks - 1 stay.
+      recent: positions now - recent + 1 .. now stay.
+
+    Source: StreamingLLM (Xiao et al. 2024), arXiv 2309.17453, for attention sinks.
+    Raises:
+      UserError: a negative number. That the pinned pairs fit a budget is checked where
+        the budget is known: before anything is compiled.
+    """
+    check_counts("protect", 0, sinks=sinks, recent=recent)
+
+    def score(stats, view):
+        pinned = (view.pos < sinks) | newest(view, recent)
+        return jnp.where(pinned, jnp.inf, policy.score(stats, view))
+
+    return policy._replace(
+        score=score,
+        name=f"protect({policy.name}, sinks={sinks}, recent={recent})",
+        pinned=policy.pinned + sinks + recent,
+    )
+
+
+@once
+def mix(a: Policy, b: Policy, weight: float = 0.5) -> Policy:
+    """Weighs two rules against each other.
+
+        score = weight * a's + (1 - weight) * b's, each stretched over 0 .. 1
+
+    Scores of different rules have different units, so each is first stretched over the
+    range of its own live pairs, head by head. A pair that either pins stays; one that
+    either lets go for good goes, unless the other pins it.
+
+    Args:
+      a: one rule.
+      b: the other.
+      weight: of `a`, from 0 to 1.
+
+    Raises:
+      UserError: a weight outside 0 .. 1.
+    """
+    check_range("mix", 0, 1, weight=weight)
+
+    def score(stats, view):
+        first = a.score(_part(stats, 0), view)
+        second = b.score(_part(stats, 1), view)
+        mixed = weight * _to_unit(first, view) + (1 - weight) * _to_unit(second, view)
+        mixed = jnp.where(jnp.isneginf(first) | jnp.isneginf(second), -jnp.inf, mixed)
+        return jnp.where(jnp.isposinf(first) | jnp.isposinf(second), jnp.inf, mixed)
+
+    return Policy(
+        init=lambda *shape: _join(a.init(*shape), b.init(*shape)),
+        observe=lambda stats, view, seen: _join(
+            a.observe(_part(stats, 0), view, seen),
+            b.observe(_part(stats, 1), view, seen),
+        ),
+        score=score,
+        needs=a.needs | b.needs,
+        name=f"mix({a.name}, {b.name}, {weight})",
+        pinned=max(a.pinned, b.pinned),
+        across_heads=a.across_heads or b.across_heads,
+    )
+
+
+@once
+def smooth(policy: Policy, kernel: int = 7, pool: str = "average") -> Policy:
+    """Pools the scores along the text, so that a pair's neighbours stay with it.
+
+        score = mean or maximum of the rule's scores over `kernel` neighbours
+
+    Neighbours are the live pairs next to it in the order of positions. Pinned pairs are
+    nobody's neighbours, and stay pinned.
+
+    Args:
+      policy: the rule.
+      kernel: pairs that are pooled; odd, the pair itself in the middle.
+      pool: 'average' (zeros beyond the ends count) or 'max'.
+
+    Source: SnapKV (Li et al. 2024), arXiv 2404.14469, does it to attention weights.
+    Raises:
+      UserError: an even kernel or one below 1; an unknown pooling.
+    """
+    check_pooling("smooth", kernel, pool)
+
+    def score(stats, view):
+        raw = policy.score(stats, view)
+        among = (view.pos >= 0) & jnp.isfinite(raw)
+        return jnp.where(among, pooled(raw, view.pos, among, kernel, pool), raw)
+
+    name = f"smooth({policy.name}, kernel={kernel}, pool={pool!r})"
+    return policy._replace(score=score, name=name)
+
+
+@once
+def chunked(policy: Policy, size: int = 10) -> Policy:
+    """Whole chunks of the text stay or go, by the mean score of what they still hold.
+
+        score = mean over the live pairs with the same position // size
+
+    Words lose their meaning without their neighbours. An eviction drops an exact number
+    of pairs, so the one chunk at the border is cut, its older part going first; where
+    budget and eviction are multiples of `size` nothing is cut. A chunk with a pinned
+    pair is pinned as a whole.
+
+    Args:
+      policy: the rule.
+      size: tokens in a chunk; the paper's 10.
+
+    Source: ChunkKV (Liu et al. 2025), arXiv 2502.00299.
+    Raises:
+      UserError: a size below 1.
+    """
+    check_counts("chunked", 1, size=size)
+
+    def score(stats, view):
+        return segments(policy.score(stats, view), view.pos, size)
+
+    return policy._replace(score=score, name=f"chunked({policy.name}, size={size})")
+
+
+@once
+def shared_heads(policy: Policy) -> Policy:
+    """One choice for all heads.
+
+        score = mean of the rule's scores over the K heads
+
+    The heads of a row then hold the same positions, as in rules that drop whole tokens.
+    The rule must not pin a pair in one head and let it go in another.
+
+    Args:
+      policy: the rule.
+    """
+
+    def score(stats, view):
+        raw = policy.score(stats, view)
+        mean = jnp.mean(axes.all_heads(raw), axis=1, keepdims=True)
+        return jnp.broadcast_to(mean, raw.shape)
+
+    name = f"shared_heads({policy.name})"
+    return policy._replace(score=score, name=name, across_heads=True)
+
+
+@once
+def per_head(policy: Policy, total: float = 0.5, floor: float = 0.2) -> Policy:
+    """Heads share a layer's budget: the best pairs stay, whichever head they are in.
+
+        score = the rule's for what stays, -inf for the rest
+
+    When something has to go, the heads of a row together keep floor(total * n) pairs
+    times their number, n being what a full head is left with. All pairs compete, except
+    that every head keeps its best floor(floor * that) and none keeps more than n, which
+    is the fixed shape: budgets say what is allocated, `total` how much of it is live.
+
+    Args:
+      policy: the rule; its scores must compare across heads, as attention weights do.
+      total: share of all the heads' slots that stays; 1 leaves nothing to share out.
+      floor: share of a head's part, total * budget, that it keeps whatever it scores.
+
+    Source: Ada-KV (Feng et al. 2024), arXiv 2407.11550, whose safeguard is `floor`.
+    Raises:
+      UserError: a share outside 0 .. 1.
+    """
+    check_range("per_head", 0, 1, total=total, floor=floor)
+
+    def score(stats, view):
+        own = policy.score(stats, view)
+        raw, pos, keep = map(axes.all_heads, (own, view.pos, view.keep))
+        kept = shares(raw, pos, keep)
+        return jnp.where(axes.own_heads(kept, own.shape[1]), own, -jnp.inf)
+
+    def shares(raw, pos, keep):
+        """What stays of all heads' pairs."""
+        held = jnp.sum(pos >= 0, axis=-1, dtype=jnp.int32)  # [B, K]
+        over = held > keep
+        most = jnp.max(keep, axis=1, keepdims=True).astype(jnp.float32)
+        part = jnp.floor(total * most)
+        sure = jnp.floor(floor * part).astype(jnp.int32)
+        out = evictions(raw, pos, held - keep)  # of a head's own room
+        rivals = jnp.where(out, EMPTY, pos)
+        own = ~evictions(raw, pos, jnp.maximum(held - sure, 0))  # a head's best
+        spare = jnp.sum(jnp.minimum(held, keep) - part.astype(jnp.int32), axis=1)
+        spare = jnp.where(jnp.any(over, axis=1), jnp.maximum(spare, 0), 0)
+        flat = (len(raw), 1, -1)
+        gone = evictions(
+            jnp.where(own, jnp.inf, raw).reshape(flat), rivals.reshape(flat), spare
+        )
+        return ~(out | gone.reshape(raw.shape))
+
+    name = f"per_head({policy.name}, total={total}, floor={floor})"
+    return policy._replace(score=score, name=name, across_heads=True)
+
+
+def check_pooling(where: str, kernel: int, pool: str) -> None:
+    """Raises UserError for an even kernel, one below 1 or an unknown pooling."""
+    check_counts(where, 1, kernel=kernel)
+    if kernel % 2 == 0:
+        raise UserError(f"{where}(kernel={kernel}): an odd number")
+    check_choice(where, ("average", "max"), pool=pool)
+
+
+def _to_unit(score: Float[Array, "B K C"], view: View) -> Array:
+    """Finite scores stretched over 0 .. 1, head by head; the others 0."""
+    among = (view.pos >= 0) & jnp.isfinite(score)
+    low = jnp.min(jnp.where(among, score, jnp.inf), axis=-1, keepdims=True)
+    high = jnp.max(jnp.where(among, score, -jnp.inf), axis=-1, keepdims=True)
+    span = jnp.where(high > low, high - low, 1.0)
+    return jnp.where(among, (score - low) / span, 0.0)
+
+
+def _join(a: Stats, b: Stats) -> Stats:
+    return Stats((a.slots, b.slots), (a.rows, b.rows))
+
+
+def _part(stats: Stats, index: int) -> Stats:
+    return Stats(stats.slots[index], stats.rows[index])

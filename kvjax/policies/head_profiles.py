@@ -1,0 +1,197 @@
+"""Rules that first find out what kind of head or layer they deal with."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.parallel import axes
+from kvjax.policies.attention_sums import seen_by
+from kvjax.policies.base import (
+    Policy,
+    check_counts,
+    check_range,
+    evictions,
+    newest,
+    of_new,
+    once,
+    per_slot,
+)
+from kvjax.policies.observation_window import asked, asking
+from kvjax.types import Observation, Stats, View
+
+
+@once
+def fastgen(
+    recover: float = 0.95,
+    sinks: int = 4,
+    special: tuple[int, ...] = (),
+    punctuation: tuple[int, ...] = (),
+    heavy: int = 64,
+    local: int = 64,
+) -> Policy:
+    """Keeps, in each head, the cheapest set that recovers its attention on the prompt.
+
+        S1 = the first `sinks` tokens and those in `special`
+        S2 = S1 and those in `punctuation`
+        S3 = S2 and the `heavy` pairs with the largest summed weights among the others
+        S4 = S3 and the newest `local` pairs of every query
+        S5 = all pairs
+        a head's set = the first whose share of the prompt's attention is >= `recover`
+        score = average weight within the set, -inf outside, +inf for the sinks
+
+    The choice is made while the prompt is read and holds from then on. A head that
+    needs few pairs leaves the rest of its slots empty: live bytes fall, allocated ones
+    do not. Where the budget is too small for a head's set, the lowest average weights
+    go.
+
+    Args:
+      recover: share of attention, from 0 to 1; the paper's 0.95.
+      sinks: first tokens that count as special.
+      special: ids of special tokens.
+      punctuation: ids of punctuation tokens.
+      heavy: heavy hitters, pairs; the paper has 30% of the prompt.
+      local: window, tokens; the paper has 30% of the prompt.
+
+    Needs: mass, tokens, and weights, for what falls into each query's own window.
+    Source: FastGen (Ge et al. 2024), arXiv 2310.01801, Algorithms 1 and 2; the sinks
+      from cold-compress. Shares are of the attention that live pairs have received,
+      which after a prompt read without eviction is all of it.
+    Raises:
+      UserError: a share outside 0 .. 1, a negative number of pairs, an id that is none.
+    """
+    check_range("fastgen", 0, 1, recover=recover)
+    check_counts("fastgen", 0, sinks=sinks, heavy=heavy, local=local)
+    for token in (*special, *punctuation):
+        check_counts("fastgen", 0, token=token)
+
+    def init(spec, batch, capacity):
+        pairs = tuple(per_slot(spec, batch, capacity) for _ in range(3))
+        return Stats(pairs, jnp.zeros((batch, spec.num_kv_heads), jnp.int32))
+
+    def sets(slots, view) -> list[Array]:
+        mass, _, kind = slots
+        first = (view.pos < sinks) | (kind == _SPECIAL)
+        second = first | (kind == _PUNCTUATION)
+        others = jnp.where(second | (view.pos < 0), -1.0, mass)
+        held = jnp.sum(view.pos >= 0, axis=-1, dtype=jnp.int32)
+        light = evictions(others, view.pos, jnp.maximum(held - heavy, 0))
+        light = light | (others < 0)
+        third = second | ~light
+        return [first, second, third, third | newest(view, local)]
+
+    def choose(slots, view):
+        mass, near, _ = slots
+        live = view.pos >= 0
+        *fixed, _ = sets(slots, view)
+        shares = [jnp.sum(mass, axis=-1, where=each & live) for each in fixed]
+        outside = live & ~fixed[-1]
+        shares.append(shares[-1] + jnp.sum(near, axis=-1, where=outside))
+        enough = jnp.sum(mass, axis=-1, where=live) * recover
+        short = [share < enough for share in shares]
+        return jnp.sum(jnp.cumprod(jnp.stack(short).astype(jnp.int32), axis=0), axis=0)
+
+    def observe(stats, view, seen):
+        mass, near, kind = stats.slots
+        kind = of_new(view, seen, _kind(seen, special, punctuation, kind), kind)
+        mass = mass + seen.mass
+        if not seen.prompt:
+            return Stats((mass, near, kind), stats.rows)
+        slots = (mass, near + _nearby(view, seen, local), kind)
+        return Stats(slots, choose(slots, view))
+
+    def score(stats, view):
+        mass = stats.slots[0]
+        every = jnp.ones_like(mass, dtype=bool)
+        choices = jnp.stack([*sets(stats.slots, view), every], axis=2)
+        kept = jnp.take_along_axis(choices, stats.rows[..., None, None], axis=2)[
+            :, :, 0
+        ]
+        average = jnp.where(kept, mass / seen_by(view), -jnp.inf)
+        return jnp.where(view.pos < sinks, jnp.inf, average)
+
+    return Policy(
+        init=init,
+        observe=observe,
+        score=score,
+        needs=frozenset({"mass", "weights", "tokens"}),
+        name="fastgen",
+        pinned=sinks,
+    )
+
+
+@once
+def simlayerkv(
+    threshold: float = 0.9, sinks: int = 4, recent: int = 1024, queries: int = 32
+) -> Policy:
+    """Keeps only sinks and a window in lazy layers, and leaves the others alone.
+
+        laziness = weight of the last `queries` queries on the first `sinks` tokens and
+                   on the `recent` tokens up to their own; mean over queries and heads
+        lazy     = laziness > threshold, for each row and layer
+        score    = +inf for the sinks, position for the others;
+                   -inf beyond sinks and window if lazy
+
+    Some layers only look at the beginning and at what is near; they need nothing else.
+    A layer that is not lazy keeps all that the budget allows, the newest first. Lazy
+    ones leave slots empty: live bytes fall, allocated ones do not.
+
+    Args:
+      threshold: from 0 to 1; the authors' 0.9 for Llama-3, 0.65 for Llama-2, 0.8 for
+        Mistral, 0.85 for Qwen2.
+      sinks: first tokens; the paper's 4.
+      recent: window; the paper's 1,024.
+      queries: last queries that are asked; the paper's 32. With 1 it is the rule that
+        the released code applies at the first decode step.
+
+    Needs: queries, of which the last are remembered.
+    Source: SimLayerKV (Zhang et al. 2024), arXiv 2410.13846. The released code counts a
+      pair twice that is both sink and recent; here it counts once.
+    Raises:
+      UserError: a threshold outside 0 .. 1, numbers that are too small.
+    """
+    check_range("simlayerkv", 0, 1, threshold=threshold)
+    check_counts("simlayerkv", 0, sinks=sinks)
+    check_counts("simlayerkv", 1, recent=recent, queries=queries)
+
+    def score(ring, view):
+        near = newest(view, recent) | (view.pos < sinks)
+        kept = near | ~_lazy(ring, view)[:, None, None]
+        position = jnp.where(kept, view.pos.astype(jnp.float32), -jnp.inf)
+        return jnp.where(view.pos < sinks, jnp.inf, position)
+
+    def _lazy(ring, view):
+        weights = asked(ring, view)  # [B, K, G, W, C]
+        since = (ring.after - recent)[:, None, :, None]  # [B, 1, W, 1]
+        near = (view.pos[:, :, None] >= since) | (view.pos[:, :, None] < sinks)
+        total = jnp.einsum("bkgwc,bkwc->bk", weights, near.astype(jnp.float32))
+        total = axes.all_heads(total)
+        heads = total.shape[1] * weights.shape[2]
+        count = jnp.maximum(jnp.sum(ring.after > 0, axis=1), 1) * heads
+        return jnp.sum(total, axis=1) / count.astype(jnp.float32) > threshold
+
+    policy = asking("simlayerkv", queries, score, pinned=sinks)
+    return policy._replace(across_heads=True)
+
+
+_SPECIAL, _PUNCTUATION = 1.0, 2.0  # kinds of token; 0 is any other
+
+
+def _kind(
+    seen: Observation,
+    special: tuple[int, ...],
+    punctuation: tuple[int, ...],
+    like: Float[Array, "B K C"],
+) -> Float[Array, "B K T"]:
+    def among(ids):
+        ids = jnp.asarray(ids or (-1,), jnp.int32)
+        return jnp.any(seen.tokens[..., None] == ids[None, None], axis=-1)
+
+    kind = jnp.where(among(punctuation), _PUNCTUATION, 0.0)
+    kind = jnp.where(among(special), _SPECIAL, kind)[:, None]
+    return jnp.broadcast_to(kind, (*like.shape[:2], kind.shape[-1]))
+
+
+def _nearby(view: View, seen: Observation, local: int) -> Float[Array, "B K C"]:
+    """Attention from queries at most local - 1 tokens after the pair."""
+    behind = seen.positions[:, None, :, None] - view.pos[:, :, None]  # [B, K, T, C]
+    inside = (behind < local).astype(jnp.float32)
+    return jnp.mean(jnp.einsum("bkgtc,bktc->bkgc", seen.weights, inside), axis=2)

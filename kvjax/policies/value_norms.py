@@ -1,0 +1,67 @@
+"""Rules that weigh a pair by what its value adds to the output."""
+
+import jax.numpy as jnp
+
+from kvjax.policies.base import Policy, check_range, evictions, of_new, once, per_slot
+from kvjax.policies.observation_window import snapkv
+from kvjax.types import Stats
+
+
+@once
+def criticalkv(
+    policy: Policy | None = None, first: float = 0.5, epsilon: float = 1e-4
+) -> Policy:
+    """Keeps what another rule values, weighed by how much it adds to the output.
+
+        size  = mean over G of the L1 norm of value . W_o
+        score = +inf                               for the floor(first * keep) pairs
+                                                   that score highest under `policy`
+                (score of `policy` + epsilon) * size   for the others
+
+    An attention weight says how much of a value is added, not how large that value is
+    after the output projection. The first stage guards against trusting the size alone.
+
+    Args:
+      policy: a rule with scores of 0 or more; None is `snapkv()`.
+      first: share of the kept pairs that the first stage takes; the paper's 0.5.
+      epsilon: what a pair without any attention is granted.
+
+    Needs: output_norm, one number for each new pair, and what `policy` needs (queries,
+      for `snapkv`).
+    Source: CriticalKV (Feng et al. 2025), arXiv 2502.03805; epsilon from the released
+      code.
+    Raises:
+      UserError: a share outside 0 .. 1, a negative epsilon.
+    """
+    check_range("criticalkv", 0, 1, first=first)
+    check_range("criticalkv", 0, float("inf"), epsilon=epsilon)
+    policy = policy or snapkv()
+
+    def init(spec, batch, capacity):
+        inner = policy.init(spec, batch, capacity)
+        return Stats((inner.slots, per_slot(spec, batch, capacity)), inner.rows)
+
+    def inner(stats):
+        return Stats(stats.slots[0], stats.rows)
+
+    def observe(stats, view, seen):
+        kept = policy.observe(inner(stats), view, seen)
+        size = of_new(view, seen, seen.output_norm, stats.slots[1])
+        return Stats((kept.slots, size), kept.rows)
+
+    def score(stats, view):
+        raw = policy.score(inner(stats), view)
+        held = jnp.sum(view.pos >= 0, axis=-1, dtype=jnp.int32)
+        sure = (first * view.keep.astype(jnp.float32)).astype(jnp.int32)
+        best = ~evictions(raw, view.pos, held - sure)
+        weighed = jnp.where(jnp.isfinite(raw), (raw + epsilon) * stats.slots[1], raw)
+        return jnp.where(best, jnp.inf, weighed)
+
+    return Policy(
+        init=init,
+        observe=observe,
+        score=score,
+        needs=policy.needs | {"output_norm"},
+        name="criticalkv" if policy is snapkv() else f"criticalkv({policy.name})",
+        pinned=policy.pinned,
+    )
