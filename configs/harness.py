@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
             "seed": 0,
             "haystack": "",
             "data_dir": "",
-            "block": 64,
+            "prefill_chunk": 64,
             "methods": (
                 {"name": "Full cache"},
                 {"name": "KeyDiff", "policy": "key_diff", "budget": 512},

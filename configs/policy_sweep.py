@@ -7,7 +7,7 @@
 SmolLM2-135M-Instruct reads prompts of 1,500 tokens with a hidden pass key, and goes on
 with two texts of that length token by token, once for each of 133 methods: the 21
 registered policies and StreamingLLM with renumbered positions, at 25%, 50% and 75% of
-the prompt, evicting while they read and write (`prefill+decode`) or once after the
+the prompt, evicting while they read and write (`prefill_and_decode`) or once after the
 prompt (`after_prefill`). Stop it at any moment and start it again: it goes on where it
 was. `heat_map.png` shows all of them, `pareto.png` the best for their memory.
 
@@ -29,7 +29,7 @@ from ml_collections import ConfigDict
 _QUICK = ("average_attention", "key_diff", "random", "snapkv", "streaming")
 _BLOCK = 128  # tokens per prefill step, and pairs per eviction
 _BUDGETS = (768, 384, 1152)  # |kv|, pairs per head: 6, 3 and 9 blocks; a prompt has 12
-_PHASES = ("prefill+decode", "after_prefill")
+_PHASES = ("prefill_and_decode", "after_prefill")
 _SLOTS = "streaming, slot positions"  # as its paper has them; `streaming`: as they were
 
 # Options are the papers' where those make sense at 1,500 tokens, and the comment says
@@ -88,7 +88,7 @@ def get_config() -> ConfigDict:
             "seed": 0,
             "layerwise": True,  # compiles a layer for each method, not a model
             "haystack": "",  # a folder of texts; empty: Python's own reference
-            "block": _BLOCK,
+            "prefill_chunk": _BLOCK,
             "methods": _methods((*_POLICIES, _SLOTS), _BUDGETS),
             # Needle: the pass key, at these depths of the text in turn.
             "examples": 6,
@@ -113,13 +113,13 @@ def _methods(labels: tuple[str, ...], budgets: tuple[int, ...]) -> tuple[dict, .
             "options": _options(label, budget),
             "phases": phases,
             "budget": budget,
-            "rope": "slot" if label == _SLOTS else "true",
+            "rope_positions": "cache" if label == _SLOTS else "original",
         }
         for budget in budgets
         for phases in _PHASES
         for label in sorted(labels)
     )
-    return ({"name": "Full cache", "block": _BLOCK}, *swept)
+    return ({"name": "Full cache", "prefill_chunk": _BLOCK}, *swept)
 
 
 def _needle(*depths: float) -> tuple[dict, ...]:

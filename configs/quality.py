@@ -30,9 +30,9 @@ TASKS = {
     "needle_3500": ("needle", 5, 3500, (1728, 896), {}, 16),
 }
 POLICIES = {  # and their schedules
-    "average_attention": "prefill+decode",
-    "key_diff": "prefill+decode",
-    "streaming": "prefill+decode",
+    "average_attention": "prefill_and_decode",
+    "key_diff": "prefill_and_decode",
+    "streaming": "prefill_and_decode",
     "snapkv": "after_prefill",
     "chunk_kv": "after_prefill",
 }
@@ -54,7 +54,7 @@ def get_config(task: str = "xsum") -> ConfigDict:
             "haystack": "",
             "data_dir": "",
             "layerwise": True,
-            "block": 64,
+            "prefill_chunk": 64,
             "methods": (
                 {"name": "Full cache"},
                 *(

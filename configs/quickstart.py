@@ -21,15 +21,15 @@ def get_config() -> ConfigDict:
             "haystack": "",  # a folder of texts; empty: Python's own reference
             # What the methods share; a method may set its own.
             "budget": 512,  # |kv|, pairs per head and layer
-            "block": 64,  # p, tokens per prefill step and pairs per eviction
+            "prefill_chunk": 64,  # p, tokens per prefill step and pairs per eviction
             "methods": (
                 {"name": "Full cache"},
                 {
                     "name": "ED",
                     "policy": "recency",
-                    "phases": "decode",
+                    "phases": "decode_only",
                     "budget": 2,
-                    "evict": 1,
+                    "evict_size": 1,
                 },
                 {"name": "Batch-Max", "policy": "average_attention"},
                 {"name": "StreamingLLM", "policy": "streaming"},

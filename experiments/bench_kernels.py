@@ -43,7 +43,7 @@ flags.DEFINE_bool("step", True, "also time the decode step of a whole model")
 flags.DEFINE_integer("tile_kib", 0, "TPU: bytes of K per tile; 0: the table's")
 flags.DEFINE_integer("tile_rows", 0, "TPU: query rows per tile; 0: the table's")
 
-MASS = frozenset({"mass"})
+MASS = frozenset({"attn_sum"})
 COPIED = 2**29  # numbers, 1 GiB, to measure the memory's bandwidth
 
 
@@ -214,7 +214,7 @@ def ways():
     def by(name, needs=frozenset()):
         def way(*arrays):
             partial, seen = attention.attend(*arrays, needs, name)
-            return attention.finish(partial), seen.mass
+            return attention.normalize(partial), seen.attn_sum
 
         return way
 

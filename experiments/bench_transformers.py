@@ -119,8 +119,8 @@ def kvjax_side(peer: peers.Peer):
 
     model = kvjax.load(FLAGS.model)
     peer.load(hub.fetch(FLAGS.model))
-    full = kvjax.Schedule("full", block=FLAGS.block)
-    made = make_config(model.spec, None, None, full)
+    full = kvjax.Schedule("none", prefill_chunk=FLAGS.block)
+    config = make_config(model.spec, None, None, full)
     words = model.tokenizer(text.haystack(), verbose=False)["input_ids"]
 
     class Ours:
@@ -129,7 +129,7 @@ def kvjax_side(peer: peers.Peer):
             return [words[start : start + case.prompt] for start in starts]
 
         def run(self, case, prompts):
-            job = Job(model.spec, made, case.batch, case.prompt, case.new or 1)
+            job = Job(model.spec, config, case.batch, case.prompt, case.new or 1)
             done = api.run_batch(model.params, job, prompts, range(case.batch))
             seconds = done.decode_seconds if case.new else done.prefill_seconds
             return {"seconds": seconds, "tokens": done.tokens}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 Data = dict[str, Any]
-SCHEDULES = "prefill+decode", "after_prefill"
+SCHEDULES = "prefill_and_decode", "after_prefill"
 
 # Okabe & Ito's palette, as in `kvjax.evaluation.report.pictures`; pale where the pair is gone.
 _PLAIN = "#0072B2", "#E9ECEF"

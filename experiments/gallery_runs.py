@@ -13,10 +13,11 @@ from tqdm import tqdm
 
 from kvjax import cache, policies
 from kvjax.cache.config import CacheConfig, make_config
+from kvjax.cache.schedule import Schedule
 from kvjax.engine import api, layerwise
 from kvjax.evaluation.tasks import needle
 from kvjax.evaluation.tasks.text import haystack
-from kvjax.types import Schedule, UserError
+from kvjax.types import UserError
 
 BUDGET, BLOCK, LENGTH, DEPTH, NEW = 384, 64, 1000, 0.3, 8
 OPTIONS = {  # where a default is made for longer prompts
@@ -105,7 +106,7 @@ def _made(model: Any, policy: policies.Policy, phases: str) -> CacheConfig:
 
 def full_cache(model: Any, tokens: Sequence[int]) -> list[int]:
     """What follows if nothing goes."""
-    made = make_config(model.spec, None, None, Schedule("full", BLOCK))
+    made = make_config(model.spec, None, None, Schedule("none", BLOCK))
     reading = layerwise.read(model, made, [tokens], NEW)
     eos = api.end_tokens(model)
     return layerwise.write(model, made, reading, NEW, eos)[1][0]

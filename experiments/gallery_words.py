@@ -116,7 +116,7 @@ class Shape(NamedTuple):
     """All that policies ask of a model; SmolLM2-135M's."""
 
     num_kv_heads: int = 3
-    group: int = 3
+    queries_per_kv_head: int = 3
     head_dim: int = 64
 
 
@@ -131,12 +131,12 @@ def cost_of(policy: policies.Policy, spec: Any, slots: int = 384) -> Cost:
 
     def score(stats, pos, now, keep):
         view = View(
-            pos=pos,
-            now=now,
-            keep=keep,
+            positions=pos,
+            query_position=now,
+            num_keep=keep,
             keys=lambda: read("keys"),
             values=lambda: read("values"),
-            rotate=lambda x, positions: x,
+            apply_rope=lambda x, positions: x,
         )
         return policy.score(stats, view)
 
@@ -145,19 +145,19 @@ def cost_of(policy: policies.Policy, spec: Any, slots: int = 384) -> Cost:
     keep = jax.ShapeDtypeStruct((1, heads), jnp.int32)
     jax.eval_shape(score, stats, whole, now, keep)
     return Cost(
-        kind=_kind(policy.needs, reads),
+        kind=_kind(policy.required_stats, reads),
         reads=tuple(sorted(set(reads))),
-        pair_bytes=compiled.tree_bytes(stats.slots) // (heads * slots),
-        row_bytes=compiled.tree_bytes(stats.rows),
+        pair_bytes=compiled.tree_bytes(stats.per_slot) // (heads * slots),
+        row_bytes=compiled.tree_bytes(stats.per_row),
     )
 
 
 def _kind(needs: frozenset[str], reads: Sequence[str]) -> str:
-    if "weights" in needs:
+    if "attn_weights" in needs:
         return "weights"
-    if needs & {"queries", "raw_queries"}:
+    if needs & {"queries", "pre_rope_queries"}:
         return "queries"
-    if "last" in needs:
+    if "last_attn" in needs:
         return "row"
     if needs:
         return "sums"

@@ -14,10 +14,10 @@ from absl import app, flags
 
 from kvjax import policies
 from kvjax.cache.config import make_config
+from kvjax.cache.schedule import Schedule
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import state_bytes, weights_bytes
 from kvjax.models import presets
-from kvjax.types import Schedule
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("dtype", "bfloat16", "of weights and pairs")
@@ -62,9 +62,9 @@ def _row_bytes(spec, dtype, budget):
 def _job(spec, tokens, budget, dtype):
     """A job of one row that reads `tokens` and writes none."""
     rule = policies.average_attention() if budget else None
-    schedule = Schedule() if budget else Schedule("full")
-    made = make_config(spec, rule, budget, schedule)
-    return Job(spec, made, 1, tokens, 0, dtype)
+    schedule = Schedule() if budget else Schedule("none")
+    config = make_config(spec, rule, budget, schedule)
+    return Job(spec, config, 1, tokens, 0, dtype)
 
 
 def table(rows):

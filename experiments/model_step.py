@@ -9,9 +9,10 @@ import numpy as np
 
 from kvjax import cache, policies
 from kvjax.cache.config import make_config
+from kvjax.cache.schedule import Schedule
 from kvjax.engine.steps import forward
 from kvjax.models import decoder, presets
-from kvjax.types import ModelSpec, Schedule
+from kvjax.types import ModelSpec
 
 SPECS = {
     "smollm2-135m": ModelSpec(
@@ -26,19 +27,19 @@ SPECS = {
         context_length=8192,
         rope_theta=1e5,
         norm_eps=1e-5,
-        tied_head=True,
+        tie_embeddings=True,
     ),
     "llama-3.1-8b": presets.spec("llama-3-8b"),  # but for its longer context
 }
 
 
-def made(spec, slots, implementation=None):
+def config(spec, slots, implementation=None):
     """Batch-Max: average attention, 64 pairs at a time."""
     return make_config(
         spec,
         policies.average_attention(),
         slots,
-        Schedule("prefill+decode", 64, 64),
+        Schedule("prefill_and_decode", 64, 64),
         implementation=implementation,
     )
 
@@ -68,7 +69,7 @@ def timed(name, rows, slots, steps, implementation):
     The caches start `steps` pairs short of full and evict on the way.
     """
     spec = SPECS[name]
-    how = made(spec, slots, implementation)
+    how = config(spec, slots, implementation)
     params = jax.jit(decoder.random_params, static_argnums=(0, 2))(
         spec, jax.random.key(0), jnp.bfloat16
     )
@@ -99,9 +100,9 @@ def _nearly_full(spec, how, rows, room):
     def fill(index, layer):
         keys = jax.random.split(jax.random.key(index))
         k, v = (jax.random.normal(key, layer.k.shape, jnp.bfloat16) for key in keys)
-        slot = jnp.arange(layer.pos.shape[2], dtype=jnp.int32)
+        slot = jnp.arange(layer.positions.shape[2], dtype=jnp.int32)
         pos = jnp.where(slot < slot.size - room, slot, -1)[None, None]
-        return layer.replace(k=k, v=v, pos=jnp.broadcast_to(pos, layer.pos.shape))
+        return layer.replace(k=k, v=v, pos=jnp.broadcast_to(pos, layer.positions.shape))
 
     layers = tuple(fill(i, layer) for i, layer in enumerate(state.layers))
     filled = jnp.full((rows,), how.budget[0] - room, jnp.int32)

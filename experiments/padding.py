@@ -322,7 +322,7 @@ def kvjax_rows(model, policy, new: int, prompts, slots: int) -> list[Row]:
         prompts,
         policy=policy,
         budget=slots,
-        schedule=kvjax.Schedule("after_prefill", block=64),
+        schedule=kvjax.Schedule("after_prefill", prefill_chunk=64),
         max_new_tokens=new,
         ignore_eos=True,
     )

@@ -74,7 +74,7 @@ _OVERVIEW = """\
 `{model}` reads a prompt of {tokens:,} tokens with room for {budget} pairs per head. A
 pass key, the needle, stands at positions {first} to {last} and is asked for at the end.
 A row shows what a policy still holds when the prompt has been read: at the left
-{block} pairs at a time went while it was read (`prefill+decode`), at the right all that
+{block} pairs at a time went while it was read (`prefill_and_decode`), at the right all that
 had to go went at its end (`after_prefill`). The numbers are shares of the
 needle's tokens held, over all layers and heads; a dot says that the model then wrote
 the right key (with the full cache it {full}). One prompt is an illustration, not a
@@ -156,7 +156,8 @@ def _rules(spec: Shape, shared: Data, records: Sequence[Record]) -> str:
         row = {
             "policy": f"[`{name}`](#{name})",
             "keeps": markdown(doc.summary.rstrip(".")),
-            "needs": ", ".join(f"`{need}`" for need in sorted(policy.needs)) or "-",
+            "needs": ", ".join(f"`{need}`" for need in sorted(policy.required_stats))
+            or "-",
             "cost class": COSTS[cost.kind],
             "bytes per pair": f"{cost.pair_bytes:,}",
             "per row": f"{cost.row_bytes:,}",
@@ -214,7 +215,7 @@ def section(name: str, level: int, picture: str = "") -> str:
         f"```text\n{doc.formula}\n```" if doc.formula else "",
         *map(markdown, doc.text),
         table(rows) if rows else "",
-        f"*Needs* {markdown(doc.needs)}" if doc.needs else "",
+        f"*Needs* {markdown(doc.required_stats)}" if doc.required_stats else "",
         f"*Source* {markdown(doc.source)}" if doc.source else "",
         picture,
     ]

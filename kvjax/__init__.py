@@ -7,10 +7,11 @@ done = kvjax.generate(
 """
 
 from kvjax import policies
+from kvjax.cache.schedule import Schedule
 from kvjax.engine.api import Completion, generate
 from kvjax.engine.planner import Plan, plan
 from kvjax.models.weights import load
-from kvjax.types import Model, ModelSpec, Schedule, UserError
+from kvjax.types import Model, ModelSpec, UserError
 
 __version__ = "0.1.0"
 

@@ -54,19 +54,19 @@ class RopeScaling:
 class ModelSpec:
     """The shape of a decoder-only transformer; hashable, so jit can take it static.
 
-    The policies need only `num_kv_heads`, `group` and `head_dim` of it. The defaults
+    The policies need only `num_kv_heads`, `queries_per_kv_head` and `head_dim` of it. The defaults
     are Llama's.
 
     Attributes:
       positions: `rotary`, or `learned`, added to the embeddings.
       rotary_dim: leading channels of a head that rotate; None for all.
       rope: scaling of the rotary frequencies.
-      windows: tokens that each layer's queries see, themselves included; 0 for all,
+      sliding_windows: tokens that each layer's queries see, themselves included; 0 for all,
         empty for all in all layers.
-      window_theta: base of the frequencies, unscaled, of layers with a window; None for
+      local_rope_theta: base of the frequencies, unscaled, of layers with a window; None for
         the same as the others'.
       norm: `rms`; `rms_offset`, whose weights are added to 1; `layer`, with biases.
-      blocks: where the norms stand: `pre` and `post` attention and MLP, `sandwich` for
+      norm_placement: where the norms stand: `pre` and `post` attention and MLP, `sandwich` for
         both, `parallel` for one norm before both at once, `parallel_two` for one each.
       final_norm: whether a norm follows the last layer.
       activation: `silu`, `gelu`, `gelu_tanh` or `relu`.
@@ -78,7 +78,7 @@ class ModelSpec:
       attention_softcap, logit_softcap: c of c tanh(x / c); 0 for none.
       embed_scale: of the embeddings.
       embed_dim: of the embeddings; None for the model's.
-      experts, experts_used: of the MLP, and how many a token goes to; 0 for one dense.
+      experts, experts_per_token: of the MLP, and how many a token goes to; 0 for one dense.
       ff_groups: equal parts that the columns of `gate_up` come in, each its gate's
         columns and then its up's; as many as devices split them.
     """
@@ -94,14 +94,14 @@ class ModelSpec:
     context_length: int
     rope_theta: float
     norm_eps: float
-    tied_head: bool
+    tie_embeddings: bool
     positions: str = "rotary"
     rotary_dim: int | None = None
     rope: RopeScaling = RopeScaling()
-    windows: tuple[int, ...] = ()
-    window_theta: float | None = None
+    sliding_windows: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
     norm: str = "rms"
-    blocks: str = "pre"
+    norm_placement: str = "pre"
     final_norm: bool = True
     activation: str = "silu"
     gated: bool = True
@@ -113,15 +113,15 @@ class ModelSpec:
     embed_scale: float = 1.0
     embed_dim: int | None = None
     experts: int = 0
-    experts_used: int = 0
+    experts_per_token: int = 0
     ff_groups: int = 1
 
-    def window(self, layer: int) -> int:
+    def sliding_window(self, layer: int) -> int:
         """Tokens that a layer's queries see; 0 for all."""
-        return self.windows[layer] if self.windows else 0
+        return self.sliding_windows[layer] if self.sliding_windows else 0
 
     @property
-    def group(self) -> int:
+    def queries_per_kv_head(self) -> int:
         """G, the query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
@@ -144,102 +144,53 @@ class Model(NamedTuple):
     end_tokens: tuple[int, ...] = ()
 
 
-PHASES = ("full", "prefill+decode", "after_prefill", "decode")
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """When pairs are evicted.
-
-    phases:
-      `full`            never: the full cache (FKV).
-      `prefill+decode`  whenever a row's pairs and the incoming tokens would exceed the
-                        budget, `evict` pairs per head go first. Batch-Max, Algorithm 1.
-      `after_prefill`   one compaction to the budget once the whole prompt is in; what
-                        is decoded stays. SnapKV's schedule.
-      `decode`          full prefill, one compaction to `budget - evict`, then `evict`
-                        pairs per head go whenever the budget is full. With a budget of
-                        2, `evict=1` and the recency policy this is Batch-Max's ED
-                        (Algorithm 2: only the newest pair is kept).
-
-    block: prompt tokens per prefill step (p).
-    evict: pairs per head that one eviction drops (p in Algorithm 1).
-    """
-
-    phases: str = "prefill+decode"
-    block: int = 64
-    evict: int = 64
-
-    def __post_init__(self):
-        if self.phases not in PHASES:
-            raise UserError(
-                f"schedule phases {self.phases!r} is unknown: use one of "
-                + ", ".join(PHASES)
-            )
-        for name in ("block", "evict"):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    f"schedule {name}={getattr(self, name)} must be at least 1"
-                )
-
-    @property
-    def evicts_in_prefill(self) -> bool:
-        return self.phases == "prefill+decode"
-
-    @property
-    def evicts_in_decode(self) -> bool:
-        return self.phases in ("prefill+decode", "decode")
-
-    @property
-    def compacts(self) -> bool:
-        """Whether the state shrinks between prefill and decode."""
-        return self.phases in ("after_prefill", "decode")
-
-
 class Partial(NamedTuple):
     """Attention over one segment of the keys, before the division.
 
-    `o / l` is the segment's attention output; segments merge associatively, see
-    `kvjax.attention.merge`.
+    `out / denominator` is the segment's attention output; segments merge associatively,
+    see `kvjax.attention.merge`.
 
     Attributes:
-      o: sum of exp(score - m) * value, float32.
-      m: largest score, -inf where no key is visible.
-      l: sum of exp(score - m).
+      out: sum of exp(logit - max_logit) * value, float32.
+      max_logit: the largest, -inf where no key is visible.
+      denominator: sum of exp(logit - max_logit).
     """
 
-    o: Float[Array, "B K G T D"]
-    m: Float[Array, "B K G T"]
-    l: Float[Array, "B K G T"]  # noqa: E741
+    out: Float[Array, "B K G T D"]
+    max_logit: Float[Array, "B K G T"]
+    denominator: Float[Array, "B K G T"]
 
 
 class Scoring(NamedTuple):
     """What a layer does to its scaled products before the softmax; static.
 
     Attributes:
-      softcap: c of c tanh(x / c); 0 for none.
-      reach: tokens that a query sees, itself included; 0 for all before it.
+      logits_soft_cap: c of c tanh(x / c); 0 for none.
+      local_window: tokens that a query sees, itself included; 0 for all before it.
     """
 
-    softcap: float = 0.0
-    reach: int = 0
+    logits_soft_cap: float = 0.0
+    local_window: int = 0
 
 
 class LayerOps(NamedTuple):
     """What a model lends the cache for one layer.
 
     Attributes:
-      rotate: (x, positions=None) -> x with the layer's rotary angles applied. x is
+      apply_rope: (x, positions=None) -> x with the layer's rotary angles applied. x is
         [B, ..., T, D]; positions are [B, ..., T] with any of x's leading axes, None for
         those of the tokens being read.
-      project: values [B, K, T, D] -> [B, K, G, T, M], what each would add to the
-        residual stream under a weight of 1: the head's part of the output projection.
+      value_contribution: values [B, K, T, D] -> [B, K, G, T, M], what each would add to
+        the residual stream under a weight of 1: the head's part of the output
+        projection.
       scoring: what happens to the products of queries and keys.
+      hidden: what attention reads, after the input norm.
     """
 
-    rotate: Callable[..., Float[Array, "B *H T D"]]
-    project: Callable[[Float[Array, "B K T D"]], Float[Array, "B K G T M"]]
+    apply_rope: Callable[..., Float[Array, "B *H T D"]]
+    value_contribution: Callable[[Float[Array, "B K T D"]], Float[Array, "B K G T M"]]
     scoring: Scoring = Scoring()
+    hidden: Float[Array, "B T M"] | None = None
 
 
 class View(NamedTuple):
@@ -249,74 +200,90 @@ class View(NamedTuple):
     does without it.
 
     Attributes:
-      pos: position of the pair in each slot, -1 where the slot is empty.
-      now: position of the newest token that the row has seen.
-      keep: pairs per head that stay after the choice that `score` is asked for; in
+      positions: position of the pair in each slot, -1 where the slot is empty.
+      query_position: position of the newest token that the row has seen.
+      num_keep: pairs per head that stay after the choice that `score` is asked for; in
         `observe`, where nothing is chosen, all that are live.
       keys: returns the keys as attention sees them (stored keys may have to be decoded
         first).
       values: the same for the values.
-      rotate: see `LayerOps`; positions have to be given.
+      apply_rope: see `LayerOps`; positions have to be given.
+      layer: the layer's index; may be traced, where layers share a program.
+      params: this layer's part of `Policy.params`, traced.
+      gather_heads: x [B, K, ...] of the heads that this view has -> [B, H, ...] of all
+        heads of the layer. Where heads are split over devices it is a collective: a
+        rule that calls it says so in `Policy.needs_all_heads`.
+      first_head: the number, in the whole layer, of the first head that this view has.
     """
 
-    pos: Int[Array, "B K C"]
-    now: Int[Array, "B"]
-    keep: Int[Array, "B K"]
+    positions: Int[Array, "B K C"]
+    query_position: Int[Array, "B"]
+    num_keep: Int[Array, "B K"]
     keys: Callable[[], Float[Array, "B K C D"]] | None = None
     values: Callable[[], Float[Array, "B K C D"]] | None = None
-    rotate: Callable[..., Array] | None = None
+    apply_rope: Callable[..., Array] | None = None
+    layer: int | Int[Array, ""] | None = None
+    params: PyTree = None
+    gather_heads: Callable[[Array], Array] = lambda x: x
+    first_head: int | Int[Array, ""] = 0
 
 
 class Observation(NamedTuple):
     """What one attention call over T queries saw.
 
-    `n`, `positions` and `prompt` are always there; of the others only what a policy
-    `needs`, the rest None. Each row's first `n` queries are real; padding counts
-    nowhere in the sums and holds anything in the arrays with a T axis.
+    `num_tokens`, `positions` and `is_prefill` are always there; of the others only what
+    is among a policy's `required_stats`, the rest None. Each row's first `num_tokens`
+    queries are real; padding counts nowhere in the sums and holds anything in the
+    arrays with a T axis.
 
     Attributes:
-      n: real queries per row.
+      num_tokens: real queries per row.
       positions: position of each query.
-      prompt: whether these are a prompt's tokens, rather than generated ones; a Python
-        bool.
-      mass: attention weights summed over the queries, averaged over G.
-      mass_sq: squares of the weights summed over the queries; the weights averaged over
-        G first.
-      last: the last real query's weights, averaged over G; zero in rows without one.
-      weights: all the weights. No fused kernel can hand them over: the price is an
-        array of T times the size of `mass` times G.
+      is_prefill: whether these are a prompt's tokens, rather than generated ones; a
+        Python bool.
+      attn_sum: attention weights summed over the queries, averaged over G.
+      attn_sq_sum: squares of the weights summed over the queries; the weights averaged
+        over G first.
+      last_attn: the last real query's weights, averaged over G; zero in rows without
+        one.
+      attn_weights: all the weights. No fused kernel can hand them over: the price is an
+        array of T times the size of `attn_sum` times G.
       queries: the queries as attention sees them.
-      raw_queries: the queries before rotary positions are applied.
+      pre_rope_queries: the queries before rotary positions are applied.
       output_norm: of each new pair, the mean over G of the L1 norm of what its value
-        adds to the residual stream (`LayerOps.project`).
+        adds to the residual stream (`LayerOps.value_contribution`).
       tokens: the ids of the new tokens.
+      hidden: what attention reads, after the input norm (`LayerOps.hidden`).
     """
 
-    n: Int[Array, "B"] | None = None
+    num_tokens: Int[Array, "B"] | None = None
     positions: Int[Array, "B T"] | None = None
-    prompt: bool = True
-    mass: Float[Array, "B K C"] | None = None
-    mass_sq: Float[Array, "B K C"] | None = None
-    last: Float[Array, "B K C"] | None = None
-    weights: Float[Array, "B K G T C"] | None = None
+    is_prefill: bool = True
+    attn_sum: Float[Array, "B K C"] | None = None
+    attn_sq_sum: Float[Array, "B K C"] | None = None
+    last_attn: Float[Array, "B K C"] | None = None
+    attn_weights: Float[Array, "B K G T C"] | None = None
     queries: Float[Array, "B K G T D"] | None = None
-    raw_queries: Float[Array, "B K G T D"] | None = None
+    pre_rope_queries: Float[Array, "B K G T D"] | None = None
     output_norm: Float[Array, "B K T"] | None = None
     tokens: Int[Array, "B T"] | None = None
+    hidden: Float[Array, "B T M"] | None = None
 
 
-WEIGHTS = frozenset({"mass", "mass_sq", "last", "weights"})  # attention's own
-OBSERVABLE = WEIGHTS | {"queries", "raw_queries", "output_norm", "tokens"}
+ATTENTION_STATS = frozenset({"attn_sum", "attn_sq_sum", "last_attn", "attn_weights"})
+OBSERVABLE = ATTENTION_STATS | {
+    *("queries", "pre_rope_queries", "output_norm", "tokens", "hidden")
+}
 
 
 class Stats(NamedTuple):
     """What a policy remembers of one layer.
 
     Attributes:
-      slots: a pytree of arrays [B, K, C, ...] that belong to slots: they are zero for a
-        fresh pair and move with their pairs.
-      rows: a pytree of arrays [B, ...] that belong to rows.
+      per_slot: a pytree of arrays [B, K, C, ...] that belong to slots: they are zero
+        for a fresh pair and move with their pairs.
+      per_row: a pytree of arrays [B, ...] that belong to rows.
     """
 
-    slots: PyTree = ()
-    rows: PyTree = ()
+    per_slot: PyTree = ()
+    per_row: PyTree = ()

@@ -16,12 +16,12 @@ needs_harness = pytest.mark.skipif(not HAS_HARNESS, reason="lm_eval is not insta
 SPECIAL = ["<unk>", "<bos>", "<eos>", "<stop>"]
 WORDS = [f"w{i}" for i in range(46)]
 COMPRESSED = [
-    ("streaming", "prefill+decode"),
-    ("average_attention", "prefill+decode"),
+    ("streaming", "prefill_and_decode"),
+    ("average_attention", "prefill_and_decode"),
     ("key_diff", "after_prefill"),
-    ("average_attention", "decode"),
+    ("average_attention", "decode_only"),
 ]
-CASES = [(None, "full"), *COMPRESSED]
+CASES = [(None, "none"), *COMPRESSED]
 
 
 class Request(NamedTuple):
@@ -52,10 +52,10 @@ def tiny():
     return tiny_model()._replace(tokenizer=make_tokenizer())
 
 
-def answering(model, policy=None, phases="prefill+decode", **changes):
+def answering(model, policy=None, phases="prefill_and_decode", **changes):
     given = {"policy": policy, "memory_gb": 0.05}
-    if policy and policy != "full":
-        given |= {"schedule": phases, "budget": 24, "block": 8}
+    if policy and policy != "none":
+        given |= {"schedule": phases, "budget": 24, "prefill_chunk": 8}
     return Requests(model, **(given | changes))
 
 

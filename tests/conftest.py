@@ -39,7 +39,7 @@ def tiny_spec(**changes) -> ModelSpec:
         "context_length": 256,
         "rope_theta": 10_000.0,
         "norm_eps": 1e-5,
-        "tied_head": True,
+        "tie_embeddings": True,
     }
     return ModelSpec(**(fields | changes))
 

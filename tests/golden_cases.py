@@ -43,7 +43,7 @@ class Layer(NamedTuple):
     """The saved layer, with a batch axis of 1; `size` is the L1 norm of v . W_o."""
 
     queries: np.ndarray
-    raw_queries: np.ndarray
+    pre_rope_queries: np.ndarray
     keys: np.ndarray
     values: np.ndarray
     logits: np.ndarray
@@ -54,7 +54,7 @@ class Layer(NamedTuple):
 def layer(per_query_head: bool = False) -> Layer:
     """Two KV heads with three query heads each, or those six with one each."""
     saved = golden()
-    queries, raw = saved["kvpress/queries"], saved["kvpress/raw_queries"]
+    queries, raw = saved["kvpress/queries"], saved["kvpress/pre_rope_queries"]
     keys, values = saved["kvpress/keys"], saved["kvpress/values"]
     added = np.einsum("bktd,kgdm->bkgtm", values, saved["kvpress/out"])
     size = np.abs(added).sum(-1).mean(2)
@@ -95,7 +95,7 @@ def _score(policy: Policy, stats, view):
     return policy.score(stats, _view(*view))
 
 
-_evictions = _jit(policies.evictions)
+_evictions = _jit(policies.select_evictions)
 
 
 class Replay:
@@ -170,17 +170,19 @@ class Replay:
         weights = self._weights(rows)
         mean = weights.mean(2)
         every = {
-            "mass": mean.sum(2),
-            "mass_sq": (mean * mean).sum(2),
-            "last": mean[:, :, -1],
+            "attn_sum": mean.sum(2),
+            "attn_sq_sum": (mean * mean).sum(2),
+            "last_attn": mean[:, :, -1],
             "weights": weights,
             "queries": data.queries[:, :, :, rows],
-            "raw_queries": data.raw_queries[:, :, :, rows],
+            "pre_rope_queries": data.pre_rope_queries[:, :, :, rows],
             "output_norm": data.size[:, :, rows],
         }
-        found = {name: every[name] for name in every if name in self.policy.needs}
+        found = {
+            name: every[name] for name in every if name in self.policy.required_stats
+        }
         found = {name: value.astype(np.float32) for name, value in found.items()}
-        if "tokens" in self.policy.needs:
+        if "tokens" in self.policy.required_stats:
             found["tokens"] = golden()["kvpress/tokens"][rows][None]
         positions = rows.astype(np.int32)[None]
         return {"n": np.full(1, len(rows), np.int32), "positions": positions, **found}

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import attention, cache
+from kvjax import cache
+from kvjax.attention import ops as attention
 from kvjax.attention.backends import PLAIN
 from kvjax.cache.config import make_config
+from kvjax.cache.schedule import Schedule
 from kvjax.engine import steps
-from kvjax.types import Schedule
 
-STATS = frozenset({"mass", "mass_sq", "last"})
+STATS = frozenset({"attn_sum", "attn_sq_sum", "last_attn"})
 # The output's relative to the largest value; statistics are sums of weights in [0, 1].
 TOLERANCE = {
     "float32": {"out": 3e-6, "stats": 1e-5},
@@ -62,12 +63,12 @@ def by_hand(q, k, v, pos, q_pos, n, window=0, scoring=PLAIN):
     mean = np.zeros((*pos.shape[:2], q.shape[3], pos.shape[2]))  # [B, K, T, C]
     for b, h, g, t in np.ndindex(q.shape[:4]):
         seen = (pos[b, h] >= 0) & (pos[b, h] <= q_pos[b, t])
-        if scoring.reach:
-            seen &= pos[b, h] > q_pos[b, t] - scoring.reach
+        if scoring.local_window:
+            seen &= pos[b, h] > q_pos[b, t] - scoring.local_window
         if not seen.any():
             continue
         scores = k[b, h, seen] @ q[b, h, g, t] / np.sqrt(q.shape[-1])
-        if cap := scoring.softcap:
+        if cap := scoring.logits_soft_cap:
             scores = cap * np.tanh(scores / cap)
         weights = np.exp(scores - scores.max())
         weights /= weights.sum()
@@ -77,9 +78,9 @@ def by_hand(q, k, v, pos, q_pos, n, window=0, scoring=PLAIN):
     count = n[:, None, None, None]
     real = np.where(query < count, mean, 0)
     return out, {
-        "mass": real.sum(2),
-        "mass_sq": (real**2).sum(2),
-        "last": np.where(query == count - 1, mean, 0).sum(2),
+        "attn_sum": real.sum(2),
+        "attn_sq_sum": (real**2).sum(2),
+        "last_attn": np.where(query == count - 1, mean, 0).sum(2),
         "window": np.where(query >= count - window, real, 0).sum(2),
     }
 
@@ -88,11 +89,11 @@ def check(found, case, stats=STATS, window=0):
     """Holds what a kernel returned against the float64 answer."""
     out, expected = by_hand(*case, window=window)
     allowed = TOLERANCE[str(case[0].dtype)]
-    whole = attention.finish(found)
+    whole = attention.normalize(found)
     np.testing.assert_allclose(
         whole, out, atol=allowed["out"] * max(np.abs(out).max(), 1)
     )
-    for name in ("mass", "mass_sq", "last", "window"):
+    for name in ("attn_sum", "attn_sq_sum", "last_attn", "window"):
         if name in stats:
             np.testing.assert_allclose(
                 getattr(found, name), expected[name], atol=allowed["stats"]
@@ -104,21 +105,23 @@ def check(found, case, stats=STATS, window=0):
 def generated(model, policy, phases, implementation, budget=32, dtype="float32"):
     """Tokens and kept positions of a ragged batch under one implementation."""
     spec = model.spec
-    schedule = Schedule(phases, block=8, evict=8)
-    made = make_config(spec, policy, budget, schedule, implementation=implementation)
+    schedule = Schedule(phases, prefill_chunk=8, evict_size=8)
+    config = make_config(spec, policy, budget, schedule, implementation=implementation)
     lengths = jnp.array([50, 23, 40], jnp.int32)
     tokens = jax.random.randint(jax.random.key(3), (3, 56), 0, spec.vocab_size)
-    room = made.prefill_capacity(spec, 56, 24)
+    room = config.prefill_capacity(spec, 56, 24)
     params = jax.tree.map(lambda x: x.astype(dtype), model.params)
-    state = cache.init(spec, made, 3, room, jnp.dtype(dtype))
-    state, logits = steps.prefill(params, state, tokens, lengths, spec=spec, made=made)
-    if made.schedule.compacts:
-        room = made.decode_capacity(spec, 56, 24)
-        state = steps.compact(state, spec=spec, made=made, capacity=room)
+    state = cache.init(spec, config, 3, room, jnp.dtype(dtype))
+    state, logits = steps.prefill(
+        params, state, tokens, lengths, spec=spec, config=config
+    )
+    if config.schedule.compacts:
+        room = config.decode_capacity(spec, 56, 24)
+        state = steps.compact(state, spec=spec, config=config, capacity=room)
     keys = jax.random.split(jax.random.key(0), 3)
     active = jnp.ones((3,), jnp.bool)
     state, out, _ = steps.decode(
-        params, state, logits, active, keys, spec=spec, made=made, steps=24
+        params, state, logits, active, keys, spec=spec, config=config, steps=24
     )
     cache.raise_errors(state)
     return np.asarray(out), cache.kept_positions(state), np.asarray(logits)

@@ -47,14 +47,14 @@ def spec_of(heads: int, group: int, depth: int) -> ModelSpec:
         context_length=4096,
         rope_theta=10_000.0,
         norm_eps=1e-5,
-        tied_head=True,
+        tie_embeddings=True,
     )
 
 
 def random_data(spec: ModelSpec, batch: int, count: int, seed: int) -> Data:
     """Gaussian, with queries long enough that attention is not even."""
     rng = np.random.default_rng(seed)
-    heads, group, depth = spec.num_kv_heads, spec.group, spec.head_dim
+    heads, group, depth = spec.num_kv_heads, spec.queries_per_kv_head, spec.head_dim
 
     def normal(*shape):
         return rng.normal(size=shape).astype(np.float32)
@@ -73,13 +73,13 @@ _jit = functools.partial(  # these programs are compiled once and run for millis
 )
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "made", "prompt"))
-def step(spec, made, state, data: Data, n, prompt):
+@functools.partial(jax.jit, static_argnames=("spec", "config", "prompt"))
+def step(spec, config, state, data: Data, n, prompt):
     """T tokens, of which each row's first n are real; outputs [B, K, G, T, D]."""
     positions = cache.next_positions(state, data.q.shape[3])
     ops = LayerOps(
-        rotate=decoder.rotations(spec, positions)[0],
-        project=jax.tree_util.Partial(_project, data.out),
+        apply_rope=decoder.rotations(spec, positions)[0],
+        value_contribution=jax.tree_util.Partial(_project, data.out),
     )
     out, state = sharded.step_layer(
         spec,
@@ -89,7 +89,7 @@ def step(spec, made, state, data: Data, n, prompt):
         data.v,
         ops,
         state,
-        made=made,
+        config=config,
         n=n,
         tokens=data.tokens,
         prompt=prompt,
@@ -98,34 +98,34 @@ def step(spec, made, state, data: Data, n, prompt):
 
 
 @functools.partial(
-    _jit, static_argnames=("spec", "made", "block"), donate_argnames=("state",)
+    _jit, static_argnames=("spec", "config", "block"), donate_argnames=("state",)
 )
-def read(spec, made, state, data: Data, lengths, block):
+def read(spec, config, state, data: Data, lengths, block):
     """The prompts, block by block; the count of tokens is a multiple of the block."""
 
     def one(i, state):
         part = _part(data, i * block, block)
         n = jnp.clip(lengths - i * block, 0, block)
-        return step(spec, made, state, part, n, prompt=True)[1]
+        return step(spec, config, state, part, n, prompt=True)[1]
 
     return jax.lax.fori_loop(0, data.tokens.shape[1] // block, one, state)
 
 
-@functools.partial(_jit, static_argnames=("spec", "made"), donate_argnames=("state",))
-def write(spec, made, state, data: Data, active):
+@functools.partial(_jit, static_argnames=("spec", "config"), donate_argnames=("state",))
+def write(spec, config, state, data: Data, active):
     """Every token of `data` in turn, as decoding would."""
 
     def one(i, state):
         n = active.astype(jnp.int32)
-        return step(spec, made, state, _part(data, i, 1), n, prompt=False)[1]
+        return step(spec, config, state, _part(data, i, 1), n, prompt=False)[1]
 
     return jax.lax.fori_loop(0, data.tokens.shape[1], one, state)
 
 
-@functools.partial(_jit, static_argnames=("spec", "made", "capacity"))
-def shrink(spec, made, state, capacity):
+@functools.partial(_jit, static_argnames=("spec", "config", "capacity"))
+def shrink(spec, config, state, capacity):
     """The compaction between prompt and decoding."""
-    return sharded.compact(spec, state, made, capacity, decoder.rotations(spec))
+    return sharded.compact(spec, state, config, capacity, decoder.rotations(spec))
 
 
 def split(data: Data, at: int) -> tuple[Data, Data]:

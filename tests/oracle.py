@@ -625,7 +625,7 @@ class Layer:
     """
 
     def __init__(
-        self, rule, budget, evict, out, theta, phases="prefill+decode", slots=False
+        self, rule, budget, evict, out, theta, phases="prefill_and_decode", slots=False
     ):
         self.rule, self.budget, self.evict, self.out = rule, budget, evict, out
         self.phases, self.slots, self.seen = phases, slots, 0
@@ -634,7 +634,9 @@ class Layer:
     def step(self, q, k, v, tokens, prompt=True):
         """Attends and evicts for a block: q [K, G, T, D], k and v [K, T, D], before
         rotary positions; returns [K, G, T, D]."""
-        phase = ("prefill+decode",) if prompt else ("prefill+decode", "decode")
+        phase = (
+            ("prefill_and_decode",) if prompt else ("prefill_and_decode", "decode_only")
+        )
         if self.rule and self.phases in phase:
             full = [len(h.pairs) + len(tokens) > self.budget for h in self.heads]
             self._drop([self.evict if f else 0 for f in full])
@@ -652,8 +654,8 @@ class Layer:
         """Between prompt and decoding: to what the schedule lets into decoding."""
         drop = []
         for held in (len(head.pairs) for head in self.heads):
-            most = self.budget - self.evict * (self.phases == "decode")
-            over = held >= self.budget if self.phases == "decode" else held > most
+            most = self.budget - self.evict * (self.phases == "decode_only")
+            over = held >= self.budget if self.phases == "decode_only" else held > most
             drop.append(held - most if over else 0)
         self._drop(drop, always=True)
 
@@ -721,7 +723,12 @@ class Decoder:
         x, eps = self.params["embed"][np.asarray(tokens)], self.spec.norm_eps
         for cache, layer in zip(self.layers, self.params["layers"], strict=True):
             h = _rms(x, layer["attn_norm"], eps)
-            shape = len(h), self.spec.num_kv_heads, self.spec.group + 2, -1
+            shape = (
+                len(h),
+                self.spec.num_kv_heads,
+                self.spec.queries_per_kv_head + 2,
+                -1,
+            )
             parts = np.einsum("tkpd->kptd", (h @ layer["qkv"]).reshape(shape))
             mixed = cache.step(parts[:, :-2], parts[:, -2], parts[:, -1], tokens)
             x = x + np.einsum("kgtd,kgdm->tm", mixed, layer["out"])

@@ -11,33 +11,33 @@ from kvjax.cache.config import make_config
 from kvjax.engine.steps import compact, decode, prefill, score_tokens
 
 RULES = ("average_attention", "h2o", "streaming", "key_diff")
-STEPS = 21  # several evictions while decoding
+STEPS = 21  # several select_evictions while decoding
 
 
 ROOM = 72  # prompt tokens that every run here is compiled for
 
 
-def after_prompt(model, made, prompt, new=STEPS):
+def after_prompt(model, config, prompt, new=STEPS):
     """The state and the logits after one prompt."""
     spec = model.spec
     tokens = jnp.asarray(np.pad(prompt, (0, ROOM - len(prompt)))[None], jnp.int32)
     lengths = jnp.asarray([len(prompt)], jnp.int32)
-    state = cache.init(spec, made, 1, made.prefill_capacity(spec, ROOM, new))
-    return prefill(model.params, state, tokens, lengths, spec=spec, made=made)
+    state = cache.init(spec, config, 1, config.prefill_capacity(spec, ROOM, new))
+    return prefill(model.params, state, tokens, lengths, spec=spec, config=config)
 
 
-def run(model, made, prompt, steps=STEPS):
+def run(model, config, prompt, steps=STEPS):
     """Kept positions after the prompt, after compaction and at the end; new tokens."""
     spec = model.spec
-    state, logits = after_prompt(model, made, prompt, steps)
+    state, logits = after_prompt(model, config, prompt, steps)
     kept = [cache.kept_positions(state)[0]]
-    if made.schedule.compacts:
-        capacity = made.decode_capacity(spec, ROOM, steps)
-        state = compact(state, spec=spec, made=made, capacity=capacity)
+    if config.schedule.compacts:
+        capacity = config.decode_capacity(spec, ROOM, steps)
+        state = compact(state, spec=spec, config=config, capacity=capacity)
     kept.append(cache.kept_positions(state)[0])
     active, keys = jnp.ones((1,), bool), jax.random.split(jax.random.key(0), 1)
     state, out, _ = decode(
-        model.params, state, logits, active, keys, spec=spec, made=made, steps=steps
+        model.params, state, logits, active, keys, spec=spec, config=config, steps=steps
     )
     cache.raise_errors(state)
     return (*kept, cache.kept_positions(state)[0], out[0].tolist())
@@ -51,11 +51,13 @@ def as_lists(kept):
 @pytest.mark.parametrize(("p", "budget"), [(4, 16), (8, 20), (1, 9)])
 def test_kept_positions(tiny, rule, p, budget):
     policy = policies.make(rule)
-    made = make_config(tiny.spec, policy, budget, Schedule(block=p, evict=p))
+    config = make_config(
+        tiny.spec, policy, budget, Schedule(prefill_chunk=p, evict_size=p)
+    )
     rng = np.random.default_rng(budget)
     for length in (budget - 5, budget, 3 * budget + 1):
         prompt = rng.integers(0, tiny.spec.vocab_size, length)
-        at_prompt, _, at_end, tokens = run(tiny, made, prompt)
+        at_prompt, _, at_end, tokens = run(tiny, config, prompt)
         by_hand = oracle.Decoder(
             tiny.spec, tiny.params, getattr(oracle, rule)(), budget, p
         )
@@ -70,27 +72,31 @@ def test_kept_positions(tiny, rule, p, budget):
 def test_several_blocks_step_by_step(tiny):
     """Not only the ends: every decode step keeps what the transcription keeps."""
     policy, budget, p = policies.average_attention(), 12, 4
-    made = make_config(tiny.spec, policy, budget, Schedule(block=p, evict=p))
+    config = make_config(
+        tiny.spec, policy, budget, Schedule(prefill_chunk=p, evict_size=p)
+    )
     prompt = np.arange(30) % tiny.spec.vocab_size
     by_hand = oracle.Decoder(
         tiny.spec, tiny.params, oracle.average_attention(), budget, p
     )
     logits = by_hand.prefill(prompt)
-    state, ours = after_prompt(tiny, made, prompt)
+    state, ours = after_prompt(tiny, config, prompt)
     for step in range(STEPS):
         token = int(np.argmax(logits))
         assert int(jnp.argmax(ours[0])) == token
         given = jnp.full((1, 1), token, jnp.int32)
-        state, ours = score_tokens(tiny.params, state, given, spec=tiny.spec, made=made)
+        state, ours = score_tokens(
+            tiny.params, state, given, spec=tiny.spec, config=config
+        )
         ours, logits = ours[0], by_hand.step([token])
         kept = cache.kept_positions(state)[0]
         assert as_lists(kept) == by_hand.kept(), f"after {step + 1} tokens"
 
 
 def test_full_cache_is_the_plain_model(tiny):
-    made = make_config(tiny.spec, None, None, Schedule("full", block=8))
+    config = make_config(tiny.spec, None, None, Schedule("none", prefill_chunk=8))
     prompt = np.arange(40) % tiny.spec.vocab_size
-    _, _, kept, tokens = run(tiny, made, prompt, 6)
+    _, _, kept, tokens = run(tiny, config, prompt, 6)
     by_hand = oracle.Decoder(tiny.spec, tiny.params, None, None, 8)
     logits = by_hand.prefill(prompt)
     for token in tokens[:-1]:
@@ -101,9 +107,12 @@ def test_full_cache_is_the_plain_model(tiny):
 
 def test_a_budget_above_the_text_is_the_full_cache(tiny):
     prompt = np.arange(40) % tiny.spec.vocab_size
-    full = make_config(tiny.spec, None, None, Schedule("full", block=8))
+    full = make_config(tiny.spec, None, None, Schedule("none", prefill_chunk=8))
     room = make_config(
-        tiny.spec, policies.average_attention(), 64, Schedule(block=8, evict=8)
+        tiny.spec,
+        policies.average_attention(),
+        64,
+        Schedule(prefill_chunk=8, evict_size=8),
     )
     *_, kept, tokens = run(tiny, full, prompt)
     *_, kept_too, tokens_too = run(tiny, room, prompt)
@@ -113,10 +122,10 @@ def test_a_budget_above_the_text_is_the_full_cache(tiny):
 
 def test_ed_keeps_only_the_newest_pair(tiny):
     """Batch-Max, Algorithm 2: full prefill, then the newest pair and the current."""
-    schedule = Schedule("decode", block=8, evict=1)
-    made = make_config(tiny.spec, policies.recency(), 2, schedule)
+    schedule = Schedule("decode_only", prefill_chunk=8, evict_size=1)
+    config = make_config(tiny.spec, policies.recency(), 2, schedule)
     prompt = np.arange(37) % tiny.spec.vocab_size
-    full, compacted, at_end, _ = run(tiny, made, prompt, 5)
+    full, compacted, at_end, _ = run(tiny, config, prompt, 5)
     heads = range(tiny.spec.num_kv_heads)
     every = range(tiny.spec.num_layers)
     assert as_lists(full) == [[list(range(37)) for _ in heads] for _ in every]
@@ -126,11 +135,14 @@ def test_ed_keeps_only_the_newest_pair(tiny):
 
 def test_one_compaction_after_the_prompt(tiny):
     """The prompt's best pairs stay, and so does everything decoded."""
-    made = make_config(
-        tiny.spec, policies.average_attention(), 10, Schedule("after_prefill", block=8)
+    config = make_config(
+        tiny.spec,
+        policies.average_attention(),
+        10,
+        Schedule("after_prefill", prefill_chunk=8),
     )
     prompt = np.arange(37) % tiny.spec.vocab_size
-    _, compacted, at_end, _ = run(tiny, made, prompt, 9)
+    _, compacted, at_end, _ = run(tiny, config, prompt, 9)
     by_hand = oracle.Decoder(tiny.spec, tiny.params, None, None, 8)
     by_hand.prefill(prompt)
     for layer, held in enumerate(by_hand.layers):

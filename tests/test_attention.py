@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax import attention
 from kvjax.attention import backends
+from kvjax.attention import ops as attention
 from kvjax.attention.backends import PLAIN
-from kvjax.attention.ops import attend, finish, merge
-from kvjax.types import WEIGHTS, Scoring
+from kvjax.attention.ops import attend, merge, normalize
+from kvjax.types import ATTENTION_STATS, Scoring
 
 
 def draw(seed, batch, heads, group, length, slots, depth):
@@ -56,14 +56,18 @@ def arrays(q, k, v, pos, q_pos, n):
 )
 def test_attention_and_mass(seed, group, length, slots):
     case = draw(seed, 2, 2, group, length, slots, 8)
-    partial, seen = attend(*arrays(*case), frozenset({"mass"}))
+    partial, seen = attend(*arrays(*case), frozenset({"attn_sum"}))
     out, mass = by_hand(*case)
-    np.testing.assert_allclose(finish(partial), out, atol=2e-6)
-    np.testing.assert_allclose(seen.mass, mass, atol=1e-5)
+    np.testing.assert_allclose(normalize(partial), out, atol=2e-6)
+    np.testing.assert_allclose(seen.attn_sum, mass, atol=1e-5)
 
 
-@pytest.mark.parametrize("scoring", [PLAIN, Scoring(softcap=2.0, reach=5)])
-@pytest.mark.parametrize("needs", [frozenset(), *map(frozenset, (["mass"], WEIGHTS))])
+@pytest.mark.parametrize(
+    "scoring", [PLAIN, Scoring(logits_soft_cap=2.0, local_window=5)]
+)
+@pytest.mark.parametrize(
+    "needs", [frozenset(), *map(frozenset, (["attn_sum"], ATTENTION_STATS))]
+)
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_tiles_are_the_reference(monkeypatch, batch, needs, scoring):
     """Tiles of 8 of 20 slots, rows two at a time; some rows hold nothing."""
@@ -77,13 +81,13 @@ def test_tiles_are_the_reference(monkeypatch, batch, needs, scoring):
     found, also_seen = jax.jit(attend, static_argnums=(6, 7, 8))(
         *case, needs, "tiles", scoring
     )
-    np.testing.assert_allclose(finish(found), finish(wanted), atol=2e-6)
-    np.testing.assert_allclose(found.m, wanted.m, atol=1e-6)
+    np.testing.assert_allclose(normalize(found), normalize(wanted), atol=2e-6)
+    np.testing.assert_allclose(found.max_logit, wanted.max_logit, atol=1e-6)
     if scoring == PLAIN:
         out, mass = by_hand(q, k, v, pos, q_pos, n)
-        np.testing.assert_allclose(finish(found), out, atol=2e-6)
+        np.testing.assert_allclose(normalize(found), out, atol=2e-6)
         if needs:
-            np.testing.assert_allclose(also_seen.mass, mass, atol=1e-5)
+            np.testing.assert_allclose(also_seen.attn_sum, mass, atol=1e-5)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6)
     jax.tree.map(close, also_seen, seen)
 
@@ -91,12 +95,12 @@ def test_tiles_are_the_reference(monkeypatch, batch, needs, scoring):
 def test_tiles_are_what_a_cpu_reads_prompts_with():
     prompt, step = (jnp.zeros((1, 2, 3, length, 8)) for length in (4, 1))
     k = jnp.zeros((1, 2, 20, 8))
-    assert backends.chosen(prompt, k, frozenset(), None) == "tiles"
-    assert backends.chosen(step, k, frozenset(), None) == "reference"
+    assert backends.select_backend(prompt, k, frozenset(), None) == "tiles"
+    assert backends.select_backend(step, k, frozenset(), None) == "reference"
 
 
 def test_mass_only_when_needed():
-    assert attend(*arrays(*draw(0, 1, 1, 1, 1, 4, 8)))[1].mass is None
+    assert attend(*arrays(*draw(0, 1, 1, 1, 1, 4, 8)))[1].attn_sum is None
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 12])
@@ -110,7 +114,7 @@ def test_segments_merge(cut):
     ]
     merged = parts[0] if len(parts) == 1 else merge(*parts)
     whole = attend(q, k, v, pos, q_pos, n)[0]
-    np.testing.assert_allclose(finish(merged), finish(whole), atol=1e-6)
+    np.testing.assert_allclose(normalize(merged), normalize(whole), atol=1e-6)
     if len(parts) == 2:
         jax.tree.map(np.testing.assert_allclose, merge(*parts), merge(*parts[::-1]))
 
@@ -119,8 +123,8 @@ def test_bfloat16():
     q, k, v, *rest = arrays(*draw(2, 2, 2, 3, 4, 16, 8))
     low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
     wide = [x.astype(jnp.float32) for x in low]
-    a, seen_a = attend(*low, *rest, frozenset({"mass"}))
-    b, seen_b = attend(*wide, *rest, frozenset({"mass"}))
-    assert finish(a).dtype == jnp.float32
-    np.testing.assert_allclose(finish(a), finish(b), atol=2e-2)
-    np.testing.assert_allclose(seen_a.mass, seen_b.mass, atol=1e-5)
+    a, seen_a = attend(*low, *rest, frozenset({"attn_sum"}))
+    b, seen_b = attend(*wide, *rest, frozenset({"attn_sum"}))
+    assert normalize(a).dtype == jnp.float32
+    np.testing.assert_allclose(normalize(a), normalize(b), atol=2e-2)
+    np.testing.assert_allclose(seen_a.attn_sum, seen_b.attn_sum, atol=1e-5)

@@ -26,7 +26,7 @@ def compress(**changes):
     given = {
         "policy": policies.recency(),
         "budget": 32,
-        "schedule": Schedule(block=8, evict=8),
+        "schedule": Schedule(prefill_chunk=8, evict_size=8),
     }
     return make_config(SPEC, **(given | changes))
 
@@ -40,23 +40,37 @@ def compress(**changes):
         ({"budget": (32, 8)}, ["budget 8"]),
         ({"budget": (32, 32, 32)}, ["3 budgets", "2 layers"]),
         ({"budget": None}, ["needs a budget"]),
-        ({"schedule": Schedule("full")}, ["'full'"]),
+        ({"schedule": Schedule("none")}, ["'full'"]),
         ({"policy": None}, ["full cache", "budget 32"]),
         ({"policy": policies.streaming(sinks=24)}, ["pins 24", "leaves 24"]),
         (
             {"policy": policies.protect(policies.h2o(), 20, 20)},
             ["pins 40", "budget 32"],
         ),
-        ({"schedule": Schedule(block=16, evict=8)}, ["evict=8", "block of 16"]),
-        ({"policy": policies.snapkv(window=24)}, ["'snapkv' pins 24", "leaves 24"]),
-        ({"room": "attic"}, ["attic"]),
-        ({"rope": "sideways"}, ["'sideways'", "'slot'"]),
         (
-            {"policy": None, "budget": None, "schedule": None, "rope": "sideways"},
+            {"schedule": Schedule(prefill_chunk=16, evict_size=8)},
+            ["evict=8", "block of 16"],
+        ),
+        ({"policy": policies.snapkv(window=24)}, ["'snapkv' pins 24", "leaves 24"]),
+        ({"eviction": "attic"}, ["attic"]),
+        ({"rope_positions": "sideways"}, ["'sideways'", "'cache'"]),
+        (
+            {
+                "policy": None,
+                "budget": None,
+                "schedule": None,
+                "rope_positions": "sideways",
+            },
             ["'sideways'"],
         ),
-        ({"rope": "slot", "room": "reuse"}, ["'reuse'", "gather"]),
-        ({"rope": "slot", "policy": policies.snapkv(4)}, ["'snapkv'", "rope='true'"]),
+        (
+            {"rope_positions": "cache", "eviction": "in_place"},
+            ["'in_place'", "compact"],
+        ),
+        (
+            {"rope_positions": "cache", "policy": policies.snapkv(4)},
+            ["'snapkv'", "rope_positions='original'"],
+        ),
     ],
 )
 def test_compression(changes, words):
@@ -97,17 +111,17 @@ def test_compression(changes, words):
         (lambda: policies.per_head(policies.h2o(), total=-1), ["total=-1", "0 to 1"]),
         (lambda: policies.make("h2o", recent="half"), ["'half'", "0 to 1"]),
         (lambda: policies.protect(policies.recency(), recent=-2), ["-2"]),
-        (lambda: Schedule("sometimes"), ["sometimes", "prefill+decode"]),
-        (lambda: Schedule(block=0), ["block=0"]),
+        (lambda: Schedule("sometimes"), ["sometimes", "prefill_and_decode"]),
+        (lambda: Schedule(prefill_chunk=0), ["block=0"]),
         (lambda: Sampling(temperature=-1.0), ["-1.0"]),
         (lambda: Sampling(top_p=0.0), ["top_p 0.0"]),
         (lambda: Sampling(top_k=-1), ["top_k -1"]),
         (lambda: device_memory(0.0), ["memory_gb 0.0"]),
         (
-            lambda: policies.checked(
-                policies.recency()._replace(needs=frozenset({"x"}))
+            lambda: policies.validate(
+                policies.recency()._replace(required_stats=frozenset({"x"}))
             ),
-            ["recency", "x", "mass"],
+            ["recency", "x", "attn_sum"],
         ),
     ],
 )
@@ -140,15 +154,15 @@ def test_overflow_is_told(tiny):
     """Driven past its capacity, the state says so instead of losing pairs silently."""
     from kvjax.engine.steps import prefill
 
-    made = make_config(SPEC, None, None, Schedule("full", block=8))
-    state = cache.init(SPEC, made, 1, (8, 8))
+    config = make_config(SPEC, None, None, Schedule("none", prefill_chunk=8))
+    state = cache.init(SPEC, config, 1, (8, 8))
     state, _ = prefill(
         tiny.params,
         state,
         np.ones((1, 16), np.int32),
         np.asarray([16], np.int32),
         spec=SPEC,
-        made=made,
+        config=config,
     )
     with pytest.raises(RuntimeError, match="no empty slot"):
         cache.raise_errors(state)
@@ -162,7 +176,7 @@ def config(**changes):
         "seed": 0,
         "haystack": "",
         "budget": 32,
-        "block": 8,
+        "prefill_chunk": 8,
         "methods": [{"name": "a", "policy": "recency"}],
         "examples": 1,
         "prompt_tokens": 10,

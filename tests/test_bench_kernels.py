@@ -47,7 +47,7 @@ def test_bytes_are_counted():
 
 
 def test_times_a_whole_step(monkeypatch):
-    spec = dataclasses.replace(tiny_spec(), tied_head=False)
+    spec = dataclasses.replace(tiny_spec(), tie_embeddings=False)
     monkeypatch.setitem(model_step.SPECS, "tiny", spec)
     seconds, read = model_step.timed("tiny", 2, 128, 4, None)
     pairs = 2 * spec.num_layers * 2 * spec.num_kv_heads * 128 * spec.head_dim * 2

@@ -50,11 +50,13 @@ def task_run(task, full, first, second, third=None, **changes):
     size = len(task) * 10
     made = [
         record("Full cache", task, full, **changes),
-        record("good, 50%", task, first, size * 2, "prefill+decode", **changes),
+        record("good, 50%", task, first, size * 2, "prefill_and_decode", **changes),
         record("poor, 50%", task, second, size * 2, "after_prefill", **changes),
     ]
     if third is not None:
-        made.append(record("good, 25%", task, third, size, "prefill+decode", **changes))
+        made.append(
+            record("good, 25%", task, third, size, "prefill_and_decode", **changes)
+        )
     return made
 
 
@@ -143,9 +145,9 @@ def test_a_task_is_asked_as_itself_not_as_the_longest_of_its_run():
 
 def test_a_comma_in_a_name_is_no_budget():
     """Only `label, budget, schedule` is taken apart."""
-    made = record("Batch-Max, KeyDiff", "xsum", 0.4, 64, "prefill+decode")
+    made = record("Batch-Max, KeyDiff", "xsum", 0.4, 64, "prefill_and_decode")
     made["label"] = None
-    slots = record("slots 48", "xsum", 0.4, 48, "prefill+decode", label="slots")
+    slots = record("slots 48", "xsum", 0.4, 48, "prefill_and_decode", label="slots")
     (group,) = joined_runs.quality_groups(
         [joined_runs.Source("a", [made, slots], False)]
     )
@@ -244,7 +246,7 @@ def test_every_table_says_where_it_is_from(workdirs):
 def test_report_has_all_its_parts(workdirs):
     told = joined_page.write(joined_runs.read(workdirs), "out")
     assert json.loads(json.dumps(told, allow_nan=False)) == told
-    assert told["quality"][0]["methods"]["good prefill+decode 50%"]["tasks"] == 2
+    assert told["quality"][0]["methods"]["good prefill_and_decode 50%"]["tasks"] == 2
     assert told["throughput"][0]["methods"]["Batch-Max (8 new)"]["times_ed"] == 2
     names = ["needle_1.png", "quality_1.png", "throughput_1.png", "xsum_1.png"]
     assert sorted(path.name for path in pathlib.Path("out").glob("*.png")) == names
@@ -253,7 +255,7 @@ def test_report_has_all_its_parts(workdirs):
     for name in names:
         assert matplotlib.image.imread(f"out/{name}")[..., :3].min() < 0.1
     tex = pathlib.Path("out/tables.tex").read_text()
-    assert tex.count(r"\toprule") == 2 and r"good & prefill+decode & 50\% &" in tex
+    assert tex.count(r"\toprule") == 2 and r"good & prefill_and_decode & 50\% &" in tex
     assert "% 1. `one/records.jsonl`" in tex
 
 

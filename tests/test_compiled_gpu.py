@@ -140,7 +140,7 @@ def test_compiles_for_h200(shape, stats, h200, h200_mesh):
 def test_weighing_compiles_for_h200(h200, h200_mesh):
     q, k, _, pos, q_pos, n = shapes(4, 8, 4, 64, 2048, 128, sharding=h200)
     sums = jax.ShapeDtypeStruct(q.shape[:4], jnp.float32, sharding=h200)
-    run = jax.jit(functools.partial(gpu.weigh, stats=ALL, window=WINDOW))
+    run = jax.jit(functools.partial(gpu.attention_stats, stats=ALL, window=WINDOW))
     memory = compiled(run.trace(q, k, pos, q_pos, n, sums, sums))
     assert memory.temp_size_in_bytes < 0.02 * k.size * 2
 

@@ -24,7 +24,7 @@ from kvjax.pallas import tpu
 pytest.importorskip("libtpu", reason="libtpu is not installed: run `make compiled`")
 
 TARGETS = [f"tpu:{name}" for name in targets.CHIPS]
-ALL = frozenset({"mass", "mass_sq", "last"})
+ALL = frozenset({"attn_sum", "attn_sq_sum", "last_attn"})
 
 
 def arrays(rows, length, slots, depth, heads=8, group=4, dtype=jnp.bfloat16):
@@ -90,7 +90,7 @@ def test_weights_under_a_given_softmax(target):
     given = arrays(8, 32, 1024, 128)
     sums = jax.ShapeDtypeStruct(given["q"].shape[:4], jnp.float32)
     del given["v"]
-    run = functools.partial(tpu.weigh, stats=ALL)
+    run = functools.partial(tpu.attention_stats, stats=ALL)
     memory = targets.compile_for(
         target, run, *given.values(), sums, sums
     ).memory_analysis()

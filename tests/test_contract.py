@@ -19,7 +19,7 @@ from kvjax.cache.config import make_config
 
 BUDGET, BLOCK, PROMPT, NEW = 56, 8, 104, 30
 LENGTHS = (5, 56, 57, 70, 0, 101)  # below, at and above the budget; one row unused
-SCHEDULES = ("prefill+decode", "after_prefill", "decode")
+SCHEDULES = ("prefill_and_decode", "after_prefill", "decode_only")
 VARIANTS = {
     "tova per head": policies.tova(shared=False),
     "snapkv averaged": policies.snapkv(8, 5, "average", "mean_first"),
@@ -59,28 +59,30 @@ CASES = often(
 
 @functools.cache
 def compressed(policy, phases, spec=SPEC, **options):
-    schedule = Schedule(phases, block=BLOCK, evict=BLOCK)
+    schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
     return make_config(spec, policy, BUDGET, schedule, **options)
 
 
-def run(made, data=DATA, lengths=LENGTHS, spec=SPEC, spoil=lambda state: state):
+def run(config, data=DATA, lengths=LENGTHS, spec=SPEC, spoil=lambda state: state):
     """The states after the prompt, after compaction and at the end."""
     lengths = jnp.asarray(lengths, jnp.int32)
     prompts, new = layer.split(data, PROMPT)
     state = cache.init(
         spec,
-        made,
+        config,
         len(lengths),
-        made.prefill_capacity(spec, PROMPT, NEW),
+        config.prefill_capacity(spec, PROMPT, NEW),
         jnp.asarray(data.k).dtype,
     )
-    read = layer.read(spec, made, state, prompts, lengths, BLOCK)
+    read = layer.read(spec, config, state, prompts, lengths, BLOCK)
     assert state.layers[0].k.is_deleted()  # a state that is not donated warns: an error
     small = read
-    if made.schedule.compacts:
-        small = layer.shrink(spec, made, read, made.decode_capacity(spec, PROMPT, NEW))
+    if config.schedule.compacts:
+        small = layer.shrink(
+            spec, config, read, config.decode_capacity(spec, PROMPT, NEW)
+        )
     mine = jax.tree.map(jnp.copy, spoil(small))
-    end = layer.write(spec, made, mine, new, lengths > 0)
+    end = layer.write(spec, config, mine, new, lengths > 0)
     assert mine.layers[0].k.is_deleted()
     cache.raise_errors(end)
     return read, small, end
@@ -103,18 +105,20 @@ def programs_compiled():
 def case(request):
     """One policy under one schedule, and what it keeps of the six rows together."""
     name, phases = request.param
-    made = compressed(POLICIES[name], phases)
-    return name, made, run(made)
+    config = compressed(POLICIES[name], phases)
+    return name, config, run(config)
 
 
 def test_budget_shapes_and_dtypes(case):
     """Never over budget; as many pairs as the schedule says; as allocated."""
-    name, made, (read, small, end) = case
-    phases = made.schedule.phases
-    assert end.layers[0].pos.shape[2] == made.decode_capacity(SPEC, PROMPT, NEW)[0]
-    assert end.layers[0].k.shape == (*end.layers[0].pos.shape, SPEC.head_dim)
+    name, config, (read, small, end) = case
+    phases = config.schedule.phases
+    assert (
+        end.layers[0].positions.shape[2] == config.decode_capacity(SPEC, PROMPT, NEW)[0]
+    )
+    assert end.layers[0].k.shape == (*end.layers[0].positions.shape, SPEC.head_dim)
     like = jax.tree.map(lambda x: (x.shape, x.dtype), end.stats)
-    fresh = cache.init(SPEC, made, len(LENGTHS), (end.layers[0].pos.shape[2],))
+    fresh = cache.init(SPEC, config, len(LENGTHS), (end.layers[0].positions.shape[2],))
     assert like == jax.tree.map(lambda x: (x.shape, x.dtype), fresh.stats)
     for row, length in enumerate(LENGTHS):
         for state in (read, small, end):
@@ -142,20 +146,20 @@ def test_a_row_does_not_see_its_neighbours(case):
 
     And none of that compiles anything.
     """
-    name, made, states = case
+    name, config, states = case
     compiled = programs_compiled()
-    if name in policies.names():  # a policy made again is the same policy
-        made = compressed(policies.make(name), made.schedule.phases)
+    if name in policies.names():  # a policy config again is the same policy
+        config = compressed(policies.make(name), config.schedule.phases)
     order = np.asarray([3, 0, 5, 4, 1, 2])
     rows = {"q", "k", "v", "tokens"}
     moved = DATA._replace(**{f: getattr(DATA, f)[order] for f in rows})
-    shuffled = run(made, moved, [LENGTHS[i] for i in order])
+    shuffled = run(config, moved, [LENGTHS[i] for i in order])
     for state, other in zip(states, shuffled, strict=True):
         together = kept(state)
         same(kept(other), [together[i] for i in order])
     for row in (1, 3, 5):
         lengths = [n if i == row else 0 for i, n in enumerate(LENGTHS)]
-        for state, alone in zip(states, run(made, DATA, lengths), strict=True):
+        for state, alone in zip(states, run(config, DATA, lengths), strict=True):
             same(kept(alone)[row], kept(state)[row])
     assert compiled == [
         f._cache_size() for f in (layer.read, layer.shrink, layer.write)
@@ -164,11 +168,11 @@ def test_a_row_does_not_see_its_neighbours(case):
 
 def test_heads_permute(case):
     """A rule treats heads alike; `random` alone draws by the head's number."""
-    name, made, states = case
+    name, config, states = case
     turned = DATA._replace(
         q=DATA.q[:, ::-1], k=DATA.k[:, ::-1], v=DATA.v[:, ::-1], out=DATA.out[::-1]
     )
-    for state, other in zip(states, run(made, turned), strict=True):
+    for state, other in zip(states, run(config, turned), strict=True):
         straight = [row[::-1] for row in kept(state)]
         if name != "random":
             same(kept(other), straight)
@@ -178,12 +182,12 @@ def test_heads_permute(case):
 
 def test_empty_slots_are_never_looked_at(case):
     """Whatever lies in the empty slots changes nothing."""
-    _, made, states = case
+    _, config, states = case
     state = states[1]
 
     def spoil(state):
         held = state.layers[0]
-        empty = held.pos < 0
+        empty = held.positions < 0
 
         def junk(leaf):
             mask = empty.reshape(empty.shape + (1,) * (leaf.ndim - 3))
@@ -191,12 +195,12 @@ def test_empty_slots_are_never_looked_at(case):
 
         pairs = held.replace(k=junk(held.k), v=junk(held.v))
         stats = state.stats[0]
-        stats = stats._replace(slots=jax.tree.map(junk, stats.slots))
+        stats = stats._replace(per_slot=jax.tree.map(junk, stats.per_slot))
         return state.replace(layers=(pairs,), stats=(stats,))
 
-    *_, end = run(made, spoil=spoil)
+    *_, end = run(config, spoil=spoil)
     same(kept(end), kept(states[2]))
-    assert any(np.any(layer.pos < 0) for layer in state.layers)
+    assert any(np.any(layer.positions < 0) for layer in state.layers)
 
 
 @pytest.mark.parametrize("name", often(POLICIES, OFTEN[:6]))
@@ -206,8 +210,8 @@ def test_ways_to_make_room_agree(name):
     With all queries, keys and values alike, every score that does not come from
     positions ties.
     """
-    reuse = compressed(POLICIES[name], "prefill+decode")
-    gather = compressed(POLICIES[name], "prefill+decode", room="gather")
+    reuse = compressed(POLICIES[name], "prefill_and_decode")
+    gather = compressed(POLICIES[name], "prefill_and_decode", eviction="gather")
     same(kept(run(gather)[2]), kept(run(reuse)[2]))
     alike = DATA._replace(
         q=np.ones_like(DATA.q), k=np.ones_like(DATA.k), v=np.ones_like(DATA.v)
@@ -225,9 +229,9 @@ def test_groups_dtypes_and_pinned_pairs(name, group, dtype):
         lambda x: jnp.asarray(x, dtype) if x.dtype == np.float32 else x, data
     )
     small = policies.make(name, **SMALL.get(name, {}))
-    made = compressed(policies.protect(small, 3, 5), "prefill+decode", spec)
+    config = compressed(policies.protect(small, 3, 5), "prefill_and_decode", spec)
     lengths = (40, 101)
-    *_, end = run(made, data, lengths, spec)
+    *_, end = run(config, data, lengths, spec)
     assert str(end.layers[0].k.dtype) == dtype
     for length, row in zip(lengths, kept(end), strict=True):
         newest = length + NEW - 1
@@ -240,13 +244,13 @@ def test_groups_dtypes_and_pinned_pairs(name, group, dtype):
 def test_jit_equals_eager(name):
     """Three blocks, with an eviction before the last."""
     small = policies.make(name, **SMALL.get(name, {}))
-    made = make_config(SPEC, small, BUDGET, Schedule(block=24, evict=24))
+    config = make_config(SPEC, small, BUDGET, Schedule(prefill_chunk=24, evict_size=24))
     prompts, _ = layer.split(DATA, 3 * 24)
 
     def read():
-        state = cache.init(SPEC, made, len(LENGTHS), made.budget)
+        state = cache.init(SPEC, config, len(LENGTHS), config.budget)
         lengths = jnp.asarray(LENGTHS, jnp.int32)
-        return layer.read(SPEC, made, state, prompts, lengths, 24)
+        return layer.read(SPEC, config, state, prompts, lengths, 24)
 
     fast = read()
     with jax.disable_jit():

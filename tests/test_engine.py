@@ -17,14 +17,14 @@ from kvjax.engine.steps import decode, prefill
 
 BUDGET, BLOCK = 24, 8
 LENGTHS = (5, 24, 25, 40, 63, 90)  # below, at and above the budget; ragged
-SCHEDULES = ("prefill+decode", "after_prefill", "decode")
+SCHEDULES = ("prefill_and_decode", "after_prefill", "decode_only")
 CASES = [
     *(("average_attention", phases) for phases in SCHEDULES),
-    ("key_diff", "prefill+decode"),
+    ("key_diff", "prefill_and_decode"),
     ("snapkv", "after_prefill"),
-    ("expected_attention", "decode"),
+    ("expected_attention", "decode_only"),
     ("fastgen", "after_prefill"),
-    (None, "full"),
+    (None, "none"),
 ]
 OPTIONS = {"snapkv": {"window": 6}, "fastgen": {"heavy": 4, "local": 4, "recover": 0.5}}
 
@@ -35,11 +35,11 @@ def prompts(seed=0, vocab=50):
 
 
 def job_for(spec, name, phases, batch, new=20, **changes):
-    schedule = Schedule(phases, block=BLOCK, evict=BLOCK)
+    schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
     policy = policies.make(name, **OPTIONS.get(name, {})) if name else None
-    made = make_config(spec, policy, BUDGET if name else None, schedule)
-    made = dataclasses.replace(made, **changes)
-    return Job(spec, made, batch, bucket(spec, made, max(LENGTHS), new), new)
+    config = make_config(spec, policy, BUDGET if name else None, schedule)
+    config = dataclasses.replace(config, **changes)
+    return Job(spec, config, batch, bucket(spec, config, max(LENGTHS), new), new)
 
 
 def same_pairs(a, b):
@@ -82,15 +82,15 @@ def test_rows_permute(tiny, case):
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("average_attention", {"room": "gather"}),
+        ("average_attention", {"eviction": "compact"}),
         ("average_attention", {"rows": 1}),
         ("key_diff", {"rows": 64}),
     ],
 )
 def test_ways_to_make_room_agree(tiny, name, change):
     """Which pairs stay does not depend on how a layer makes room for new ones."""
-    plain = job_for(tiny.spec, name, "prefill+decode", 6)
-    other = job_for(tiny.spec, name, "prefill+decode", 6, **change)
+    plain = job_for(tiny.spec, name, "prefill_and_decode", 6)
+    other = job_for(tiny.spec, name, "prefill_and_decode", 6, **change)
     a = run_batch(tiny.params, plain, prompts(), range(6))
     b = run_batch(tiny.params, other, prompts(), range(6))
     assert a.tokens == b.tokens
@@ -100,27 +100,27 @@ def test_ways_to_make_room_agree(tiny, name, change):
 @pytest.mark.parametrize(
     ("name", "phases"),
     [
-        ("average_attention", "prefill+decode"),
-        ("key_diff", "prefill+decode"),
-        ("snapkv", "prefill+decode"),
-        ("h2o", "decode"),
+        ("average_attention", "prefill_and_decode"),
+        ("key_diff", "prefill_and_decode"),
+        ("snapkv", "prefill_and_decode"),
+        ("h2o", "decode_only"),
         ("streaming", "after_prefill"),
-        (None, "full"),
+        (None, "none"),
     ],
 )
 def test_donated_and_small_temporaries(name, phases):
     """The state lives in place; no program copies the cache."""
     spec = tiny_spec(head_dim=64, context_length=2048, num_layers=6)
-    schedule = Schedule(phases, block=16, evict=16)
+    schedule = Schedule(phases, prefill_chunk=16, evict_size=16)
     policy = policies.make(name, **OPTIONS.get(name, {})) if name else None
-    made = make_config(spec, policy, 512 if name else None, schedule)
-    job = Job(spec, made, 4, bucket(spec, made, 1024, 16), 16)
+    config = make_config(spec, policy, 512 if name else None, schedule)
+    job = Job(spec, config, 4, bucket(spec, config, 1024, 16), 16)
     compiled = programs(job)
     for program, capacity in (
         (compiled.prefill, job.prefill_capacity),
         (compiled.decode, job.decode_capacity),
     ):
-        state = jax.eval_shape(lambda c=capacity: cache.init(spec, made, 4, c))
+        state = jax.eval_shape(lambda c=capacity: cache.init(spec, config, 4, c))
         size = tree_bytes(state)
         memory = program.memory_analysis()
         assert abs(memory.alias_size_in_bytes - size) < 0.01 * size
@@ -128,10 +128,10 @@ def test_donated_and_small_temporaries(name, phases):
 
 
 def test_jit_equals_eager(tiny):
-    job = job_for(tiny.spec, "average_attention", "prefill+decode", 2, new=4)
+    job = job_for(tiny.spec, "average_attention", "prefill_and_decode", 2, new=4)
     fast = run_batch(tiny.params, job, prompts()[2:4], (0, 1))
-    spec, made = job.spec, job.made
-    state = cache.init(spec, made, 2, job.prefill_capacity)
+    spec, config = job.spec, job.config
+    state = cache.init(spec, config, 2, job.prefill_capacity)
     rng_keys = jax.random.split(jax.random.key(0), 2)
     tokens = np.zeros((2, 40), np.int32)
     for row, prompt in enumerate(prompts()[2:4]):
@@ -139,7 +139,7 @@ def test_jit_equals_eager(tiny):
     lengths = jnp.asarray([25, 40], jnp.int32)
     with jax.disable_jit():
         state, logits = prefill(
-            tiny.params, state, jnp.asarray(tokens), lengths, spec=spec, made=made
+            tiny.params, state, jnp.asarray(tokens), lengths, spec=spec, config=config
         )
         state, out, _ = decode(
             tiny.params,
@@ -148,7 +148,7 @@ def test_jit_equals_eager(tiny):
             lengths > 0,
             rng_keys,
             spec=spec,
-            made=made,
+            config=config,
             steps=4,
         )
     assert out.tolist() == fast.tokens
@@ -161,7 +161,7 @@ def test_second_call_does_not_compile(tiny):
     def options():
         return {
             "policy": policies.key_diff(),
-            "schedule": Schedule(block=BLOCK, evict=BLOCK),
+            "schedule": Schedule(prefill_chunk=BLOCK, evict_size=BLOCK),
             "budget": BUDGET,
             "max_new_tokens": 7,
         }
@@ -179,8 +179,8 @@ def test_second_call_does_not_compile(tiny):
 def test_memory_is_the_same_for_short_and_long_prompts():
     """Under Batch-Max, 1,000 and 8,000 prompt tokens take the same bytes."""
     spec = tiny_spec(context_length=8192)
-    made = make_config(spec, policies.average_attention(), 512, Schedule())
-    jobs = [Job(spec, made, 2, bucket(spec, made, n, 64), 64) for n in (1000, 8000)]
+    config = make_config(spec, policies.average_attention(), 512, Schedule())
+    jobs = [Job(spec, config, 2, bucket(spec, config, n, 64), 64) for n in (1000, 8000)]
     short, long = (
         [program.memory_analysis() for program in (p.prefill, p.decode)]
         for p in map(programs, jobs)
@@ -193,27 +193,30 @@ def test_memory_is_the_same_for_short_and_long_prompts():
 
 def test_layer_budgets_take_different_memory(tiny):
     """One budget per layer: capacities, kept pairs and bytes follow it."""
-    made = make_config(
-        tiny.spec, policies.key_diff(), (16, 32), Schedule(block=8, evict=8)
+    config = make_config(
+        tiny.spec,
+        policies.key_diff(),
+        (16, 32),
+        Schedule(prefill_chunk=8, evict_size=8),
     )
-    state = cache.init(tiny.spec, made, 1, made.budget)
-    assert [layer.pos.shape[2] for layer in state.layers] == [16, 32]
+    state = cache.init(tiny.spec, config, 1, config.budget)
+    assert [layer.positions.shape[2] for layer in state.layers] == [16, 32]
     assert 2 * state.layers[0].k.nbytes == state.layers[1].k.nbytes
     (done,) = kvjax.generate(
         tiny,
         [prompts()[5]],
         policy=policies.key_diff(),
         budget=(16, 32),
-        schedule=Schedule(block=8, evict=8),
+        schedule=Schedule(prefill_chunk=8, evict_size=8),
         max_new_tokens=30,
     )
-    assert all(8 < len(h) <= 16 for h in done.kept[0])
-    assert all(24 < len(h) <= 32 for h in done.kept[1])
+    assert all(8 < len(h) <= 16 for h in done.kept_positions[0])
+    assert all(24 < len(h) <= 32 for h in done.kept_positions[1])
 
 
 def test_end_token_stops_a_row(tiny):
     """A row that has ended appends nothing and does not disturb the others."""
-    job = job_for(tiny.spec, "average_attention", "prefill+decode", 6)
+    job = job_for(tiny.spec, "average_attention", "prefill_and_decode", 6)
     free = run_batch(tiny.params, job, prompts(), range(6))
     end = free.tokens[2][4]
     stopped = run_batch(
@@ -228,16 +231,16 @@ def test_end_token_stops_a_row(tiny):
 
 @pytest.mark.parametrize("phases", SCHEDULES)
 def test_slots_give_rotary_positions(tiny, phases):
-    """Under `rope="slot"` batched equals single, and the text is another one."""
+    """Under `rope_positions="cache"` batched equals single, and the text is another one."""
     policy = policies.streaming()
-    schedule = Schedule(phases, block=BLOCK, evict=BLOCK)
-    made = make_config(tiny.spec, policy, BUDGET, schedule, rope="slot")
-    size = bucket(tiny.spec, made, max(LENGTHS), 20)
+    schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
+    config = make_config(tiny.spec, policy, BUDGET, schedule, rope_positions="cache")
+    size = bucket(tiny.spec, config, max(LENGTHS), 20)
     together = run_batch(
-        tiny.params, Job(tiny.spec, made, 6, size, 20), prompts(), range(6)
+        tiny.params, Job(tiny.spec, config, 6, size, 20), prompts(), range(6)
     )
     for index in (1, 5):
-        job = Job(tiny.spec, made, 1, size, 20)
+        job = Job(tiny.spec, config, 1, size, 20)
         alone = run_batch(tiny.params, job, [prompts()[index]], [index])
         assert alone.tokens[0] == together.tokens[index]
     true = run_batch(

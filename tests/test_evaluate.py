@@ -28,18 +28,23 @@ CONFIG = {
     "seed": 0,
     "haystack": "",
     "budget": 48,
-    "block": 16,
+    "prefill_chunk": 16,
     "methods": [
         {"name": "Full cache"},
         {"name": "KeyDiff", "policy": "key_diff"},
         {
             "name": "ED",
             "policy": "recency",
-            "phases": "decode",
+            "phases": "decode_only",
             "budget": 2,
-            "evict": 1,
+            "evict_size": 1,
         },
-        {"name": "slots 48", "label": "slots", "policy": "streaming", "rope": "slot"},
+        {
+            "name": "slots 48",
+            "label": "slots",
+            "policy": "streaming",
+            "rope_positions": "cache",
+        },
     ],
     "examples": 5,
     "prompt_tokens": 100,
@@ -90,7 +95,7 @@ def test_records_and_resumption(experiment, tmp_path):
         assert 0 < live <= allocated <= record["kv_bytes_decode"]
     assert full["kv_bytes_decode"] == full["kv_bytes_per_row"]
     slot = whole[3]
-    assert (slot["rope"], key_diff["rope"]) == ("slot", "true")
+    assert (slot["rope_positions"], key_diff["rope_positions"]) == ("cache", "original")
     assert slot["label"] == "slots" and key_diff["label"] == "KeyDiff"
     assert full["tasks"]["needle"]["survivors"] is None
     (first, second) = key_diff["tasks"]["needle"]["survivors"]  # a line per layer
@@ -202,7 +207,7 @@ def test_negative_numbers(experiment, field):
 
 def test_the_full_cache_is_read_in_the_same_blocks():
     full, key_diff = from_config(CONFIG, {}).methods[:2]
-    assert full.block == key_diff.block == 16 and full.budget is None
+    assert full.prefill_chunk == key_diff.block == 16 and full.budget is None
 
 
 def sweep(quick):
@@ -217,7 +222,7 @@ def test_the_sweep_fits_smollm2(quick):
     spec = tiny_spec(num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
     for method in sweep(quick).methods:
         made = method.compression(spec)
-        assert (made.rope, made.schedule.block) == (method.rope, 128)
+        assert (made.rope, made.schedule.prefill_chunk) == (method.rope, 128)
 
 
 def test_the_sweep_holds_every_policy():

@@ -15,8 +15,9 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax import cache, policies
 from kvjax.cache.config import make_config
+from kvjax.cache.schedule import Schedule
 from kvjax.engine import layerwise, steps
-from kvjax.types import Schedule, UserError
+from kvjax.types import UserError
 
 FILES = sorted((pathlib.Path(__file__).parent / "golden" / "families").glob("*.npz"))
 CLOSE = 2e-5  # of the largest logit
@@ -53,17 +54,19 @@ def run(model, data, policy=None, block=7, implementation=None):
     spec = model.spec
     tokens = jnp.asarray(data["tokens"], jnp.int32)
     length, new = tokens.shape[1], data["greedy"].shape[1]
-    schedule = Schedule("prefill+decode" if policy else "full", block, block)
+    schedule = Schedule("prefill_and_decode" if policy else "none", block, block)
     budget = 64 if policy else None
-    made = make_config(spec, policy, budget, schedule, implementation=implementation)
-    room = made.prefill_capacity(spec, length, new)
+    config = make_config(spec, policy, budget, schedule, implementation=implementation)
+    room = config.prefill_capacity(spec, length, new)
     fed = jnp.concatenate([tokens, jnp.asarray(data["greedy"], jnp.int32)], axis=1)
-    state = cache.init(spec, made, len(tokens), room)
+    state = cache.init(spec, config, len(tokens), room)
     one = jnp.full((len(tokens),), length, jnp.int32)
     padded = jnp.pad(tokens, ((0, 0), (0, -length % block)))
-    state, first = steps.prefill(model.params, state, padded, one, spec=spec, made=made)
+    state, first = steps.prefill(
+        model.params, state, padded, one, spec=spec, config=config
+    )
     state, rest = steps.score_tokens(
-        model.params, state, fed[:, length:-1], spec=spec, made=made
+        model.params, state, fed[:, length:-1], spec=spec, config=config
     )
     return np.concatenate([first[None], rest]).swapaxes(0, 1)
 
@@ -154,9 +157,9 @@ def test_layer_by_layer_is_the_whole_model(tmp_path, name):
     """`kvjax.engine.layerwise` runs each kind of layer as the model does."""
     data = dict(np.load(file_of(name)))
     model = loaded(written(file_of(name), tmp_path), data)
-    made = make_config(model.spec, None, None, Schedule("full", 7, 7))
+    config = make_config(model.spec, None, None, Schedule("none", 7, 7))
     tokens = [row.tolist() for row in data["tokens"]]
-    found = layerwise.read(model, made, tokens, 16)
+    found = layerwise.read(model, config, tokens, 16)
     np.testing.assert_allclose(found.logits, data["next_logits"][:, 0], atol=2e-4)
 
 

@@ -162,7 +162,7 @@ def test_roco_differs_by_the_queries_that_sums_are_divided_by():
         age = stop - position
         ratio = (age / np.where(count > 0, count, 1)).astype(np.float32)[None, None]
         own = row.stats
-        row.stats = Stats(tuple(np.asarray(sums) * ratio for sums in own.slots))
+        row.stats = Stats(tuple(np.asarray(sums) * ratio for sums in own.per_slot))
         np.testing.assert_array_equal(row.drop(48).kept, theirs[step])
         row.stats = own
 
@@ -205,12 +205,12 @@ def test_heavy_hitters_of_cold_compress_count_a_prompt_as_one_query():
         row.held[:] = [np.isin(position, head) for head in theirs[0]]
         row.shown[:] = row.held
         average = np.asarray(row.stats.slots) / np.maximum(prompt - position, 1)
-        row.stats = Stats(slots=average.astype(np.float32))
+        row.stats = Stats(per_slot=average.astype(np.float32))
         for step, now in enumerate(range(prompt, T)):
             ratio = np.where(position < prompt, (now - position) / (step + 1), 1.0)
             own = np.asarray(row.stats.slots)
-            row.stats = Stats(slots=(own * ratio).astype(np.float32))
-            row.drop(39).stats = Stats(slots=own)
+            row.stats = Stats(per_slot=(own * ratio).astype(np.float32))
+            row.drop(39).stats = Stats(per_slot=own)
             np.testing.assert_array_equal(row.read(now + 1).kept, theirs[step + 1])
 
 

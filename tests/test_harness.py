@@ -45,15 +45,15 @@ def test_pauses_change_nothing(model, case, how):
     """Looked at every 5 tokens, rows write what they write in one go."""
     policy, phases = case
     schedule = Schedule(phases, 8, 8)
-    made = make_config(
+    config = make_config(
         model.spec,
         policies.make(policy) if policy else None,
         24 if policy else None,
         schedule,
     )
     prompts = [ids(model, words(n, n)) for n in (3, 24, 61)]
-    size = compiled.bucket(model.spec, made, 61, 18)
-    whole = compiled.Job(model.spec, made, 4, size, 18, how=how, eos=(11, 17))
+    size = compiled.bucket(model.spec, config, 61, 18)
+    whole = compiled.Job(model.spec, config, 4, size, 18, sampling=how, eos=(11, 17))
     paused = dataclasses.replace(whole, steps=5)
     at_once, by_fives = (
         api.run_batch(model.params, job, prompts, range(3), seed=2)
@@ -66,9 +66,9 @@ def test_pauses_change_nothing(model, case, how):
 
 
 def test_stopped_rows_end_at_the_next_look(model):
-    made = make_config(model.spec, None, None)
+    config = make_config(model.spec, None, None)
     prompts = [ids(model, words(n, n)) for n in (3, 24)]
-    job = compiled.Job(model.spec, made, 2, 128, 18, steps=5)
+    job = compiled.Job(model.spec, config, 2, 128, 18, decode_chunk=5)
     whole = api.run_batch(model.params, job, prompts, range(2))
     long = len(whole.tokens[1]) == 18 and whole.tokens[0][:5] != whole.tokens[1][:5]
     assert long, "choose other prompts"
@@ -82,7 +82,7 @@ def test_stopped_rows_end_at_the_next_look(model):
     assert found.tokens == [whole.tokens[0][:5], whole.tokens[1]]
 
 
-def plain(model, context, new, case=(None, "full"), **how):
+def plain(model, context, new, case=(None, "none"), **how):
     """What the model writes if nothing stops it but its end token."""
     policy, phases = case
     schedule = Schedule(phases, 8, 8) if policy else None
@@ -212,10 +212,12 @@ def test_chat_template_by_name(model):
 
 
 def test_arguments(model):
-    lm = answering(model, "streaming", "decode", evict=4, **{"policy.sinks": 7})
-    assert lm.made.policy is policies.streaming(sinks=7)
-    assert lm.made.schedule == Schedule("decode", 8, 4)
-    assert answering(model, "h2o", budget=[24, 32]).made.budget == (24, 32)
+    lm = answering(
+        model, "streaming", "decode_only", evict_size=4, **{"policy.sinks": 7}
+    )
+    assert lm.config.policy is policies.streaming(sinks=7)
+    assert lm.config.schedule == Schedule("decode_only", 8, 4)
+    assert answering(model, "h2o", budget=[24, 32]).config.budget == (24, 32)
     assert lm.get_model_info()["kv_schedule"] == "decode, 8, 4"
     for size, most in (
         (1, None),
@@ -226,7 +228,7 @@ def test_arguments(model):
     ):
         assert answering(model, batch_size=size).most == most
     assert answering(model, batch_size=8, max_batch_size=3).most == 3
-    assert answering(model, policy="full", device="cuda:0").made.policy is None
+    assert answering(model, policy="full", device="cuda:0").config.policy is None
 
 
 @pytest.mark.parametrize(
@@ -318,7 +320,7 @@ def test_tasks_of_all_kinds_run(model, case):
     from kvjax.evaluation.lm_harness import model_class
 
     policy, phases = case
-    given = {"schedule": phases, "budget": 24, "block": 8} if policy else {}
+    given = {"schedule": phases, "budget": 24, "prefill_chunk": 8} if policy else {}
     lm = model_class()(model, policy=policy, memory_gb=0.05, **given)
     tasks = [
         task(

@@ -8,14 +8,15 @@ from conftest import tiny_spec
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from kernels import TOLERANCE, by_hand, draw, finite
 
-from kvjax import attention, policies
+from kvjax import policies
 from kvjax.attention import backends
+from kvjax.attention import ops as attention
 from kvjax.cache.config import make_config
 from kvjax.pallas import tpu
 from kvjax.pallas.common import Scored
 from kvjax.types import Scoring, UserError
 
-MASS = frozenset({"mass"})
+MASS = frozenset({"attn_sum"})
 
 
 def arrays(dtype=jnp.bfloat16, slots=256):
@@ -31,18 +32,18 @@ def on(platform, kind):
 
 
 def test_a_cpu_gets_the_reference():
-    assert backends.chosen(*arrays(), MASS, None) == "reference"
+    assert backends.select_backend(*arrays(), MASS, None) == "reference"
 
 
 def test_a_tpu_gets_its_kernels():
     with on("tpu", "TPU v6 lite"):
-        assert backends.chosen(*arrays(), MASS, None) == "pallas_tpu"
+        assert backends.select_backend(*arrays(), MASS, None) == "pallas_tpu"
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
 def test_a_hopper_gpu_gets_its_kernels(kind):
     with on("gpu", kind):
-        assert backends.chosen(*arrays(), MASS, None) == "pallas_gpu"
+        assert backends.select_backend(*arrays(), MASS, None) == "pallas_gpu"
 
 
 @pytest.mark.parametrize(
@@ -50,23 +51,25 @@ def test_a_hopper_gpu_gets_its_kernels(kind):
     [
         ("gpu", "Tesla T4", MASS, jnp.bfloat16),
         ("gpu", "NVIDIA H200", MASS, jnp.float32),
-        ("tpu", "TPU v6 lite", frozenset({"weights"}), jnp.bfloat16),
+        ("tpu", "TPU v6 lite", frozenset({"attn_weights"}), jnp.bfloat16),
         ("tpu", "TPU v6 lite", MASS, jnp.float16),
     ],
 )
 def test_what_no_kernel_can_do_gets_the_reference(platform, kind, needs, dtype):
     with on(platform, kind):
-        assert backends.chosen(*arrays(dtype), needs, None) == "reference"
+        assert backends.select_backend(*arrays(dtype), needs, None) == "reference"
 
 
 def test_the_gpu_kernels_know_no_windows():
     with on("gpu", "NVIDIA H200"):
-        found = backends.chosen(*arrays(), MASS, None, Scoring(reach=9))
+        found = backends.select_backend(*arrays(), MASS, None, Scoring(local_window=9))
         assert found == "reference"
-        with pytest.raises(UserError, match=r"neither caps scores .*reach=9"):
-            backends.chosen(*arrays(), MASS, "pallas_gpu", Scoring(reach=9))
+        with pytest.raises(UserError, match=r"neither caps scores .*local_window=9"):
+            backends.select_backend(
+                *arrays(), MASS, "pallas_gpu", Scoring(local_window=9)
+            )
     with on("tpu", "TPU v6 lite"):
-        chosen = backends.chosen(*arrays(), MASS, None, Scoring(reach=9))
+        chosen = backends.select_backend(*arrays(), MASS, None, Scoring(local_window=9))
         assert chosen == "pallas_tpu"
 
 
@@ -80,18 +83,18 @@ def test_the_gpu_kernels_know_no_windows():
         ),
         ("pallas_tpu", MASS, "it needs a TPU, and this is a CPU"),
         ("cudnn", frozenset(), "it needs a GPU, and this is a CPU"),
-        ("xla", MASS, r"no statistics, and \['mass'\] are needed"),
-        ("pallas_tpu_interpret", frozenset({"weights"}), "no fused kernel"),
+        ("xla", MASS, r"no statistics, and \['attn_sum'\] are needed"),
+        ("pallas_tpu_interpret", frozenset({"attn_weights"}), "no fused kernel"),
     ],
 )
 def test_a_named_one_that_cannot_run_says_why(name, needs, message):
     with pytest.raises(UserError, match=message):
-        backends.chosen(*arrays(), needs, name)
+        backends.select_backend(*arrays(), needs, name)
 
 
 def test_too_many_slots_for_a_kernel():
     with pytest.raises(UserError, match=r"weights of 4194304 slots take \d+ MiB"):
-        backends.chosen(*arrays(slots=2**22), MASS, "pallas_tpu_interpret")
+        backends.select_backend(*arrays(slots=2**22), MASS, "pallas_tpu_interpret")
 
 
 def test_a_compression_knows_the_names():
@@ -103,7 +106,7 @@ def by_reference(q, k, v, *rest, stats):
     """What a kernel returns, of the reference."""
     q, k, v, *rest = finite((q, k, v, *rest))
     partial, seen = attention.attend(q, k, v, *rest, stats, "reference")
-    return Scored(*partial, mass=seen.mass)
+    return Scored(*partial, attn_sum=seen.attn_sum)
 
 
 def by_scatter(q, new_k, new_v, slot, k, v, pos, q_pos, n):
@@ -133,20 +136,22 @@ def test_a_kernel_that_does_not_work_is_left_out(monkeypatch, failure):
     monkeypatch.setattr(tpu, "attend", attend)
     monkeypatch.setattr(tpu, "write_attend", write_attend)
     monkeypatch.setitem(backends.PLATFORMS, "pallas_tpu", "cpu")
-    backends._proven.cache_clear()
+    backends.self_test.cache_clear()
     with pytest.warns(UserWarning, match="does not work on"):
-        assert backends.chosen(*arrays(), MASS, None) == "reference"
-    backends._proven.cache_clear()
+        assert backends.select_backend(*arrays(), MASS, None) == "reference"
+    backends.self_test.cache_clear()
 
 
 def test_a_kernel_that_works_is_taken(monkeypatch):
     monkeypatch.setattr(tpu, "attend", by_reference)
     monkeypatch.setattr(tpu, "write_attend", by_scatter)
     monkeypatch.setitem(backends.PLATFORMS, "pallas_tpu", "cpu")
-    backends._proven.cache_clear()
-    chosen = jax.jit(lambda: jnp.int32(len(backends.chosen(*arrays(), MASS, None))))
+    backends.self_test.cache_clear()
+    chosen = jax.jit(
+        lambda: jnp.int32(len(backends.select_backend(*arrays(), MASS, None)))
+    )
     assert chosen() == len("pallas_tpu")  # also while tracing
-    backends._proven.cache_clear()
+    backends.self_test.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -156,6 +161,6 @@ def test_jax_s_own_attention(length, dtype):
     partial, seen = attention.attend(*case, implementation="xla")
     allowed = 3 * TOLERANCE[dtype]["out"]
     np.testing.assert_allclose(
-        attention.finish(partial), by_hand(*case)[0], atol=allowed
+        attention.normalize(partial), by_hand(*case)[0], atol=allowed
     )
-    assert seen.mass is None
+    assert seen.attn_sum is None

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kernels import by_hand, shapes
 
 from kvjax.attention.ops import attend as reference
-from kvjax.attention.ops import finish
+from kvjax.attention.ops import normalize
 from kvjax.pallas import gpu, gpu_launch
 from kvjax.pallas.common import STATS
 from kvjax.types import Partial
@@ -76,7 +76,7 @@ class Case:
         scored = self.run()
         arrays = (self.q, self.k, self.v, self.pos, self.q_pos, self.n)
         out, stats = by_hand(*arrays, window=WINDOW)
-        got = finish(Partial(scored.o, scored.m, scored.l))
+        got = normalize(Partial(scored.out, scored.max_logit, scored.denominator))
         np.testing.assert_allclose(got, out, atol=OUTPUT[self.dtype])
         for name, want in stats.items():
             have = getattr(scored, name)
@@ -165,8 +165,8 @@ def test_agrees_with_the_reference(t, dtype):
 @pytest.mark.parametrize("t", [1, 64])
 def test_no_live_slot(t):
     scored = Case(2, 1, 3, t, 72, 64, live=0.0).check()
-    assert np.all(np.isneginf(scored.m))
-    assert not np.any(scored.l) and not np.any(scored.o)
+    assert np.all(np.isneginf(scored.max_logit))
+    assert not np.any(scored.denominator) and not np.any(scored.out)
     assert not any(np.any(getattr(scored, name)) for name in ALL)
 
 
@@ -175,8 +175,8 @@ def test_one_live_slot(t, slot):
     case = Case(1, 1, 2, t, 72, 64, live=0.0, n=t)
     case.pos[..., slot] = 0
     scored = case.check()
-    np.testing.assert_array_equal(scored.l, 1.0)
-    np.testing.assert_allclose(scored.mass[..., slot], t, rtol=1e-6)
+    np.testing.assert_array_equal(scored.denominator, 1.0)
+    np.testing.assert_allclose(scored.attn_sum[..., slot], t, rtol=1e-6)
 
 
 @pytest.mark.parametrize("t", often([1, 70], [70]))
@@ -196,21 +196,21 @@ def test_window(window):
     per_query = []
     for length in (50 - min(window, 50), 50):
         case.n[:] = length
-        per_query.append(np.asarray(case.run(frozenset({"mass"})).mass))
+        per_query.append(np.asarray(case.run(frozenset({"attn_sum"})).attn_sum))
     np.testing.assert_allclose(every, per_query[1] - per_query[0], atol=1e-5)
 
 
 def test_window_of_one_query():
     case = Case(1, 1, 3, 1, 64, 64)
     assert not np.any(case.run(window=0).window)
-    np.testing.assert_array_equal(case.run(window=1).window, case.run().mass)
+    np.testing.assert_array_equal(case.run(window=1).window_sum, case.run().attn_sum)
 
 
 @pytest.mark.parametrize("t", [1, 64])
 def test_only_the_statistics_asked_for(t):
     case = Case(1, 2, 3, t, 72, 64)
     full = case.run()
-    for stats in (frozenset(), frozenset({"mass_sq", "last"})):
+    for stats in (frozenset(), frozenset({"attn_sq_sum", "last_attn"})):
         some = case.run(stats)
         assert {name for name in STATS if getattr(some, name) is not None} == stats
         for name in {"o", "m", "l"} | stats:
@@ -315,11 +315,19 @@ def test_weights_under_a_given_softmax(t):
     whole = case.run()
     q, q_pos, n = case.q, case.q_pos, case.n
     run = jax.jit(
-        functools.partial(gpu.weigh, stats=ALL, window=WINDOW, interpret=True)
+        functools.partial(gpu.attention_stats, stats=ALL, window=WINDOW, interpret=True)
     )
     parts = [
         jax.block_until_ready(
-            run(q, case.k[:, :, at], case.pos[:, :, at], q_pos, n, whole.m, whole.l)
+            run(
+                q,
+                case.k[:, :, at],
+                case.pos[:, :, at],
+                q_pos,
+                n,
+                whole.max_logit,
+                whole.denominator,
+            )
         )
         for at in (slice(0, 64), slice(64, None))
     ]
@@ -331,7 +339,7 @@ def test_weights_under_a_given_softmax(t):
 def test_refusals():
     def reason(*shape, stats=ALL, device="NVIDIA H100", dtype=jnp.bfloat16):
         q, k = shapes(*shape, dtype=dtype)[:2]
-        return gpu.why_not(q, k, stats, device)
+        return gpu.unsupported_reason(q, k, stats, device)
 
     for width in gpu.WIDTHS:
         for group in (1, 3, 4, 8):
@@ -345,7 +353,7 @@ def test_refusals():
     for capacity in (56, 63, 65):
         assert f"capacity {capacity}" in reason(1, 1, 1, 1, capacity, 64)
     assert "TPU v5e" in reason(1, 1, 1, 1, 64, 64, device="TPU v5e")
-    assert "weights" in reason(1, 1, 1, 1, 64, 64, stats=frozenset({"weights"}))
+    assert "weights" in reason(1, 1, 1, 1, 64, 64, stats=frozenset({"attn_weights"}))
     with pytest.raises(ValueError, match="TF32"):
         run = functools.partial(gpu.attend, device_kind="H200")
         jax.eval_shape(run, *shapes(1, 1, 1, 1, 64, 64, dtype=jnp.float32))

@@ -13,9 +13,10 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from kernels import STATS, TOLERANCE, by_hand, check, draw, finite, generated
 
-from kvjax import attention, policies
+from kvjax import policies
+from kvjax.attention import ops as attention
 from kvjax.pallas import tpu
-from kvjax.policies.base import evictions
+from kvjax.policies.base import select_evictions
 from kvjax.types import Scoring, View
 
 SMALL = tpu.Tiles(pairs=2 * 128 * 64 * 4, rows=32)  # several tiles, several parts
@@ -53,8 +54,10 @@ def test_rows_without_a_slot_and_with_one(length):
     case = (q, k, v, pos, q_pos, jnp.full_like(n, length))
     found = run(case)
     check(found, case)
-    assert jnp.all(jnp.isneginf(found.m[0])) and jnp.all(found.l[0] == 0)
-    np.testing.assert_allclose(found.mass[1, 0, 17], length, rtol=1e-6)
+    assert jnp.all(jnp.isneginf(found.max_logit[0])) and jnp.all(
+        found.denominator[0] == 0
+    )
+    np.testing.assert_allclose(found.attn_sum[1, 0, 17], length, rtol=1e-6)
 
 
 @pytest.mark.parametrize("length", [1, 16])
@@ -62,7 +65,7 @@ def test_without_statistics(length):
     case = draw(1, 2, 3, length, 200, 64)
     plain, scored = run(case, frozenset()), run(case)
     check(plain, case, frozenset())
-    np.testing.assert_array_equal(plain.o, scored.o)
+    np.testing.assert_array_equal(plain.out, scored.out)
 
 
 @pytest.mark.parametrize("length", [1, 16])
@@ -78,7 +81,7 @@ def test_agrees_with_the_reference(length, dtype):
     a, seen_a = attention.attend(*case, STATS, "reference")
     b, seen_b = attention.attend(*case, STATS, "pallas_tpu_interpret")
     allowed = TOLERANCE[dtype]
-    whole = [attention.finish(x) for x in (a, b)]
+    whole = [attention.normalize(x) for x in (a, b)]
     np.testing.assert_allclose(*whole, atol=3 * allowed["out"])
     for name in STATS:
         pair = getattr(seen_a, name), getattr(seen_b, name)
@@ -99,24 +102,26 @@ def test_segments(length, name, cuts):
     ]
     whole, seen = attention.attend_segments(q, segments, q_pos, n, STATS, name)
     out, expected = by_hand(*case)
-    np.testing.assert_allclose(attention.finish(whole), out, atol=3e-6)
+    np.testing.assert_allclose(attention.normalize(whole), out, atol=3e-6)
     for stat in STATS:
         joined = np.concatenate([getattr(part, stat) for part in seen], axis=-1)
         np.testing.assert_allclose(joined, expected[stat], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["reference", "pallas_tpu_interpret"])
-@pytest.mark.parametrize("scoring", [Scoring(reach=40), Scoring(0.7, 90)], ids=str)
+@pytest.mark.parametrize(
+    "scoring", [Scoring(local_window=40), Scoring(0.7, 90)], ids=str
+)
 @pytest.mark.parametrize("length", [1, 13])
 def test_capped_scores_and_windows(length, scoring, name):
     case = draw(7, 2, 3, length, 200, 64)
     out, expected = by_hand(*case, scoring=scoring)
     found, seen = attention.attend(*finite(case), STATS, name, scoring)
-    np.testing.assert_allclose(attention.finish(found), out, atol=3e-6)
+    np.testing.assert_allclose(attention.normalize(found), out, atol=3e-6)
     for stat in STATS:
         np.testing.assert_allclose(getattr(seen, stat), expected[stat], atol=1e-5)
     q, k, _, pos, q_pos, n = finite(case)
-    again = attention.weigh(q, k, pos, q_pos, n, found, STATS, name, scoring)
+    again = attention.attention_stats(q, k, pos, q_pos, n, found, STATS, name, scoring)
     for stat in STATS:
         np.testing.assert_allclose(getattr(again, stat), expected[stat], atol=1e-5)
 
@@ -181,12 +186,14 @@ def test_picks_the_victims_of_the_policy(name):
     for i in range(slots + 24):
         if i >= slots:
             view = View(
-                pos=pos, now=one * (i - 1), keep=jnp.full((1, heads), slots - 1)
+                positions=pos,
+                query_position=one * (i - 1),
+                num_keep=jnp.full((1, heads), slots - 1),
             )
             score = policy.score(
-                policy.init(_Spec, 1, slots)._replace(slots=total), view
+                policy.init(_Spec, 1, slots)._replace(per_slot=total), view
             )
-            gone = evictions(score, pos, one)
+            gone = select_evictions(score, pos, one)
             np.testing.assert_array_equal(jnp.argmax(gone, -1), slot)
         hit = jnp.arange(slots, dtype=jnp.int32)[None, None] == slot[..., None]
         pos = jnp.where(hit, i, pos)
@@ -194,7 +201,9 @@ def test_picks_the_victims_of_the_policy(name):
         new = jax.random.normal(jax.random.key(-i), (2, 1, heads, depth))
         found = step(q, *new, slot, k, v, pos, one[:, None] * i, one, total=total)
         k, v, total, slot = found.k, found.v, found.total, found.next_slot
-    check(found.scored._replace(mass=None), (q, k, v, pos, one[:, None] * i, one), ())
+    check(
+        found.scored._replace(attn_sum=None), (q, k, v, pos, one[:, None] * i, one), ()
+    )
 
 
 class _Spec:
@@ -228,8 +237,11 @@ POLICIES = {
 @pytest.mark.parametrize(
     "case",
     often(
-        [*((name, "prefill+decode") for name in POLICIES), ("roco", "after_prefill")],
-        [("average_attention", "prefill+decode"), ("roco", "after_prefill")],
+        [
+            *((name, "prefill_and_decode") for name in POLICIES),
+            ("roco", "after_prefill"),
+        ],
+        [("average_attention", "prefill_and_decode"), ("roco", "after_prefill")],
     ),
     ids="-".join,
 )

@@ -16,13 +16,13 @@ NEW = 9
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, 50, length).tolist() for length in (30, 64, 47)]
 METHODS = [
-    (None, "full", {}),
-    (policies.average_attention(), "prefill+decode", {}),
-    (policies.key_diff(), "decode", {}),
+    (None, "none", {}),
+    (policies.average_attention(), "prefill_and_decode", {}),
+    (policies.key_diff(), "decode_only", {}),
     (policies.snapkv(window=5), "after_prefill", {}),
     (policies.h2o(), "after_prefill", {}),
     (policies.expected_attention(), "after_prefill", {}),
-    (policies.streaming(), "after_prefill", {"rope": "slot"}),
+    (policies.streaming(), "after_prefill", {"rope_positions": "cache"}),
 ]
 
 
@@ -43,13 +43,13 @@ def readings(tiny):
 
 @pytest.mark.parametrize("index", range(len(METHODS)))
 def test_same_tokens_and_pairs(tiny, readings, index):
-    made = compressions(tiny.spec)[index]
-    size = bucket(tiny.spec, made, 64, NEW)
+    config = compressions(tiny.spec)[index]
+    size = bucket(tiny.spec, config, 64, NEW)
     whole = run_batch(
-        tiny.params, Job(tiny.spec, made, 3, size, NEW), PROMPTS, range(3)
+        tiny.params, Job(tiny.spec, config, 3, size, NEW), PROMPTS, range(3)
     )
-    reading = readings.after(made, PROMPTS, NEW)
-    reading, tokens = layerwise.write(tiny, made, reading, NEW, (-1,))
+    reading = readings.after(config, PROMPTS, NEW)
+    reading, tokens = layerwise.write(tiny, config, reading, NEW, (-1,))
     assert tokens == whole.tokens
     jax.tree.map(
         np.testing.assert_array_equal,
@@ -60,53 +60,59 @@ def test_same_tokens_and_pairs(tiny, readings, index):
 
 @pytest.mark.parametrize("index", [1, 3])
 def test_same_logits(tiny, readings, index):
-    """Teacher forcing, with evictions while writing and without."""
-    made, spec = compressions(tiny.spec)[index], tiny.spec
+    """Teacher forcing, with select_evictions while writing and without."""
+    config, spec = compressions(tiny.spec)[index], tiny.spec
     prompts, given = [PROMPTS[1]], RNG.integers(0, 50, (1, NEW))
     tokens = jnp.asarray(prompts, jnp.int32)
-    state = cache.init(spec, made, 1, made.prefill_capacity(spec, 64, NEW))
+    state = cache.init(spec, config, 1, config.prefill_capacity(spec, 64, NEW))
     lengths = jnp.asarray([64], jnp.int32)
-    state, first = prefill(tiny.params, state, tokens, lengths, spec=spec, made=made)
-    if made.schedule.compacts:
-        capacity = made.decode_capacity(spec, 64, NEW)
-        state = compact(state, spec=spec, made=made, capacity=capacity)
+    state, first = prefill(
+        tiny.params, state, tokens, lengths, spec=spec, config=config
+    )
+    if config.schedule.compacts:
+        capacity = config.decode_capacity(spec, 64, NEW)
+        state = compact(state, spec=spec, config=config, capacity=capacity)
     forced = jnp.asarray(given, jnp.int32)
-    _, rest = score_tokens(tiny.params, state, forced, spec=spec, made=made)
+    _, rest = score_tokens(tiny.params, state, forced, spec=spec, config=config)
     whole = np.concatenate([np.asarray(first)[None], np.asarray(rest)])[:, 0]
-    reading = readings.after(made, prompts, NEW)
-    found = layerwise.score_tokens(tiny, made, reading, given)
+    reading = readings.after(config, prompts, NEW)
+    found = layerwise.score_tokens(tiny, config, reading, given)
     np.testing.assert_allclose(found[0], whole, atol=1e-5)
 
 
 def test_the_prompt_is_read_once(tiny, monkeypatch):
     """However many rules look at it once it is in."""
-    made = compressions(tiny.spec)[3:6]
-    fresh, count = layerwise.Readings(tiny, made), []
+    config = compressions(tiny.spec)[3:6]
+    fresh, count = layerwise.Readings(tiny, config), []
     read = layerwise.read
     monkeypatch.setattr(layerwise, "read", lambda *args: count.append(1) or read(*args))
-    for each in made:
+    for each in config:
         fresh.after(each, PROMPTS, NEW)
     assert len(count) == 1
 
 
 def test_readings_are_shared_by_what_reads_alike(tiny):
     """Another block is another reading; budgets per layer are refused."""
-    made = compressions(tiny.spec)[3]
-    other = make_config(tiny.spec, made.policy, 24, Schedule("after_prefill", 16, 16))
-    fresh = layerwise.Readings(tiny, [made, other])
-    fresh.after(made, PROMPTS, NEW)
+    config = compressions(tiny.spec)[3]
+    other = make_config(tiny.spec, config.policy, 24, Schedule("after_prefill", 16, 16))
+    fresh = layerwise.Readings(tiny, [config, other])
+    fresh.after(config, PROMPTS, NEW)
     fresh.after(other, PROMPTS, NEW)
     assert len(fresh._known) == 2
-    uneven = make_config(tiny.spec, made.policy, (16, 24), made.schedule)
+    uneven = make_config(tiny.spec, config.policy, (16, 24), config.schedule)
     with pytest.raises(UserError, match=r"\(16, 24\)"):
         layerwise.Readings(tiny, [uneven])
 
 
 def test_an_end_token_stops_a_row(tiny, readings):
-    made = compressions(tiny.spec)[1]
-    free = layerwise.write(tiny, made, readings.after(made, PROMPTS, NEW), NEW, (-1,))
+    config = compressions(tiny.spec)[1]
+    free = layerwise.write(
+        tiny, config, readings.after(config, PROMPTS, NEW), NEW, (-1,)
+    )
     end = free[1][0][3]
-    cut = layerwise.write(tiny, made, readings.after(made, PROMPTS, NEW), NEW, (end,))
+    cut = layerwise.write(
+        tiny, config, readings.after(config, PROMPTS, NEW), NEW, (end,)
+    )
     for whole, short in zip(free[1], cut[1], strict=True):
         stop = whole.index(end) + 1 if end in whole else NEW
         assert short == whole[:stop]

@@ -44,7 +44,7 @@ def full_forward(model, tokens):
     """Log-probabilities f64[T, V] after every token, by attention without a cache."""
 
     def attend(layer, q, k, v, ops, nothing):
-        q, k = ops.rotate(q), ops.rotate(k)
+        q, k = ops.apply_rope(q), ops.apply_rope(k)
         products = jnp.einsum("bkgtd,bksd->bkgts", q, k) * q.shape[-1] ** -0.5
         seen = jnp.tril(jnp.ones(products.shape[-2:], bool))
         weights = jax.nn.softmax(
@@ -91,7 +91,7 @@ def test_full_cache_is_the_models_log_softmax(model):
 
 def test_greedy_is_what_greedy_decoding_writes(model):
     """Some continuations are made by the model itself: they, and no others, are."""
-    lm = answering(model, "streaming", "prefill+decode")
+    lm = answering(model, "streaming", "prefill_and_decode")
     contexts = [words(n, n) for n in (5, 30, 60)]
     asked = [Request((text, {"max_gen_toks": 6, "until": []})) for text in contexts]
     written = lm.generate_until(asked, disable_tqdm=True)
@@ -126,7 +126,9 @@ def test_compressed_is_feeding_by_hand(model, case):
     expected = []
     for context, continuation in texts:
         head, tail = ids(model, context) or [1], ids(model, continuation)
-        expected.append(judged(log_softmax(by_hand(model, lm.made, head, tail)), tail))
+        expected.append(
+            judged(log_softmax(by_hand(model, lm.config, head, tail)), tail)
+        )
     found = lm.loglikelihood(requests(texts), disable_tqdm=True)
     same(found, expected)
     full = answering(model).loglikelihood(requests(texts), disable_tqdm=True)
@@ -134,18 +136,18 @@ def test_compressed_is_feeding_by_hand(model, case):
     assert any(differ) and not all(differ)  # short contexts lose nothing
 
 
-def by_hand(model, made, head, tail):
+def by_hand(model, config, head, tail):
     spec, params = model.spec, model.params
     size = -(-len(head) // 8) * 8
     tokens = jnp.asarray([head + [0] * (size - len(head))], jnp.int32)
-    state = cache.init(spec, made, 1, made.prefill_capacity(spec, size, 32))
+    state = cache.init(spec, config, 1, config.prefill_capacity(spec, size, 32))
     length = jnp.asarray([len(head)], jnp.int32)
-    state, first = prefill(params, state, tokens, length, spec=spec, made=made)
-    if made.schedule.compacts:
-        capacity = made.decode_capacity(spec, size, 32)
-        state = compact(state, spec=spec, made=made, capacity=capacity)
+    state, first = prefill(params, state, tokens, length, spec=spec, config=config)
+    if config.schedule.compacts:
+        capacity = config.decode_capacity(spec, size, 32)
+        state = compact(state, spec=spec, config=config, capacity=capacity)
     given = jnp.asarray([tail[:-1]], jnp.int32)
-    _, rest = score_tokens(params, state, given, spec=spec, made=made)
+    _, rest = score_tokens(params, state, given, spec=spec, config=config)
     return np.concatenate([first, np.asarray(rest)[:, 0]])
 
 
@@ -205,15 +207,15 @@ def test_long_contexts_lose_their_beginning_and_a_warning_counts_them(model):
 
 
 def test_likelihoods_refuse_what_does_not_fit(model):
-    made = make_config(model.spec, None, None)
-    ask = functools.partial(likelihood.likelihoods, model, made, memory_bytes=10**8)
+    config = make_config(model.spec, None, None)
+    ask = functools.partial(likelihood.likelihoods, model, config, memory_bytes=10**8)
     with pytest.raises(UserError, match="context 1 is empty"):
         ask([((1,), (2,)), ((), (2,))])
     with pytest.raises(UserError, match="256 tokens and one"):
         ask([((1,) * 250, (2,) * 8)])
     assert len(ask([((1,) * 250, (2,) * 7)])) == 1
     with pytest.raises(UserError, match="too small for one row"):
-        likelihood.likelihoods(model, made, [((1,), (2,))], 1000)
+        likelihood.likelihoods(model, config, [((1,), (2,))], 1000)
 
 
 def test_windows_of_the_harness_documentation():

@@ -16,7 +16,7 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 def causal_attend(layer, q, k, v, ops, cache):
     """Full causal attention, no cache: [B, K, G, T, D] out."""
-    q, k = ops.rotate(q), ops.rotate(k)
+    q, k = ops.apply_rope(q), ops.apply_rope(k)
     scores = jnp.einsum("bkgtd,bksd->bkgts", q, k) * q.shape[-1] ** -0.5
     length = q.shape[-2]
     seen = jnp.tril(jnp.ones((length, length), bool))[None, None, None]

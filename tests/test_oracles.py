@@ -33,7 +33,7 @@ K, G, D = SPEC.num_kv_heads, SPEC.group, SPEC.head_dim
 ROWS, STEPS, IDS = 4, 24, 12
 EXAMPLES = 2  # batches per case
 SHARP = 2.5  # scales the queries: attention on random keys is peaked
-ALWAYS, ONCE, DECODE = "prefill+decode", "after_prefill", "decode"
+ALWAYS, ONCE, DECODE = "prefill_and_decode", "after_prefill", "decode_only"
 
 SMALL = (16, 4, 4)  # budget, block, evict
 LARGE = (24, 8, 8)
@@ -54,10 +54,10 @@ class Case:
     @property
     def schedule(self) -> Schedule:
         _, block, evict = self.shape
-        return Schedule(self.phases, block=block, evict=evict)
+        return Schedule(self.phases, prefill_chunk=block, evict_size=evict)
 
     @property
-    def made(self) -> CacheConfig:
+    def config(self) -> CacheConfig:
         options = dict(self.options)
         return make_config(SPEC, self.policy, self.shape[0], self.schedule, **options)
 
@@ -87,8 +87,8 @@ def over(name, parts, *shape_and_phases, options=(), **how):
 
 
 FEW = (("rows", 3),)  # fewer rows at once than the batch has
-GATHER = (("room", "gather"),)
-SLOTS = (("rope", "slot"),)
+GATHER = (("eviction", "compact"),)
+SLOTS = (("rope_positions", "cache"),)
 
 MARKS = {"special": (1,), "punctuation": (2, 3)}
 PROFILE = {"sinks": 1, "heavy": 4, "local": 5} | MARKS
@@ -180,8 +180,8 @@ QUICK = {
 }
 
 
-@functools.partial(jax.jit, static_argnames=("made", "room"), compiler_options=QUICK)
-def run(q, k, v, out, tokens, lengths, stops, *, made, room):
+@functools.partial(jax.jit, static_argnames=("config", "room"), compiler_options=QUICK)
+def run(q, k, v, out, tokens, lengths, stops, *, config, room):
     """What every row holds after every step, and its attention outputs.
 
     And what the policy had noted of the rows when the prompts were read.
@@ -189,7 +189,7 @@ def run(q, k, v, out, tokens, lengths, stops, *, made, room):
     q, k, v are those of the text, prompt first; rows read `lengths` tokens block by
     block and decode `stops` more.
     """
-    block, spec = made.schedule.block, SPEC
+    block, spec = config.schedule.prefill_chunk, SPEC
 
     def project(values):
         return jnp.einsum("bktd,kgdm->bkgtm", values, out)
@@ -206,13 +206,13 @@ def run(q, k, v, out, tokens, lengths, stops, *, made, room):
             pick(v, inside),
             ops,
             state,
-            made=made,
+            config=config,
             n=n,
             tokens=jnp.take_along_axis(tokens, inside, 1),
             prompt=prompt,
         )
         state = cache.advance(state, n)
-        return state, (state.layers[0].pos, mixed)
+        return state, (state.layers[0].positions, mixed)
 
     def read(state, i):
         return step(state, block, jnp.clip(lengths - i * block, 0, block), True)
@@ -220,13 +220,13 @@ def run(q, k, v, out, tokens, lengths, stops, *, made, room):
     def decode(state, i):
         return step(state, 1, (i < stops).astype(jnp.int32), False)
 
-    state = cache.init(spec, made, ROWS, made.prefill_capacity(spec, room, STEPS))
+    state = cache.init(spec, config, ROWS, config.prefill_capacity(spec, room, STEPS))
     state, prefilled = jax.lax.scan(read, state, jnp.arange(room // block))
     noted = state.stats[0].rows
-    if made.schedule.compacts:
-        capacity = made.decode_capacity(spec, room, STEPS)
-        state = cache.compact(state, made, capacity, decoder.rotations(spec))
-    compacted = state.layers[0].pos
+    if config.schedule.compacts:
+        capacity = config.decode_capacity(spec, room, STEPS)
+        state = cache.compact(state, config, capacity, decoder.rotations(spec))
+    compacted = state.layers[0].positions
     state, decoded = jax.lax.scan(decode, state, jnp.arange(STEPS))
     return prefilled, compacted, decoded, noted, state.error
 
@@ -240,7 +240,7 @@ def by_hand(case, row, dtype, noise=0.0):
 
     q, k, v, out = (given(row[name]) for name in ("q", "k", "v", "out"))
     budget, block, evict = case.shape
-    slots = dict(case.options).get("rope") == "slot"
+    slots = dict(case.options).get("rope_positions") == "cache"
     layer = oracle.Layer(
         case.rule, budget, evict, out, SPEC.rope_theta, case.phases, slots
     )
@@ -269,7 +269,7 @@ def by_kvjax(case, batch):
         name: x.astype(np.float32 if x.dtype == np.float64 else np.int32)
         for name, x in batch.items()
     }
-    result = run(**arrays, made=case.made, room=case.room)
+    result = run(**arrays, config=case.config, room=case.room)
     prefilled, compacted, decoded, noted, error = jax.device_get(result)
     assert not error.any()
     block, rows = case.shape[1], []

@@ -396,7 +396,7 @@ def test_real_peers(smollm2):
     found = throughput.measure(
         python, path, methods, prompts, 8, 10**9, 1, keep_tokens=True
     )
-    schedules = kvjax.Schedule("full"), kvjax.Schedule("after_prefill")
+    schedules = kvjax.Schedule("none"), kvjax.Schedule("after_prefill")
     rules = None, kvjax.policies.key_diff()
     for record, policy, schedule in zip(found, rules, schedules, strict=True):
         ours = kvjax.generate(

@@ -11,9 +11,9 @@ from kvjax.engine.compiled import Job, bucket
 from kvjax.engine.planner import phase_bytes, plan_job, state_bytes
 
 SPEC = tiny_spec(num_layers=3, head_dim=16, context_length=4096)
-BATCH_MAX = Schedule(block=8, evict=8)
-ED = Schedule("decode", block=8, evict=1)
-FULL = Schedule("full", block=8)
+BATCH_MAX = Schedule(prefill_chunk=8, evict_size=8)
+ED = Schedule("decode_only", prefill_chunk=8, evict_size=1)
+FULL = Schedule("none", prefill_chunk=8)
 
 
 def planned(budget, schedule, policy, memory_bytes, **changes):
@@ -25,8 +25,8 @@ def planned(budget, schedule, policy, memory_bytes, **changes):
 
 def test_state_bytes_are_the_formula():
     """2 L K D S B bytes, and 4 bytes of position per slot and head."""
-    made = make_config(SPEC, None, None, FULL)
-    job = Job(SPEC, made, 5, bucket(SPEC, made, 1000, 24), 24)
+    config = make_config(SPEC, None, None, FULL)
+    job = Job(SPEC, config, 5, bucket(SPEC, config, 1000, 24), 24)
     slots = 1024 + 24
     pairs = 2 * 3 * 2 * 16 * slots * 5 * 4
     positions = 3 * 2 * slots * 5 * 4
@@ -64,7 +64,7 @@ def test_full_prefill_limits_all_but_batch_max():
     batch_max = planned(256, BATCH_MAX, policies.average_attention(), memory)
     assert batch_max.batch > 1.8 * full.batch
     assert ed.batch < 1.2 * full.batch
-    assert ed.limit in ("prefill", "compact")
+    assert ed.limited_by in ("prefill", "compact")
     longer = planned(
         256, BATCH_MAX, policies.average_attention(), memory, prompt_tokens=4000
     )
@@ -85,8 +85,8 @@ def test_prompts_limit_the_batch():
 def test_too_little_memory_names_what_is_needed():
     with pytest.raises(UserError, match=r"1e-05 GB is too small for one row of tiny"):
         planned(256, BATCH_MAX, policies.recency(), 10_000)
-    made = make_config(SPEC, policies.recency(), 256, BATCH_MAX)
-    job = Job(SPEC, made, 1, bucket(SPEC, made, 1024, 64), 64)
+    config = make_config(SPEC, policies.recency(), 256, BATCH_MAX)
+    job = Job(SPEC, config, 1, bucket(SPEC, config, 1024, 64), 64)
     one = max(phase_bytes(job).values())
     with pytest.raises(UserError, match="too small for one row"):
         plan_job(job, int(one * 0.9))
@@ -94,8 +94,8 @@ def test_too_little_memory_names_what_is_needed():
 
 
 def test_layers_of_different_capacity():
-    made = make_config(SPEC, policies.recency(), (64, 128, 192), BATCH_MAX)
-    job = Job(SPEC, made, 2, bucket(SPEC, made, 1024, 64), 64)
+    config = make_config(SPEC, policies.recency(), (64, 128, 192), BATCH_MAX)
+    job = Job(SPEC, config, 2, bucket(SPEC, config, 1024, 64), 64)
     uniform = make_config(SPEC, policies.recency(), 128, BATCH_MAX)
-    same = dataclasses.replace(job, made=uniform)
+    same = dataclasses.replace(job, config=uniform)
     assert state_bytes(job) == state_bytes(same)

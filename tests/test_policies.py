@@ -34,7 +34,7 @@ def test_evictions_are_a_stable_sort(seed, ties, slots):
     pos[rng.random(pos.shape) < 0.2] = -1
     least = (pos >= 0).sum(-1).min(-1)
     drop = rng.integers(0, least + 1)
-    gone = policies.evictions(
+    gone = policies.select_evictions(
         jnp.asarray(score, jnp.float32),
         jnp.asarray(pos, jnp.int32),
         jnp.asarray(drop, jnp.int32),
@@ -57,8 +57,10 @@ def test_a_rule_in_somebody_elses_code():
         pos = jnp.broadcast_to(jnp.arange(6), (1, 2, 6))
         seen = view(pos, [[4, 4]])
         stats = policy.init(spec, 1, 6)
-        stats = policy.observe(stats, seen, Observation(mass=weights.sum(2)))
-        return policies.evictions(policy.score(stats, seen), pos, jnp.asarray([2]))
+        stats = policy.observe(stats, seen, Observation(attn_sum=weights.sum(2)))
+        return policies.select_evictions(
+            policy.score(stats, seen), pos, jnp.asarray([2])
+        )
 
     average = np.asarray(causal.sum(2)) / (6 - np.arange(6))
     expected = np.zeros((1, 2, 6), bool)
@@ -70,7 +72,7 @@ def test_a_rule_in_somebody_elses_code():
 def test_h2o_splits_what_is_kept():
     pos = np.arange(10)[None, None]
     mass = jnp.asarray(np.arange(10, 0, -1)[None, None], jnp.float32)
-    gone = policies.evictions(
+    gone = policies.select_evictions(
         policies.h2o(recent=0.5).score(Stats(mass), view(pos, [[6]])),
         jnp.asarray(pos),
         jnp.asarray([4]),
@@ -104,7 +106,7 @@ def test_random_is_a_uniform_sample():
 def test_streaming_keeps_sinks_and_newest():
     pos = np.arange(12)[None, None]
     score = policies.streaming(sinks=2).score((), view(pos, [5]))
-    gone = policies.evictions(score, jnp.asarray(pos), jnp.asarray([7]))
+    gone = policies.select_evictions(score, jnp.asarray(pos), jnp.asarray([7]))
     assert np.flatnonzero(~gone[0, 0]).tolist() == [0, 1, 9, 10, 11]
 
 

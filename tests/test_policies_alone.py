@@ -116,7 +116,7 @@ def test_observed_is_what_other_rules_need(other, data):
     @jax.jit
     def observe():
         at = jnp.broadcast_to(jnp.arange(x.shape[1])[None], x.shape[:2])
-        q, k, v = other.project(w, x, at)
+        q, k, v = other.value_contribution(w, x, at)
         pos = jnp.broadcast_to(at[:, None], k.shape[:3])
         _, weights = other.attend(w, q, at, k, v, pos)
         return other.observed(n, at, q, weights)
@@ -126,7 +126,11 @@ def test_observed_is_what_other_rules_need(other, data):
         q, k, _ = numpy_layer(w, x[row, :length])
         for head in range(len(k)):
             mean = numpy_weights(q[head], k[head]).mean(axis=0)  # [T, T]
-            sums = {"mass": mean.sum(0), "mass_sq": (mean**2).sum(0), "last": mean[-1]}
+            sums = {
+                "attn_sum": mean.sum(0),
+                "attn_sq_sum": (mean**2).sum(0),
+                "last_attn": mean[-1],
+            }
             for name, want in sums.items():
                 got = getattr(seen, name)[row, head, :length]
                 np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)

@@ -30,7 +30,7 @@ def make_record(method, **changes):
     record = {
         "method": method,
         "policy": method.lower(),
-        "schedule": "prefill+decode",
+        "schedule": "prefill_and_decode",
         "budget": 512,
         "batch": 18,
         "batch_limit": "decode state",
@@ -134,7 +134,13 @@ def test_a_record_says_how_it_was_made(monkeypatch):
 def test_table_lines_up_and_holds_the_numbers():
     head, rule, full, streaming, _ = tables.table(RECORDS).split("\n")
     assert len({len(line) for line in (head, rule, full, streaming)}) == 1
-    expected = ["StreamingLLM", "prefill+decode", "512", "18 (decode state)", "0.50"]
+    expected = [
+        "StreamingLLM",
+        "prefill_and_decode",
+        "512",
+        "18 (decode state)",
+        "0.50",
+    ]
     expected += ["0.300", "0.82", "1,234", "88.2", "14.4 (1.60x)", "26.0"]
     assert split(streaming) == expected
     assert split(full)[2] == "all"
@@ -237,7 +243,7 @@ def sweep_records(**changes):
     """Two policies at two budgets under two schedules; one of them was not measured."""
     records = [FULL]
     for label, skill in (("good", 1.0), ("poor", 0.25)):
-        for phases in ("prefill+decode", "after_prefill"):
+        for phases in ("prefill_and_decode", "after_prefill"):
             for budget in (768, 1152):
                 fields = {
                     "label": label,
@@ -273,7 +279,7 @@ def test_the_best_of_each_setting_comes_first():
     assert split(full)[0] == "Full cache"
     assert [split(line)[:3] for line in best] == [
         ["good", phases, budget]
-        for phases in ("prefill+decode", "after_prefill")
+        for phases in ("prefill_and_decode", "after_prefill")
         for budget in ("768", "1,152")
     ]
     tied = run_report.overview(sweep_records(accuracy=1.0, kl=0.1)).split("\n")[3]

@@ -20,8 +20,8 @@ from kvjax.models import decoder, presets
 SPEC = tiny_spec(model_dim=128, ff_dim=384, head_dim=32, num_heads=8, vocab_size=1000)
 
 
-def plan_of(made, batch=4, prompt=256, new=8, spec=SPEC):
-    return as_plan(Job(spec, made, batch, prompt, new), "prompts", 10**9, 0)
+def plan_of(config, batch=4, prompt=256, new=8, spec=SPEC):
+    return as_plan(Job(spec, config, batch, prompt, new), "prompts", 10**9, 0)
 
 
 def all_weights(spec):
@@ -66,14 +66,14 @@ def test_flops_are_the_compiler_s(tokens, slots, rows, logits):
 
     One step outside any loop, whose body XLA would count once.
     """
-    made = make_config(SPEC, None, None, implementation="reference")
-    job = Job(SPEC, made, rows, 256, 8)
+    config = make_config(SPEC, None, None, implementation="reference")
+    job = Job(SPEC, config, rows, 256, 8)
     capacity = (slots,) * SPEC.num_layers
 
     @jax.jit
     def run(params, state, ids):
         n = jnp.full((rows,), tokens)
-        hidden, state = forward(params, SPEC, ids, n, state, made)
+        hidden, state = forward(params, SPEC, ids, n, state, config)
         out = decoder.logits(params, hidden[:, 0], SPEC) if logits else hidden
         return out, state
 
@@ -90,8 +90,8 @@ def test_flops_are_the_compiler_s(tokens, slots, rows, logits):
 
 def test_bytes_are_the_arrays():
     """Weights once, all pairs read, the new ones written."""
-    made = make_config(SPEC, None, None)
-    job = Job(SPEC, made, 4, 256, 8)
+    config = make_config(SPEC, None, None)
+    job = Job(SPEC, config, 4, 256, 8)
     work = roofline.step(job, 4, 1, job.decode_capacity, logits=True)
     slots = 4 * sum(job.decode_capacity) * SPEC.num_kv_heads
     others = (
@@ -105,17 +105,17 @@ def test_bytes_are_the_arrays():
 
 def test_a_full_prefill_by_hand():
     """Blocks of 64 over 160 tokens: 64, 128, then 160 pairs; the head once."""
-    made = make_config(SPEC, None, None, Schedule("full", block=64))
-    found = roofline.total(roofline.prefill(plan_of(made), 160))
+    config = make_config(SPEC, None, None, Schedule("none", prefill_chunk=64))
+    found = roofline.total(roofline.prefill(plan_of(config), 160))
     read = 64 * 64 + 64 * 128 + 32 * 160
     attention = 4 * 2 * 4 * 32 * read * 4 * SPEC.num_layers
     matrices = 2 * roofline.active_weights(SPEC) * 160 * 4
     assert found.flops == attention + matrices + 2 * 4 * 128 * 1000
 
 
-def held(made, prompt_tokens, new=8):
+def held(config, prompt_tokens, new=8):
     """Pairs of the first layer in every block, and in every decoding step."""
-    plan = plan_of(made, new=new)
+    plan = plan_of(config, new=new)
     size = 2 * SPEC.num_kv_heads * SPEC.head_dim * 4 * plan.batch * SPEC.num_layers
     least = [
         roofline.step(plan.job, 4, tokens, (0, 0), logits).bytes
@@ -132,38 +132,43 @@ def held(made, prompt_tokens, new=8):
 @pytest.mark.parametrize(
     ("schedule", "budget", "blocks", "steps"),
     [
-        (Schedule(block=64, evict=64), 128, [64, 128, 128, 128], [65, 66, 67]),
+        (
+            Schedule(prefill_chunk=64, evict_size=64),
+            128,
+            [64, 128, 128, 128],
+            [65, 66, 67],
+        ),
         (Schedule("after_prefill", 64), 100, [64, 128, 192, 256], [101, 102, 103]),
-        (Schedule("decode", 64, evict=1), 2, [64, 128, 192, 256], [2, 2, 2]),
+        (Schedule("decode_only", 64, evict_size=1), 2, [64, 128, 192, 256], [2, 2, 2]),
     ],
     ids=["batch_max", "after_prefill", "ed"],
 )
 def test_pairs_held(tiny, schedule, budget, blocks, steps):
     """As the engine itself holds them, at the end of a real run of the same sizes."""
-    made = make_config(SPEC, policies.recency(), budget, schedule)
-    read, written = held(made, 256, new=4)
+    config = make_config(SPEC, policies.recency(), budget, schedule)
+    read, written = held(config, 256, new=4)
     assert read == blocks and written == steps
     from kvjax.engine import api
 
-    made = make_config(tiny.spec, policies.recency(), budget, schedule)
+    config = make_config(tiny.spec, policies.recency(), budget, schedule)
     context = tiny.spec.__class__(**(vars(tiny.spec) | {"context_length": 512}))
-    job = Job(context, made, 1, 256, 4)
+    job = Job(context, config, 1, 256, 4)
     state = api.run_batch(tiny.params, job, [[1] * 256], [0]).state
-    assert int((state.layers[0].pos[0, 0] >= 0).sum()) == steps[-1]
+    assert int((state.layers[0].positions[0, 0] >= 0).sum()) == steps[-1]
 
 
 def test_windows_bound_what_is_read():
-    spec = tiny_spec(windows=(16, 0))
-    made = make_config(spec, None, None)
-    job = Job(spec, made, 1, 256, 8)
+    spec = tiny_spec(sliding_windows=(16, 0))
+    config = make_config(spec, None, None)
+    job = Job(spec, config, 1, 256, 8)
     all_read = roofline.step(job, 1, 1, (100, 100), False).bytes
     near = roofline.step(job, 1, 1, (16, 100), False).bytes
     assert all_read == near
 
 
 def test_a_pool_reads_the_weights_for_every_group():
-    made = make_config(SPEC, policies.recency(), 64, Schedule("after_prefill"))
-    whole = plan_of(made, batch=6)
+    config = make_config(SPEC, policies.recency(), 64, Schedule("after_prefill"))
+    whole = plan_of(config, batch=6)
     groups = staggered.StaggeredPlan(**vars(whole), group=2)
     once, thrice = (roofline.prefill(plan, 200) for plan in (whole, groups))
     flops = roofline.total(once).flops
@@ -177,8 +182,8 @@ def test_a_pool_reads_the_weights_for_every_group():
 
 def test_predictions():
     """By hand where one rate alone counts, and the slower of the two where both do."""
-    made = make_config(SPEC, None, None, Schedule("full", block=64))
-    plan = plan_of(made)
+    config = make_config(SPEC, None, None, Schedule("none", prefill_chunk=64))
+    plan = plan_of(config)
     work = [roofline.total(part(plan)) for part in (roofline.prefill, roofline.decode)]
     by_bytes = roofline.predict(plan, Rates(1e9, float("inf")))
     assert by_bytes.prefill_tokens_per_s == pytest.approx(4 * 256e9 / work[0].bytes)

@@ -39,16 +39,16 @@ KINDS = ("tova", "per_head", "snapkv", "scissorhands", "fastgen")
 MORE = ("average_attention", "simlayerkv")
 CASES = often(
     [
-        *((name, "prefill+decode", ("2x4",)) for name in POLICIES),
-        *((name, "prefill+decode", ("1x8", "8x1")) for name in POLICIES),
+        *((name, "prefill_and_decode", ("2x4",)) for name in POLICIES),
+        *((name, "prefill_and_decode", ("1x8", "8x1")) for name in POLICIES),
         *((name, "after_prefill", ("2x4",)) for name in KINDS[:3]),
-        *((name, "decode", ("2x4",)) for name in KINDS[:3]),
+        *((name, "decode_only", ("2x4",)) for name in KINDS[:3]),
     ],
     [
-        *((name, "prefill+decode", ("2x4",)) for name in (*KINDS, *MORE)),
-        *((name, "prefill+decode", ("1x8", "8x1")) for name in KINDS[:2]),
+        *((name, "prefill_and_decode", ("2x4",)) for name in (*KINDS, *MORE)),
+        *((name, "prefill_and_decode", ("1x8", "8x1")) for name in KINDS[:2]),
         *((name, "after_prefill", ("2x4",)) for name in KINDS[1:2]),
-        *((name, "decode", ("2x4",)) for name in KINDS[:1]),
+        *((name, "decode_only", ("2x4",)) for name in KINDS[:1]),
     ],
 )
 
@@ -61,21 +61,21 @@ def _programs_go():
     jax.clear_caches()
 
 
-def of_layer(made, over):
+def of_layer(config, over):
     """States of the contract's layer after its prompt and at the end."""
     given = jnp.asarray(LENGTHS, jnp.int32)
     prompts, new = layer.split(DATA, PROMPT)
-    capacity = made.prefill_capacity(SPEC, PROMPT, NEW)
-    init = functools.partial(cache.init, SPEC, made, len(LENGTHS), capacity)
-    placed = over and sharded.state_partitions(SPEC, made, capacity, over)
+    capacity = config.prefill_capacity(SPEC, PROMPT, NEW)
+    init = functools.partial(cache.init, SPEC, config, len(LENGTHS), capacity)
+    placed = over and sharded.state_partitions(SPEC, config, capacity, over)
     with meshes.use(over):
         state = jax.jit(init, out_shardings=placed)()
-        read = layer.read(SPEC, made, state, prompts, given, BLOCK)
-        if made.schedule.compacts:
-            after = made.decode_capacity(SPEC, PROMPT, NEW)
-            read = layer.shrink(SPEC, made, read, after)
+        read = layer.read(SPEC, config, state, prompts, given, BLOCK)
+        if config.schedule.compacts:
+            after = config.decode_capacity(SPEC, PROMPT, NEW)
+            read = layer.shrink(SPEC, config, read, after)
         kept = cache.kept_positions(read)
-        end = layer.write(SPEC, made, read, new, given > 0)
+        end = layer.write(SPEC, config, read, new, given > 0)
     cache.raise_errors(end)
     return kept, end
 
@@ -86,12 +86,12 @@ def of_layer(made, over):
 def test_every_policy_keeps_what_one_device_keeps(case):
     """The contract's policies while prompts are read and tokens are written."""
     name, phases, shapes = case
-    schedule = Schedule(phases, block=BLOCK, evict=BLOCK)
-    made = make_config(SPEC, POLICIES[name], BUDGET, schedule)
-    kept, end = of_layer(made, None)
+    schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
+    config = make_config(SPEC, POLICIES[name], BUDGET, schedule)
+    kept, end = of_layer(config, None)
     for shape in shapes:
         over = meshes.mesh(MESHES[shape], SPEC.num_kv_heads)
-        also_kept, split_end = of_layer(made, over)
+        also_kept, split_end = of_layer(config, over)
         jax.tree.map(np.testing.assert_array_equal, also_kept, kept)
         jax.tree.map(
             np.testing.assert_array_equal,
@@ -106,8 +106,18 @@ def test_every_policy_keeps_what_one_device_keeps(case):
 
 FAMILIES = {  # switches that decide how a model is split
     "llama": {"num_kv_heads": 4, "num_heads": 8, "ff_dim": 48, "vocab_size": 64},
-    "untied": {"num_kv_heads": 8, "num_heads": 8, "ff_dim": 64, "tied_head": False},
-    "experts": {"num_kv_heads": 4, "num_heads": 4, "experts": 3, "experts_used": 2},
+    "untied": {
+        "num_kv_heads": 8,
+        "num_heads": 8,
+        "ff_dim": 64,
+        "tie_embeddings": False,
+    },
+    "experts": {
+        "num_kv_heads": 4,
+        "num_heads": 4,
+        "experts": 3,
+        "experts_per_token": 2,
+    },
     "biases": {
         "num_kv_heads": 2,
         "num_heads": 2,
@@ -134,13 +144,13 @@ def test_a_split_model_writes_the_same(family, shape):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 50, n).tolist() for n in (3, 40, 17, 64, 9, 33, 50)]
     how = {"policy": policies.h2o(), "budget": 24, "max_new_tokens": 12}
-    how |= {"schedule": Schedule("prefill+decode", 8, 8), "memory_gb": 0.1}
+    how |= {"schedule": Schedule("prefill_and_decode", 8, 8), "memory_gb": 0.1}
     alone = kvjax.generate(model, prompts, **how)
     parted, over = split(model, MESHES[shape])
     together = kvjax.generate(parted, prompts, **how)
     for one, other in zip(alone, together, strict=True):
         assert one.tokens == other.tokens
-        jax.tree.map(np.testing.assert_array_equal, one.kept, other.kept)
+        jax.tree.map(np.testing.assert_array_equal, one.kept_positions, other.kept)
     assert placement.of(parted.params) == over
 
 
@@ -165,10 +175,10 @@ def test_the_cache_is_never_gathered(name, shape):
         model_dim=40,
     )
     over = meshes.mesh(MESHES[shape], spec.num_kv_heads)
-    schedule = Schedule("prefill+decode", 4, 4) if name else None
+    schedule = Schedule("prefill_and_decode", 4, 4) if name else None
     policy = name and policies.make(name, **({"window": 3} if name == "snapkv" else {}))
-    made = make_config(spec, policy, 20 if name else None, schedule)
-    job = Job(placement.fitted(spec, over), made, 8, 256, 16, mesh=over)
+    config = make_config(spec, policy, 20 if name else None, schedule)
+    job = Job(placement.fitted(spec, over), config, 8, 256, 16, mesh=over)
     compiled = programs(job)
     for program in (compiled.prefill, compiled.decode):
         sent = collectives(program)
@@ -186,8 +196,8 @@ def test_the_cache_is_never_gathered(name, shape):
 
 def test_a_gathered_cache_would_be_seen():
     over = meshes.mesh("data:2,model:4", SPEC.num_kv_heads)
-    made = make_config(SPEC, None, None)
-    split = sharded.state_partitions(SPEC, made, (20,), over).layers[0].k
+    config = make_config(SPEC, None, None)
+    split = sharded.state_partitions(SPEC, config, (20,), over).layers[0].k
     held = jax.ShapeDtypeStruct((8, 8, 20, 12), jnp.float32, sharding=split)
     whole = jax.jit(lambda k: k, out_shardings=NamedSharding(over, PartitionSpec()))
     sent = collectives(whole.lower(held).compile())
@@ -197,10 +207,12 @@ def test_a_gathered_cache_would_be_seen():
 def test_a_plan_counts_what_one_device_holds():
     """An eighth of the state, the weights' own parts, and batches in whole groups."""
     model = tiny_model(num_kv_heads=4, num_heads=8, ff_dim=64, vocab_size=64)
-    made = make_config(model.spec, policies.h2o(), 32, Schedule(block=8, evict=8))
-    alone = job_of(model, made, 256, 8)
+    config = make_config(
+        model.spec, policies.h2o(), 32, Schedule(prefill_chunk=8, evict_size=8)
+    )
+    alone = job_of(model, config, 256, 8)
     parted, _ = split(model, "data:2,model:4")
-    job = job_of(parted, made, 256, 8)
+    job = job_of(parted, config, 256, 8)
     assert (alone.batch, job.batch) == (1, 2)
     whole, part = state_bytes(alone)["decode"], state_bytes(job)["decode"]
     rows = 4 + 4 * 4  # next_pos, which every device of a model has, and error
@@ -250,9 +262,9 @@ def test_a_mesh_that_cannot_be(asked, said):
 
 def test_a_batch_that_does_not_divide():
     over = meshes.mesh("data:8", SPEC.num_kv_heads)
-    made = make_config(SPEC, None, None)
+    config = make_config(SPEC, None, None)
     with pytest.raises(UserError, match="batch of 12"):
-        Job(SPEC, made, 12, 256, 4, mesh=over)
+        Job(SPEC, config, 12, 256, 4, mesh=over)
 
 
 def test_params_are_read_where_they_belong(tmp_path, monkeypatch):
@@ -284,11 +296,11 @@ done = kvjax.generate(
     [[3, 1, 4, 1, 5], list(range(40)), [2, 7]],
     policy=kvjax.policies.tova(),
     budget=16,
-    schedule=kvjax.Schedule("prefill+decode", 8, 8),
+    schedule=kvjax.Schedule("prefill_and_decode", 8, 8),
     max_new_tokens=6,
     memory_gb=0.1,
 )
-print([c.tokens for c in done], [[h.tolist() for h in c.kept[0]] for c in done])
+print([c.tokens for c in done], [[h.tolist() for h in c.kept_positions[0]] for c in done])
 """
 
 
@@ -318,11 +330,11 @@ def test_two_processes_write_what_one_does(tmp_path, monkeypatch):
         [[3, 1, 4, 1, 5], list(range(40)), [2, 7]],
         policy=policies.tova(),
         budget=16,
-        schedule=Schedule("prefill+decode", 8, 8),
+        schedule=Schedule("prefill_and_decode", 8, 8),
         max_new_tokens=6,
         memory_gb=0.1,
     )
-    kept = [[head.tolist() for head in each.kept[0]] for each in done]
+    kept = [[head.tolist() for head in each.kept_positions[0]] for each in done]
     assert told == [f"{[each.tokens for each in done]} {kept}"] * 2
 
 

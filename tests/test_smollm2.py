@@ -42,7 +42,9 @@ def test_needle_is_found_with_half_the_pairs(smollm2):
         needle.grade(example, c.text) for example, c in zip(examples, done, strict=True)
     ]
     assert sum(found) >= 3
-    assert all(len(head) <= 192 for c in done for layer in c.kept for head in layer)
+    assert all(
+        len(head) <= 192 for c in done for layer in c.kept_positions for head in layer
+    )
     assert np.isfinite(jax.device_get(smollm2.params["final_norm"])).all()
 
 

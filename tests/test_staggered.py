@@ -15,8 +15,8 @@ from kvjax.engine.compiled import Job, bucket
 from kvjax.engine.planner import plan_job, state_bytes, weights_bytes
 from kvjax.engine.sampling import Sampling
 
-AFTER = Schedule("after_prefill", block=8)
-ED = Schedule("decode", block=8, evict=1)
+AFTER = Schedule("after_prefill", prefill_chunk=8)
+ED = Schedule("decode_only", prefill_chunk=8, evict_size=1)
 MEMORY = 8_000_000
 SPEC = tiny_spec(num_layers=3, head_dim=16, context_length=4096)
 
@@ -28,8 +28,8 @@ def _programs_go_with_this_module():
 
 
 def job(spec, policy, budget=24, schedule=AFTER, batch=5, longest=100, new=6, **more):
-    made = make_config(spec, policy, budget, schedule)
-    return Job(spec, made, batch, bucket(spec, made, longest, new), new, **more)
+    config = make_config(spec, policy, budget, schedule)
+    return Job(spec, config, batch, bucket(spec, config, longest, new), new, **more)
 
 
 def ragged(count, longest=100, seed=0):
@@ -38,9 +38,9 @@ def ragged(count, longest=100, seed=0):
     return [rng.integers(0, 50, length).tolist() for length in lengths]
 
 
-def by_hand(made, group):
+def by_hand(config, group):
     """A plan of given sizes, for runs that are not about memory."""
-    return staggered.StaggeredPlan(made, "prompts", 0, 0, 0, 0, group)
+    return staggered.StaggeredPlan(config, "prompts", 0, 0, 0, 0, group)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,10 @@ def by_hand(made, group):
 )
 def test_tokens_and_state_are_the_ordinary_run_s(tiny, policy, schedule, budget):
     """Ragged prompts; a group of 2 does not divide the 5 rows, and one row is spare."""
-    made = job(tiny.spec, policy, budget, schedule)
+    config = job(tiny.spec, policy, budget, schedule)
     prompts, indices = ragged(4), [7, 1, 4, 2]
-    ordinary = api.run_batch(tiny.params, made, prompts, indices)
-    pooled = staggered.run_batch(tiny.params, by_hand(made, 2), prompts, indices)
+    ordinary = api.run_batch(tiny.params, config, prompts, indices)
+    pooled = staggered.run_batch(tiny.params, by_hand(config, 2), prompts, indices)
     assert pooled.tokens == ordinary.tokens
     assert all(len(tokens) == 6 for tokens in pooled.tokens)
     kept, expected = map(cache.kept_positions, (pooled.state, ordinary.state))
@@ -72,20 +72,20 @@ def test_tokens_and_state_are_the_ordinary_run_s(tiny, policy, schedule, budget)
 def test_sampled_tokens_too(tiny):
     """The keys go with the prompts' numbers, whatever group reads them."""
     how = Sampling(temperature=1.0)
-    made = job(tiny.spec, policies.key_norm(), how=how)
+    config = job(tiny.spec, policies.key_norm(), how=how)
     prompts, indices = ragged(5, seed=3), [3, 0, 9, 4, 1]
-    ordinary = api.run_batch(tiny.params, made, prompts, indices, seed=5)
-    pooled = staggered.run_batch(tiny.params, by_hand(made, 3), prompts, indices, 5)
+    ordinary = api.run_batch(tiny.params, config, prompts, indices, seed=5)
+    pooled = staggered.run_batch(tiny.params, by_hand(config, 3), prompts, indices, 5)
     assert pooled.tokens == ordinary.tokens
     assert len({token for tokens in pooled.tokens for token in tokens}) > 5
 
 
 def test_an_error_of_one_group_stays(tiny):
-    made = job(tiny.spec, policies.recency(), batch=2)
-    compiled = staggered.compile_programs(made, 1)
+    config = job(tiny.spec, policies.recency(), batch=2)
+    compiled = staggered.compile_programs(config, 1)
     pool, logits = compiled.init_pool(), np.zeros((2, 50), np.float32)
     group = api.run_batch(
-        tiny.params, dataclasses.replace(made, batch=1), ragged(1), [0]
+        tiny.params, dataclasses.replace(config, batch=1), ragged(1), [0]
     ).state
     group = group.replace(error=np.full_like(group.error, cache.OVERFLOW))
     pool, _ = compiled.insert(pool, logits, group, logits[:1], np.int32(1))
@@ -95,9 +95,9 @@ def test_an_error_of_one_group_stays(tiny):
 
 def test_the_pool_is_not_copied(tiny):
     """Donated buffers: all of the pool is updated in place."""
-    made = job(tiny.spec, policies.recency())
-    analysis = staggered.compile_programs(made, 2).insert.memory_analysis()
-    pool = state_bytes(made)["decode"]
+    config = job(tiny.spec, policies.recency())
+    analysis = staggered.compile_programs(config, 2).insert.memory_analysis()
+    pool = state_bytes(config)["decode"]
     assert analysis.alias_size_in_bytes >= pool
     assert analysis.temp_size_in_bytes < pool / 10
 
@@ -118,7 +118,7 @@ def test_the_largest_pool_then_the_largest_group():
 def test_few_prompts_leave_room_for_larger_groups():
     asked = job(SPEC, policies.recency(), 128, longest=1024, new=64)
     few = staggered.plan_job(asked, MEMORY, max_batch=12)
-    assert (few.batch, few.limit) == (12, "prompts")
+    assert (few.batch, few.limited_by) == (12, "prompts")
     assert 1 < few.group < 12
     more = staggered.phase_bytes(few.job, few.group + 2)
     assert max(more.values()) > MEMORY
@@ -130,7 +130,9 @@ def test_few_prompts_leave_room_for_larger_groups():
 
 def test_refused():
     with pytest.raises(UserError, match="schedule 'prefill\\+decode' has none"):
-        batch_max = job(SPEC, policies.recency(), 64, Schedule(block=8, evict=8))
+        batch_max = job(
+            SPEC, policies.recency(), 64, Schedule(prefill_chunk=8, evict_size=8)
+        )
         staggered.plan_job(batch_max, MEMORY)
     asked = job(SPEC, policies.recency(), 128, longest=1024, new=64)
     with pytest.raises(UserError, match="too small for one row"):

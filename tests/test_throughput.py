@@ -39,7 +39,7 @@ CONFIG = {
     "seed": 0,
     "haystack": "",
     "budget": 48,
-    "block": 16,
+    "prefill_chunk": 16,
     "methods": [
         {"name": "FKV", "protocol": "full"},
         {"name": "ED", "protocol": "ed"},
@@ -101,7 +101,7 @@ def test_divisors():
 def test_batches_of_the_protocol(experiment, model):
     """By the compiler's own count: b0 is the first that does not fit."""
     ed = find_batch("ed", job_of(experiment, model, 1), MEMORY, 12, 12)
-    assert 1 < ed.batch < 12 and ed.limit != "prompts"
+    assert 1 < ed.batch < 12 and ed.limited_by != "prompts"
     b0 = dataclasses.replace(ed.job, batch=ed.batch + 1)
     assert max(phase_bytes(ed.job).values()) <= MEMORY < max(phase_bytes(b0).values())
     full = find_batch("full", job_of(experiment, model, 0), MEMORY, 12, ed.batch)
@@ -174,7 +174,7 @@ def test_records_and_resumption(experiment, tmp_path):
     full, ed, snap, batch_max = whole[:4]
     assert full["batch"] <= ed["batch"] < batch_max["batch"]
     assert snap["batch"] > ed["batch"] and snap["group"] < snap["batch"]
-    assert (ed["policy"], ed["budget"], ed["schedule"]) == ("recency", 2, "decode")
+    assert (ed["policy"], ed["budget"], ed["schedule"]) == ("recency", 2, "decode_only")
     assert (full["budget"], snap["schedule"]) == (None, "after_prefill")
     for record in whole:
         check_record(record)
@@ -238,9 +238,9 @@ def test_out_of_memory_steps_back(experiment, model, tmp_path, monkeypatch):
     real, tried = batch_rules.run_planned, []
 
     def run_planned(params, planned, seed, prompts, indices):
-        tried.append((planned.job.made.schedule.phases, planned.batch))
+        tried.append((planned.job.config.schedule.phases, planned.batch))
         pooled = isinstance(planned, staggered.StaggeredPlan)
-        if planned.reading[0] > (1 if pooled else 3):
+        if planned.prefill_groups[0] > (1 if pooled else 3):
             raise exhausted()
         return real(params, planned, seed, prompts, indices)
 
@@ -260,7 +260,7 @@ def test_out_of_memory_steps_back(experiment, model, tmp_path, monkeypatch):
 
 
 def tried_first(tried):
-    return next(batch for phases, batch in tried if phases == "prefill+decode")
+    return next(batch for phases, batch in tried if phases == "prefill_and_decode")
 
 
 def test_other_errors_are_not_swallowed(experiment, tmp_path, monkeypatch):
@@ -327,7 +327,11 @@ def test_a_model_without_a_tokenizer(experiment, model, tmp_path, monkeypatch):
         (
             {
                 "methods": [
-                    {"name": "x", "protocol": "staggered", "phases": "prefill+decode"}
+                    {
+                        "name": "x",
+                        "protocol": "staggered",
+                        "phases": "prefill_and_decode",
+                    }
                     | {"policy": "recency"}
                 ]
             },

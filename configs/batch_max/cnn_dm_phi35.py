@@ -29,7 +29,7 @@ def get_config() -> ConfigDict:
             "seed": 0,
             "haystack": "",
             "budget": 512,  # |kv|
-            "block": 64,  # p
+            "prefill_chunk": 64,  # p
             "methods": ("FKV", "ED", "Batch-Max", "Staggered SnapKV"),
             "prompts": 240,
             "prompt_tokens": 1024,

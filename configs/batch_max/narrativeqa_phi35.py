@@ -29,7 +29,7 @@ def get_config() -> ConfigDict:
             "seed": 0,
             "haystack": "",
             "budget": 1024,  # |kv|
-            "block": 128,  # p
+            "prefill_chunk": 128,  # p
             "methods": ("FKV", "ED", "Batch-Max", "Staggered SnapKV"),
             "prompts": 120,
             "prompt_tokens": 3584,

@@ -42,7 +42,7 @@ def get_config() -> ConfigDict:
             "seed": 0,
             "haystack": "",
             "budget": 512,  # |kv|
-            "block": 64,  # p
+            "prefill_chunk": 64,  # p
             "methods": (
                 "FKV",
                 "ED",
@@ -51,7 +51,7 @@ def get_config() -> ConfigDict:
                     "protocol": "staggered",
                     "policy": "snapkv",
                     "options": {"pool": "average"},  # as kvpress does
-                    "block": 256,  # one prompt is read at a time
+                    "prefill_chunk": 256,  # one prompt is read at a time
                 },
                 "Batch-Max",
                 "Batch-Max, KeyDiff",

@@ -165,7 +165,7 @@ def run(model, policy, ratio, options, chunk, batches, new, limit, keep_freed):
             for phase in phases
             if meter.peak() is not None
         },
-        "kept": sorted({count for each in every for count in each.kept}),
+        "kept": sorted({count for each in every for count in each.kept_positions}),
         "tokens": [tokens for each in every for tokens in each.tokens],
     }
 
@@ -197,7 +197,7 @@ def _batch(model, press, chunk, rows, new, meter, limit) -> Batch:
         return made
 
     read = phase("prefill", lambda: decoding.prefill(model, ids, press, None, chunk))
-    done.kept.update(layer.get_seq_length() for layer in read.cache.layers)
+    done.kept_positions.update(layer.get_seq_length() for layer in read.cache.layers)
     if not limit:
         done.tokens.extend(phase("decode", lambda: decoding.decode(model, read, new)))
     elif (done.bytes["prefill"] or 0) <= limit:

@@ -3,19 +3,19 @@
 from kvjax.attention.ops import (
     attend,
     attend_segments,
-    finish,
+    attention_stats,
     fuses_write,
     merge,
-    weigh,
+    normalize,
     write_attend,
 )
 
 __all__ = [
     "attend",
     "attend_segments",
-    "finish",
+    "attention_stats",
     "fuses_write",
     "merge",
-    "weigh",
+    "normalize",
     "write_attend",
 ]

@@ -34,7 +34,7 @@ PORTABLE = ("reference", "tiles")
 NAMES = (*PORTABLE, *KERNELS, *LIBRARY, *INTERPRETED)
 
 
-def chosen(
+def select_backend(
     q: Array,
     k: Array,
     needs: frozenset[str],
@@ -58,7 +58,7 @@ def chosen(
     if implementation is None:
         reason = functools.partial(_reason, q=q, k=k, needs=needs, scoring=scoring)
         best = (name for name in KERNELS if reason(name) is None)
-        return next((name for name in best if _proven(name)), _portable(q))
+        return next((name for name in best if self_test(name)), _portable(q))
     check_name(implementation)
     reason = _reason(implementation, q, k, needs, scoring)
     if reason:
@@ -102,7 +102,7 @@ def _reason(
         return f"it neither caps scores nor limits their reach ({scoring})"
     if name in LIBRARY and needs:
         return f"it hands over no statistics, and {sorted(needs)} are needed"
-    if "weights" in needs:
+    if "attn_weights" in needs:
         return "no fused kernel hands over all the weights"
     wanted, here = PLATFORMS.get(name), device().platform
     if wanted and here != wanted:
@@ -110,11 +110,11 @@ def _reason(
     if name in LIBRARY:
         return None
     module, interpret = kernel(name)
-    return module.why_not(q, k, needs, None if interpret else device().kind)
+    return module.unsupported_reason(q, k, needs, None if interpret else device().kind)
 
 
 @functools.cache
-def _proven(name: str) -> bool:
+def self_test(name: str) -> bool:
     """Whether a kernel gives the right answer here, on a small case, once a process.
 
     A new compiler or device must cost speed, never a run. Where the program is for a
@@ -163,11 +163,11 @@ def _error(module: ModuleType, length: int) -> float:
         row(np.broadcast_to(pos, (2, slots)).astype(np.int32)),
         row(q_pos.astype(np.int32)),
         jnp.full((1,), length, jnp.int32),
-        stats=frozenset({"mass"}),
+        stats=frozenset({"attn_sum"}),
     )
-    out = np.asarray(got.o / got.l[..., None], np.float64)[0]
+    out = np.asarray(got.out / got.denominator[..., None], np.float64)[0]
     wrong = out - np.einsum("kgtc,kcd->kgtd", weights, exact[2])
-    missed = np.asarray(got.mass, np.float64)[0] - weights.mean(1).sum(1)
+    missed = np.asarray(got.attn_sum, np.float64)[0] - weights.mean(1).sum(1)
     return float(max(np.max(np.abs(wrong)), np.max(np.abs(missed))))
 
 

@@ -13,9 +13,16 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention.backends import LIBRARY, PLAIN, PORTABLE, WRITERS, chosen, kernel
+from kvjax.attention.backends import (
+    LIBRARY,
+    PLAIN,
+    PORTABLE,
+    WRITERS,
+    kernel,
+    select_backend,
+)
 from kvjax.pallas.common import LOWEST, NEVER
-from kvjax.types import EMPTY, WEIGHTS, Observation, Partial, Scoring
+from kvjax.types import ATTENTION_STATS, EMPTY, Observation, Partial, Scoring
 
 NOTHING: frozenset[str] = frozenset()
 TILE = 128  # slots attended to at a time by `tiles`
@@ -57,16 +64,16 @@ def attend(
       UserError: a named implementation that is unknown, or cannot run here or with
         these arguments; the message says why.
     """
-    needs = needs & WEIGHTS
-    name = chosen(q, k, needs, implementation, scoring)
+    needs = needs & ATTENTION_STATS
+    name = select_backend(q, k, needs, implementation, scoring)
     if name == "reference":
         return _reference(q, k, v, pos, q_pos, n, needs, scoring)
     if name == "tiles":
         found = _tiled(q, k, v, pos, q_pos, n, needs, scoring)
-        return found[0], Observation(n=n, positions=q_pos, **found[1])
+        return found[0], Observation(num_tokens=n, positions=q_pos, **found[1])
     if name in LIBRARY:
         partial = _library(q, k, v, pos, q_pos, name)
-        return partial, Observation(n=n, positions=q_pos)
+        return partial, Observation(num_tokens=n, positions=q_pos)
     module, interpret = kernel(name)
     how = {"stats": needs, "interpret": interpret, **_asked(scoring)}
     found = module.attend(q, k, v, pos, q_pos, n, **how)
@@ -92,8 +99,8 @@ def write_attend(
     Only where `fuses_write` says so. `pos` has the new pairs' positions already; a slot
     of C or more is not written. Returns K and V as well, in the same buffers.
     """
-    needs = needs & WEIGHTS
-    module, interpret = kernel(chosen(q, k, needs, implementation, scoring))
+    needs = needs & ATTENTION_STATS
+    module, interpret = kernel(select_backend(q, k, needs, implementation, scoring))
     how = {"stats": needs, "interpret": interpret, **_asked(scoring)}
     found, k, v, *_ = module.write_attend(
         q, new_k, new_v, slot, k, v, pos, q_pos, n, **how
@@ -109,7 +116,7 @@ def fuses_write(
     scoring: Scoring,
 ) -> bool:
     """Whether `write_attend` should take these: elsewhere the layout writes first."""
-    name = chosen(q, k, needs & WEIGHTS, implementation, scoring)
+    name = select_backend(q, k, needs & ATTENTION_STATS, implementation, scoring)
     if q.shape[3] > 1 or name not in WRITERS:
         return False
     return k.shape[2] % kernel(name)[0].write_grain(k.shape[3]) == 0
@@ -142,20 +149,20 @@ def attend_segments(
     Returns:
       The merged attention, and one observation per segment.
     """
-    needs = needs & WEIGHTS
+    needs = needs & ATTENTION_STATS
     parts = [
         attend(q, k, v, pos, q_pos, n, NOTHING, implementation, scoring)[0]
         for k, v, pos in segments
     ]
     whole = functools.reduce(merge, parts)
     seen = [
-        weigh(q, k, pos, q_pos, n, whole, needs, implementation, scoring)
+        attention_stats(q, k, pos, q_pos, n, whole, needs, implementation, scoring)
         for k, _, pos in segments
     ]
     return whole, seen
 
 
-def weigh(
+def attention_stats(
     q: Float[Array, "B K G T D"],
     k: Float[Array, "B K C D"],
     pos: Int[Array, "B K C"],
@@ -179,18 +186,20 @@ def weigh(
       implementation: see `attend`.
       scoring: likewise.
     """
-    needs = needs & WEIGHTS
+    needs = needs & ATTENTION_STATS
     if not needs:
-        return Observation(n=n, positions=q_pos)
-    name = chosen(q, k, needs, implementation, scoring)
+        return Observation(num_tokens=n, positions=q_pos)
+    name = select_backend(q, k, needs, implementation, scoring)
     if name in PORTABLE:
         scores = _masked_scores(q, k, pos, q_pos, scoring)
-        p = jnp.exp(scores - jnp.maximum(whole.m, LOWEST)[..., None])
-        return _observed(p, whole.l, n, q_pos, needs)
+        p = jnp.exp(scores - jnp.maximum(whole.max_logit, LOWEST)[..., None])
+        return _observed(p, whole.denominator, n, q_pos, needs)
     module, interpret = kernel(name)
     how = {"stats": needs, "interpret": interpret, **_asked(scoring)}
-    found = module.weigh(q, k, pos, q_pos, n, whole.m, whole.l, **how)
-    return Observation(n=n, positions=q_pos, **found)
+    found = module.attention_stats(
+        q, k, pos, q_pos, n, whole.max_logit, whole.denominator, **how
+    )
+    return Observation(num_tokens=n, positions=q_pos, **found)
 
 
 def _reference(q, k, v, pos, q_pos, n, needs, scoring) -> tuple[Partial, Observation]:
@@ -216,7 +225,7 @@ def _tiled(q, k, v, pos, q_pos, n, needs, scoring) -> tuple[Partial, dict[str, A
 
     def some(*given):
         partial, seen = _reference(*given, needs, scoring)
-        return partial, {x: getattr(seen, x) for x in WEIGHTS if x in needs}
+        return partial, {x: getattr(seen, x) for x in ATTENTION_STATS if x in needs}
 
     batch, *others = q.shape[:4]
     rows = max(1, PIECE // (4 * math.prod(others) * k.shape[2]))
@@ -252,9 +261,9 @@ def _over_slots(q, k, v, pos, q_pos, n, scoring) -> Partial:
         return merge(done, _reference(q, *some, q_pos, n, NOTHING, scoring)[0])
 
     nothing = Partial(
-        o=jnp.zeros(q.shape, jnp.float32),
-        m=jnp.full(q.shape[:4], -jnp.inf),
-        l=jnp.zeros(q.shape[:4]),
+        out=jnp.zeros(q.shape, jnp.float32),
+        max_logit=jnp.full(q.shape[:4], -jnp.inf),
+        denominator=jnp.zeros(q.shape[:4]),
     )
     return lax.fori_loop(0, -(-end // TILE), a_tile, nothing)
 
@@ -263,9 +272,9 @@ def _masked_scores(q, k, pos, q_pos, scoring) -> Float[Array, "B K G T C"]:
     """Scaled products, -inf where a query sees no pair."""
     scores = _products(q, k) if q.shape[3] == 1 else _textbook_products(q, k)
     scores = scores * q.shape[4] ** -0.5
-    if cap := scoring.softcap:
+    if cap := scoring.logits_soft_cap:
         scores = cap * jnp.tanh(scores / cap)
-    return jnp.where(_visible(pos, q_pos, scoring.reach), scores, -jnp.inf)
+    return jnp.where(_visible(pos, q_pos, scoring.local_window), scores, -jnp.inf)
 
 
 def _visible(pos, q_pos, reach: int = 0) -> Array:
@@ -294,9 +303,9 @@ def _library(q, k, v, pos, q_pos, name: str) -> Partial:
     o = rearrange(o, "b t (k g) d -> b k g t d", k=q.shape[1]).astype(jnp.float32)
     lse = rearrange(lse, "b t (k g) -> b k g t", k=q.shape[1]).astype(jnp.float32)
     return Partial(
-        o=jnp.where(any_seen[..., None], o, 0.0),
-        m=jnp.where(any_seen, lse, -jnp.inf),
-        l=any_seen.astype(jnp.float32),
+        out=jnp.where(any_seen[..., None], o, 0.0),
+        max_logit=jnp.where(any_seen, lse, -jnp.inf),
+        denominator=any_seen.astype(jnp.float32),
     )
 
 
@@ -307,8 +316,12 @@ def _asked(scoring: Scoring) -> dict[str, float]:
 
 def _as_pair(found, n, q_pos) -> tuple[Partial, Observation]:
     """What a kernel returns, in the words of the package."""
-    seen = {name: getattr(found, name) for name in ("mass", "mass_sq", "last")}
-    return Partial(found.o, found.m, found.l), Observation(n=n, positions=q_pos, **seen)
+    seen = {
+        name: getattr(found, name) for name in ("attn_sum", "attn_sq_sum", "last_attn")
+    }
+    return Partial(found.out, found.max_logit, found.denominator), Observation(
+        num_tokens=n, positions=q_pos, **seen
+    )
 
 
 def _observed(
@@ -319,50 +332,54 @@ def _observed(
     needs: frozenset[str],
 ) -> Observation:
     """The statistics asked for, from unnormalised weights and their sums."""
-    seen = Observation(n=n, positions=q_pos)
+    seen = Observation(num_tokens=n, positions=q_pos)
     if not needs:
         return seen
     group, length = p.shape[2:4]
     real = jnp.arange(length)[None, :] < n[:, None]
     share = jnp.where(real[:, None, None] & (l > 0), 1.0 / l, 0.0)
-    if "weights" in needs:
-        seen = seen._replace(weights=p * share[..., None])
+    if "attn_weights" in needs:
+        seen = seen._replace(attn_weights=p * share[..., None])
     share = share / group
-    if "mass" in needs or length == 1:
+    if "attn_sum" in needs or length == 1:
         mass = jnp.matmul(  # a row of shares times all weights sums them in one pass
             rearrange(share, "b k g t -> b k 1 (g t)"),
             rearrange(p, "b k g t c -> b k (g t) c"),
             precision=jax.lax.Precision.HIGHEST,
         )[:, :, 0]
-        seen = seen._replace(mass=mass)
+        seen = seen._replace(attn_sum=mass)
         if length == 1:  # one query: its weights are all there is to sum
-            return seen._replace(mass_sq=mass * mass, last=mass)
-    if "mass_sq" in needs:
+            return seen._replace(attn_sq_sum=mass * mass, last_attn=mass)
+    if "attn_sq_sum" in needs:
         mean = jnp.sum(p * share[..., None], axis=2)  # [B, K, T, C]
-        seen = seen._replace(mass_sq=jnp.sum(mean * mean, axis=2))
-    if "last" in needs:
+        seen = seen._replace(attn_sq_sum=jnp.sum(mean * mean, axis=2))
+    if "last_attn" in needs:
         newest = jnp.maximum(n - 1, 0)[:, None, None, None]  # [B, 1, 1, 1]
         row = jnp.take_along_axis(p, newest[..., None], axis=3)
         part = jnp.take_along_axis(share, newest, axis=3)[..., None]
-        seen = seen._replace(last=jnp.sum(row * part, axis=(2, 3)))
+        seen = seen._replace(last_attn=jnp.sum(row * part, axis=(2, 3)))
     return seen
 
 
 def merge(a: Partial, b: Partial) -> Partial:
     """Joins the attention over two disjoint segments of keys; associative."""
-    m = jnp.maximum(a.m, b.m)
+    m = jnp.maximum(a.max_logit, b.max_logit)
     base = jnp.where(jnp.isfinite(m), m, 0.0)
-    wa, wb = jnp.exp(a.m - base), jnp.exp(b.m - base)
+    wa, wb = jnp.exp(a.max_logit - base), jnp.exp(b.max_logit - base)
     return Partial(
-        o=a.o * wa[..., None] + b.o * wb[..., None], m=m, l=a.l * wa + b.l * wb
+        out=a.out * wa[..., None] + b.out * wb[..., None],
+        max_logit=m,
+        denominator=a.denominator * wa + b.denominator * wb,
     )
 
 
-def finish(partial: Partial) -> Float[Array, "B K G T D"]:
+def normalize(partial: Partial) -> Float[Array, "B K G T D"]:
     """The attention output, float32; zero where a query saw no key."""
-    seen = partial.l > 0
+    seen = partial.denominator > 0
     return jnp.where(
-        seen[..., None], partial.o / jnp.where(seen, partial.l, 1.0)[..., None], 0.0
+        seen[..., None],
+        partial.out / jnp.where(seen, partial.denominator, 1.0)[..., None],
+        0.0,
     )
 
 

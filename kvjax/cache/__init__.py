@@ -5,6 +5,7 @@ to the next. `layouts` say where pairs lie, `codecs` how they are stored.
 """
 
 from kvjax.cache.config import CacheConfig, make_config
+from kvjax.cache.schedule import Schedule
 from kvjax.cache.state import (
     OVERFLOW,
     KVState,
@@ -21,6 +22,7 @@ __all__ = [
     "OVERFLOW",
     "CacheConfig",
     "KVState",
+    "Schedule",
     "advance",
     "compact",
     "init",

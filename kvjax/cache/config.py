@@ -4,11 +4,12 @@ import dataclasses
 
 from kvjax.attention import backends
 from kvjax.cache import codecs
+from kvjax.cache.schedule import Schedule
 from kvjax.policies import base
-from kvjax.types import ModelSpec, Schedule, UserError
+from kvjax.types import ModelSpec, UserError
 
-ROOMS = ("reuse", "gather")
-ROPES = ("true", "slot")
+EVICTIONS = ("in_place", "compact")
+ROPE_POSITIONS = ("original", "cache")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,16 +23,16 @@ class CacheConfig:
       schedule: when pairs go.
       budget: |kv|, pairs per head, one per layer; None only for the full cache.
       codec: how pairs are stored.
-      room: how a layer makes room. `reuse` marks victims empty and lets new pairs move
-        into their slots; `gather` moves the kept pairs to the front. The same pairs
+      eviction: how a layer makes room. `in_place` marks victims empty and lets new pairs move
+        into their slots; `compact` moves the kept pairs to the front. The same pairs
         stay either way.
-      rope: where a key stands for its rotary angle. `true`: where it stood in the text;
-        keys are stored rotated. `slot`: where it stands among the pairs kept, counted
+      rope_positions: where a key stands for its rotary angle. `original`: where it stood in the text;
+        keys are stored rotated. `cache`: where it stands among the pairs kept, counted
         from 0, as StreamingLLM has it (section 3.2); keys are stored as they come and
-        rotated at every use, and `room` has to be `gather`, which keeps slots in order.
-      rows: rows whose evictions are worked out together while decoding. Rows of a
+        rotated at every use, and `eviction` has to be `compact`, which keeps slots in order.
+      rows: rows whose select_evictions are worked out together while decoding. Rows of a
         ragged batch fill up at different steps; handling only those that are full, a
-        few at a time, makes the cost of a row's evictions independent of the others.
+        few at a time, makes the cost of a row's select_evictions independent of the others.
       implementation: which attention runs, see `kvjax.attention.backends`; None is the
         best there is.
     """
@@ -40,16 +41,16 @@ class CacheConfig:
     schedule: Schedule
     budget: tuple[int, ...] | None
     codec: codecs.Codec = codecs.identity
-    room: str = "reuse"
-    rope: str = "true"
-    rows: int = 4
+    eviction: str = "in_place"
+    rope_positions: str = "original"
+    rows_per_eviction: int = 4
     implementation: str | None = None
 
-    def needs(self, prompt: bool) -> frozenset[str]:
-        """What attention must hand over; nothing once no more evictions come."""
-        if not self.policy or not (prompt or self.schedule.evicts_in_decode):
+    def required_stats(self, is_prefill: bool) -> frozenset[str]:
+        """What attention must hand over; nothing once no more select_evictions come."""
+        if not self.policy or not (is_prefill or self.schedule.evicts_in_decode):
             return frozenset()
-        return self.policy.needs
+        return self.policy.required_stats
 
     def prefill_capacity(
         self, spec: ModelSpec, prompt: int, new: int
@@ -84,33 +85,33 @@ def make_config(
       policy: None is the full cache.
       budget: |kv| per head: one int for all layers or one int per layer.
       schedule: None is Batch-Max's Algorithm 1, or the full cache without a policy.
-      **options: `codec`, `room`, `rope`, `rows`, `implementation` of `CacheConfig`.
-        With `rope="slot"` the default of `room` is `gather`.
+      **options: `codec`, `eviction`, `rope_positions`, `rows_per_eviction`, `implementation` of `CacheConfig`.
+        With `rope_positions="cache"` the default of `eviction` is `compact`.
 
     Raises:
       UserError: a budget of 0, not larger than one block, or filled by pinned pairs; a
         number of budgets other than the layers; a policy without a budget; a rule that
-        looks at past queries with `rope="slot"`, which turns the keys under them.
+        looks at past queries with `rope_positions="cache"`, which turns the keys under them.
     """
-    if options.get("rope") == "slot":
-        options = {"room": "gather"} | options
+    if options.get("rope_positions") == "cache":
+        options = {"eviction": "compact"} | options
     if policy is None:
-        schedule = schedule or Schedule("full")
-        if schedule.phases != "full" or budget is not None:
+        schedule = schedule or Schedule("none")
+        if schedule.phases != "none" or budget is not None:
             raise UserError(
                 "policy=None is the full cache, without a budget and with the schedule "
-                f"'full': got budget {budget} and {schedule.phases!r}; name a policy"
+                f"'none': got budget {budget} and {schedule.phases!r}; name a policy"
             )
-        made = CacheConfig(None, schedule, None, **options)
-        _check_options(made)
-        return made
+        config = CacheConfig(None, schedule, None, **options)
+        _check_options(config)
+        return config
     schedule = schedule or Schedule()
-    if schedule.phases == "full" or budget is None:
+    if schedule.phases == "none" or budget is None:
         raise UserError(
             f"policy {policy.name!r} needs a budget (got {budget}) and a schedule that "
             f"evicts (got {schedule.phases!r})"
         )
-    base.checked(policy)
+    base.validate(policy)
     budgets = (budget,) * spec.num_layers if isinstance(budget, int) else tuple(budget)
     if len(budgets) != spec.num_layers:
         raise UserError(
@@ -119,28 +120,36 @@ def make_config(
         )
     for budget in set(budgets):
         check_budget(budget, policy, schedule)
-    made = CacheConfig(policy, schedule, budgets, **options)
-    _check_options(made)
-    return made
+    config = CacheConfig(policy, schedule, budgets, **options)
+    _check_options(config)
+    return config
 
 
-def _check_options(made: CacheConfig) -> None:
+def _check_options(config: CacheConfig) -> None:
     """Raises UserError for options that do not exist or exclude each other."""
-    backends.check_name(made.implementation)
-    if made.room not in ROOMS or made.rope not in ROPES or made.rows < 1:
+    backends.check_name(config.implementation)
+    eviction, rope, rows = (
+        config.eviction,
+        config.rope_positions,
+        config.rows_per_eviction,
+    )
+    if eviction not in EVICTIONS or rope not in ROPE_POSITIONS or rows < 1:
         raise UserError(
-            f"room={made.room!r}, rope={made.rope!r}, rows={made.rows}: room is one of "
-            f"{ROOMS}, rope one of {ROPES}, rows at least 1"
+            f"eviction={eviction!r}, rope_positions={rope!r}, rows_per_eviction={rows}"
+            f": eviction is one of {EVICTIONS}, rope_positions one of "
+            f"{ROPE_POSITIONS}, rows_per_eviction at least 1"
         )
-    if made.rope == "true":
+    if rope == "original":
         return
-    if made.room != "gather":
-        raise UserError(f"rope='slot' needs room='gather', got {made.room!r}")
-    past = made.needs(prompt=True) & {"queries", "raw_queries"}
+    if eviction != "compact":
+        raise UserError(
+            f"rope_positions='cache' needs eviction='compact', got {eviction!r}"
+        )
+    past = config.required_stats(True) & {"queries", "pre_rope_queries"}
     if past:
         raise UserError(
-            f"rope='slot' moves the keys under past queries, which policy "
-            f"{made.policy.name!r} compares with them: use rope='true'"
+            f"rope_positions='cache' moves the keys under past queries, which policy "
+            f"{config.policy.name!r} compares with them: use rope_positions='original'"
         )
 
 
@@ -148,23 +157,23 @@ def check_budget(budget: int, policy: base.Policy, schedule: Schedule) -> None:
     """Raises UserError if the policy cannot work under so small a budget."""
     if budget < 1:
         raise UserError(f"budget {budget}: a head must keep at least 1 pair")
-    step = schedule.evict if schedule.evicts_in_decode else 0
+    step = schedule.evict_size if schedule.evicts_in_decode else 0
     if schedule.evicts_in_prefill:
-        if schedule.evict < schedule.block:
+        if schedule.evict_size < schedule.prefill_chunk:
             raise UserError(
-                f"schedule evict={schedule.evict} makes no room for a block of "
-                f"{schedule.block} tokens: raise evict or lower block"
+                f"schedule evict={schedule.evict_size} makes no room for a block of "
+                f"{schedule.prefill_chunk} tokens: raise evict or lower block"
             )
-        step = max(step, schedule.block)
+        step = max(step, schedule.prefill_chunk)
     least = least_kept(budget, schedule)
     if budget <= step or least < 0:
         raise UserError(
             f"budget {budget} must be larger than the {step} pairs that one eviction "
             "drops: raise the budget, or lower the schedule's block and evict"
         )
-    if policy.pinned and policy.pinned >= max(least, 1):
+    if policy.num_pinned and policy.num_pinned >= max(least, 1):
         raise UserError(
-            f"policy {policy.name!r} pins {policy.pinned} pairs, but an eviction at "
+            f"policy {policy.name!r} pins {policy.num_pinned} pairs, but an eviction at "
             f"budget {budget} leaves {least}: raise the budget or pin fewer"
         )
 
@@ -174,7 +183,9 @@ def least_kept(budget: int, schedule: Schedule) -> int:
     if not schedule.evicts_in_decode:
         return budget
     if not schedule.evicts_in_prefill:
-        return budget - schedule.evict
-    if schedule.evict % schedule.block:
-        return budget - schedule.block + 1 - schedule.evict
-    return budget // schedule.block * schedule.block - schedule.evict
+        return budget - schedule.evict_size
+    if schedule.evict_size % schedule.prefill_chunk:
+        return budget - schedule.prefill_chunk + 1 - schedule.evict_size
+    return (
+        budget // schedule.prefill_chunk * schedule.prefill_chunk - schedule.evict_size
+    )

@@ -33,7 +33,7 @@ class KVState:
 
 def init(
     spec: ModelSpec,
-    made: CacheConfig,
+    config: CacheConfig,
     batch: int,
     capacity: tuple[int, ...],
     dtype: jnp.dtype = jnp.float32,
@@ -42,9 +42,10 @@ def init(
 
     With `jax.eval_shape` this gives the exact bytes without allocating them.
     """
-    layers = tuple(dense.init(spec, batch, c, made.codec, dtype) for c in capacity)
+    layers = tuple(dense.init(spec, batch, c, config.codec, dtype) for c in capacity)
     stats = tuple(
-        made.policy.init(spec, batch, c) if made.policy else Stats() for c in capacity
+        config.policy.init(spec, batch, c) if config.policy else Stats()
+        for c in capacity
     )
     return KVState(
         layers=layers,
@@ -66,7 +67,7 @@ def advance(state: KVState, n: Int[Array, "B"]) -> KVState:
 
 def kept_positions(state: KVState) -> list[list[list[np.ndarray]]]:
     """Positions of the kept pairs in rising order: `[row][layer][head]`."""
-    held = [axes.fetched(layer.pos) for layer in state.layers]
+    held = [axes.to_host(layer.positions) for layer in state.layers]
     return [
         [[np.sort(head[head >= 0]) for head in layer[row]] for layer in held]
         for row in range(held[0].shape[0])
@@ -83,7 +84,7 @@ def pair_bytes(state: KVState) -> tuple[int, int]:
     for layer in state.layers:
         stored = sum(leaf.nbytes for leaf in jax.tree.leaves((layer.k, layer.v)))
         allocated += stored
-        live += int(jnp.sum(layer.pos >= 0)) * stored // layer.pos.size
+        live += int(jnp.sum(layer.positions >= 0)) * stored // layer.positions.size
     return live, allocated
 
 
@@ -94,7 +95,7 @@ def raise_errors(state: KVState) -> None:
       RuntimeError: the state was driven past its capacity.
     """
     if int(jnp.max(state.error)) & OVERFLOW:
-        capacity = [layer.pos.shape[2] for layer in state.layers]
+        capacity = [layer.positions.shape[2] for layer in state.layers]
         raise RuntimeError(
             f"a pair found no empty slot (slots per layer {sorted(set(capacity))}, "
             f"tokens seen {jax.device_get(state.next_pos).tolist()}): the state was "

@@ -29,7 +29,7 @@ def step_layer(
     ops: LayerOps,
     state: KVState,
     *,
-    made: CacheConfig,
+    config: CacheConfig,
     n: Int[Array, "B"],
     tokens: Int[Array, "B T"] | None = None,
     prompt: bool,
@@ -47,53 +47,55 @@ def step_layer(
       v: values.
       ops: the layer's functions.
       state: what the row has kept so far.
-      made: what is kept, and when.
+      config: what is kept, and when.
       n: real tokens per row.
       tokens: their ids; only for policies that need them.
       prompt: whether the tokens are the prompt's: schedules treat them differently.
     """
     layer, stats, error = state.layers[index], state.stats[index], state.error
     last = state.next_pos - 1
-    schedule = made.schedule
+    schedule = config.schedule
     if schedule.evicts_in_prefill if prompt else schedule.evicts_in_decode:
         held = dense.live(layer)
-        full = (held + n[:, None] > made.budget[index]) & (n > 0)[:, None]
-        drop = jnp.where(full, schedule.evict, 0)
-        rows = made.rows if q.shape[3] == 1 else q.shape[0]
-        layer, stats = make_room(layer, stats, drop, last, ops.rotate, made, rows)
+        full = (held + n[:, None] > config.budget[index]) & (n > 0)[:, None]
+        drop = jnp.where(full, schedule.evict_size, 0)
+        rows = config.rows_per_eviction if q.shape[3] == 1 else q.shape[0]
+        layer, stats = make_room(layer, stats, drop, last, ops.apply_rope, config, rows)
     positions = next_positions(state, q.shape[3])
     raw = q
-    if made.rope == "true":
-        q, k = ops.rotate(q), ops.rotate(k)
+    if config.rope_positions == "original":
+        q, k = ops.apply_rope(q), ops.apply_rope(k)
     else:
-        q = ops.rotate(q, _slots_of_new(layer, q.shape[3]))
+        q = ops.apply_rope(q, _slots_of_new(layer, q.shape[3]))
     layer, stats, slots, overflow = dense.claim(layer, stats, positions, n)
-    needs = made.needs(prompt)
+    needs = config.required_stats(prompt)
     layer, partial, seen = _attended(
-        layer, q, k, v, slots, positions, n, needs, ops, made
+        layer, q, k, v, slots, positions, n, needs, ops, config
     )
-    view = _view(layer, ops.rotate, made, last + n, dense.live(layer))
-    if made.policy and (prompt or schedule.evicts_in_decode):
+    view = _view(layer, ops.apply_rope, config, last + n, dense.live(layer))
+    if config.policy and (prompt or schedule.evicts_in_decode):
         extra = _observed(needs, q, raw, v, tokens, ops)
-        stats = made.policy.observe(stats, view, seen._replace(prompt=prompt, **extra))
+        stats = config.policy.observe(
+            stats, view, seen._replace(is_prefill=prompt, **extra)
+        )
     error = error | jnp.where(overflow, jnp.uint32(OVERFLOW), jnp.uint32(0))
     state = state.replace(
         layers=_set(state.layers, index, layer),
         stats=_set(state.stats, index, stats),
         error=error,
     )
-    return attention.finish(partial).astype(q.dtype), state
+    return attention.normalize(partial).astype(q.dtype), state
 
 
 def _attended(
-    layer, q, k, v, slots, positions, n, needs, ops: LayerOps, made: CacheConfig
+    layer, q, k, v, slots, positions, n, needs, ops: LayerOps, config: CacheConfig
 ):
     """Writes the new pairs to their slots and attends, in one kernel where it can be.
 
     Returns the layer, the partial attention and the observation.
     """
-    plain = made.codec is codecs.identity and made.rope == "true"
-    how = needs, made.implementation, ops.scoring
+    plain = config.codec is codecs.identity and config.rope_positions == "original"
+    how = needs, config.implementation, ops.scoring
     if plain and attention.fuses_write(q, layer.k, *how):
         partial, seen, keys, values = attention.write_attend(
             q,
@@ -102,15 +104,15 @@ def _attended(
             slots[..., 0],
             layer.k,
             layer.v,
-            layer.pos,
+            layer.positions,
             positions,
             n,
             *how,
         )
         return layer.replace(k=keys, v=values), partial, seen
-    layer = dense.write(layer, made.codec, k, v, slots)
-    view = _view(layer, ops.rotate, made, positions[:, -1], dense.live(layer))
-    pairs = view.keys(), view.values(), layer.pos
+    layer = dense.write(layer, config.codec, k, v, slots)
+    view = _view(layer, ops.apply_rope, config, positions[:, -1], dense.live(layer))
+    pairs = view.keys(), view.values(), layer.positions
     return layer, *attention.attend(q, *pairs, positions, n, *how)
 
 
@@ -120,7 +122,7 @@ def make_room(
     drop: Int[Array, "B K"],
     now: Int[Array, "B"],
     rotate: Callable[..., Array],
-    made: CacheConfig,
+    config: CacheConfig,
     rows: int,
 ) -> tuple[dense.DenseLayer, Stats]:
     """Drops the `drop` least important pairs of every head of every row.
@@ -129,24 +131,26 @@ def make_room(
     through the rows that drop anything, `rows` of them at a time, and costs next to
     nothing when there are none.
     """
-    view = functools.partial(_view, rotate=rotate, made=made)
+    view = functools.partial(_view, rotate=rotate, config=config)
     busy = jnp.any(drop > 0, axis=1)
-    if made.policy.across_heads:  # whoever asks for the others' scores must be answered
+    if (
+        config.policy.needs_all_heads
+    ):  # whoever asks for the others' scores must be answered
         busy = axes.any_head(busy)
-    pos = _victims_gone(layer, stats, drop, busy, now, made.policy, view, rows)
-    layer = layer.replace(pos=pos)
-    if made.room == "reuse":
+    pos = _victims_gone(layer, stats, drop, busy, now, config.policy, view, rows)
+    layer = layer.replace(positions=pos)
+    if config.eviction == "in_place":
         return layer, stats
     return jax.lax.cond(
         jnp.any(drop > 0),
-        lambda: dense.compact(layer, stats, layer.pos.shape[2]),
+        lambda: dense.compact(layer, stats, layer.positions.shape[2]),
         lambda: (layer, stats),
     )
 
 
 def compact(
     state: KVState,
-    made: CacheConfig,
+    config: CacheConfig,
     capacity: tuple[int, ...],
     rotates: Sequence[Callable[..., Array]],
 ) -> KVState:
@@ -158,16 +162,18 @@ def compact(
     """
     layers, stats = [], []
     for index, (layer, stat) in enumerate(zip(state.layers, state.stats, strict=True)):
-        if made.policy:
-            budget, held = made.budget[index], dense.live(layer)
-            if made.schedule.evicts_in_decode:
-                target = jnp.where(held >= budget, budget - made.schedule.evict, held)
+        if config.policy:
+            budget, held = config.budget[index], dense.live(layer)
+            if config.schedule.evicts_in_decode:
+                target = jnp.where(
+                    held >= budget, budget - config.schedule.evict_size, held
+                )
             else:
                 target = jnp.minimum(held, budget)
-            view = _view(layer, rotates[index], made, state.next_pos - 1, target)
-            score = made.policy.score(stat, view)
-            gone = base.evictions(score, layer.pos, held - target)
-            layer = layer.replace(pos=jnp.where(gone, EMPTY, layer.pos))
+            view = _view(layer, rotates[index], config, state.next_pos - 1, target)
+            score = config.policy.score(stat, view)
+            gone = base.select_evictions(score, layer.positions, held - target)
+            layer = layer.replace(positions=jnp.where(gone, EMPTY, layer.positions))
         layer, stat = dense.compact(layer, stat, capacity[index])
         layers.append(layer)
         stats.append(stat)
@@ -189,47 +195,49 @@ def _victims_gone(
 
     def choose(layer, stats, drop, now):
         seen = view(layer, now=now, keep=dense.live(layer) - drop)
-        gone = base.evictions(policy.score(stats, seen), layer.pos, drop)
-        return jnp.where(gone & (drop > 0)[..., None], EMPTY, layer.pos)
+        gone = base.select_evictions(policy.score(stats, seen), layer.positions, drop)
+        return jnp.where(gone & (drop > 0)[..., None], EMPTY, layer.positions)
 
     if rows >= batch:
         return jax.lax.cond(
             jnp.any(busy),
             lambda: choose(layer, stats, drop, now),
-            lambda: layer.pos,
+            lambda: layer.positions,
         )
 
     def some_rows(carry):
         pos, drop, busy = carry
         chosen = jnp.argsort(~busy, stable=True)[:rows]
         held, seen = jax.tree.map(lambda leaf: leaf[chosen], (layer, stats))
-        new = choose(held.replace(pos=pos[chosen]), seen, drop[chosen], now[chosen])
+        new = choose(
+            held.replace(positions=pos[chosen]), seen, drop[chosen], now[chosen]
+        )
         done = drop.at[chosen].set(0), busy.at[chosen].set(False)
         return pos.at[chosen].set(new), *done
 
     return jax.lax.while_loop(
-        lambda carry: jnp.any(carry[2]), some_rows, (layer.pos, drop, busy)
+        lambda carry: jnp.any(carry[2]), some_rows, (layer.positions, drop, busy)
     )[0]
 
 
-def _view(layer, rotate, made: CacheConfig, now: Array, keep: Array) -> View:
+def _view(layer, rotate, config: CacheConfig, now: Array, keep: Array) -> View:
     """What attention and policy see of a layer."""
 
     def keys():
-        stored = made.codec.decode(layer.k)
-        if made.rope == "true":
+        stored = config.codec.decode(layer.k)
+        if config.rope_positions == "original":
             return stored
-        batch, _, capacity = layer.pos.shape
+        batch, _, capacity = layer.positions.shape
         slots = jnp.arange(capacity, dtype=jnp.int32)[None]
         return rotate(stored, jnp.broadcast_to(slots, (batch, capacity)))
 
     return View(
-        pos=layer.pos,
-        now=now,
-        keep=keep,
+        positions=layer.positions,
+        query_position=now,
+        num_keep=keep,
         keys=keys,
-        values=lambda: made.codec.decode(layer.v),
-        rotate=rotate,
+        values=lambda: config.codec.decode(layer.v),
+        apply_rope=rotate,
     )
 
 
@@ -242,12 +250,12 @@ def _observed(needs, q, raw, v, tokens, ops: LayerOps) -> dict[str, Array]:
     """The parts of an observation that attention does not know."""
 
     def output_norm():
-        added = jnp.abs(ops.project(v).astype(jnp.float32))
+        added = jnp.abs(ops.value_contribution(v).astype(jnp.float32))
         return jnp.mean(jnp.sum(added, axis=-1), axis=2)
 
     known = {
         "queries": lambda: q,
-        "raw_queries": lambda: raw,
+        "pre_rope_queries": lambda: raw,
         "output_norm": output_norm,
         "tokens": lambda: tokens,
     }

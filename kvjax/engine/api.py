@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache
 from kvjax.cache.codecs.base import Codec, identity
 from kvjax.cache.config import make_config
+from kvjax.cache.schedule import Schedule
 from kvjax.engine import compiled
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import device_memory, plan_job
@@ -21,7 +22,7 @@ from kvjax.engine.sampling import Sampling
 from kvjax.engine.steps import NO_EOS
 from kvjax.parallel import axes, meshes
 from kvjax.policies import Policy
-from kvjax.types import Model, PyTree, Schedule, UserError
+from kvjax.types import Model, PyTree, UserError
 
 Prompt = str | Sequence[int]
 Stop = Callable[[list[int]], bool]
@@ -34,14 +35,14 @@ class Completion:
     Attributes:
       text: the new tokens as text, without special tokens; None without a tokenizer.
       tokens: the new token ids, the end token included if there was one.
-      kept: positions of the pairs in the cache at the end, in rising order, as
-        `kept[layer][head]`; prompt and new tokens count from 0. The last new token has
+      kept_positions: positions of the pairs in the cache at the end, in rising order, as
+        `kept_positions[layer][head]`; prompt and new tokens count from 0. The last new token has
         not been read, so it is not among them.
     """
 
     text: str | None
     tokens: list[int]
-    kept: list[list[np.ndarray]]
+    kept_positions: list[list[np.ndarray]]
 
 
 class BatchResult(NamedTuple):
@@ -84,7 +85,7 @@ def generate(
       budget: |kv|, pairs per head, for all layers or one per layer; the full cache
         pays no heed to it.
       schedule: when pairs go; None is Batch-Max's Algorithm 1 with blocks of 64.
-      max_new_tokens: most tokens per completion.
+      max_new_tokens: max_batch tokens per completion.
       temperature, top_k, top_p: see `kvjax.engine.sampling.Sampling`; 0 is greedy.
       seed: of the sampling; prompt i draws the same tokens in any batch.
       ignore_eos: generate all `max_new_tokens`, for throughput runs.
@@ -101,7 +102,7 @@ def generate(
         outside the vocabulary, a budget that does not fit policy and schedule, too
         little memory for one row. All before anything is compiled.
     """
-    made = make_config(
+    config = make_config(
         model.spec,
         policy,
         budget if policy else None,
@@ -114,11 +115,13 @@ def generate(
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens {max_new_tokens}: must be at least 1")
     longest = max(map(len, tokens))
-    bucket = compiled.bucket(model.spec, made, longest, max_new_tokens)
+    bucket = compiled.bucket(model.spec, config, longest, max_new_tokens)
     eos = NO_EOS if ignore_eos else end_tokens(model)
-    job = compiled.job_of(model, made, bucket, max_new_tokens, how, eos)
+    job = compiled.job_of(model, config, bucket, max_new_tokens, how, eos)
     done = {}
-    for rows, result in run(model.params, job, tokens, device_memory(memory_gb), seed):
+    for rows, result in generate_batches(
+        model.params, job, tokens, device_memory(memory_gb), seed
+    ):
         kept = cache.kept_positions(result.state)
         for row, index in enumerate(rows):
             new = result.tokens[row]
@@ -126,15 +129,15 @@ def generate(
     return [done[i] for i in range(len(tokens))]
 
 
-def run(
+def generate_batches(
     params: PyTree,
     job: Job,
     prompts: Sequence[Sequence[int]],
     memory_bytes: int,
     seed: int = 0,
     *,
-    numbers: Sequence[int] | None = None,
-    most: int | None = None,
+    prompt_ids: Sequence[int] | None = None,
+    max_batch: int | None = None,
     stop: Stop | None = None,
 ) -> Iterator[tuple[list[int], BatchResult]]:
     """Runs prompts, the short ones first, in batches that fill the memory.
@@ -145,8 +148,8 @@ def run(
       prompts: token ids.
       memory_bytes: see `kvjax.plan.device_memory`.
       seed: of the whole run.
-      numbers: each prompt's number in the whole run; None where these are all.
-      most: no larger batch is planned.
+      prompt_ids: each prompt's number in the whole run; None where these are all.
+      max_batch: no larger batch is planned.
       stop: see `run_batch`.
 
     Yields:
@@ -155,12 +158,12 @@ def run(
     Raises:
       UserError: too little memory for one row.
     """
-    most = min(most or len(prompts), len(prompts))
-    job = plan_job(job, memory_bytes, most).job
+    max_batch = min(max_batch or len(prompts), len(prompts))
+    job = plan_job(job, memory_bytes, max_batch).job
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for rows in batches(order, job.batch):
         given = [prompts[i] for i in rows]
-        named = [numbers[i] for i in rows] if numbers else rows
+        named = [prompt_ids[i] for i in rows] if prompt_ids else rows
         yield rows, run_batch(params, job, given, named, seed, stop)
 
 
@@ -180,7 +183,7 @@ def run_batch(
       prompts: token ids per row; rows that are left over stay unused.
       indices: each prompt's number in the whole run, which seeds its sampling.
       seed: of the whole run.
-      stop: asked after every `job.steps` tokens whether a row's tokens so far are all
+      stop: asked after every `job.decode_chunk` tokens whether a row's tokens so far are all
         that is wanted of it.
 
     Raises:
@@ -188,21 +191,21 @@ def run_batch(
     """
     programs = compiled.programs(job)
     keys = row_keys(job, indices, seed)
-    state, logits, seconds = read(params, job, prompts)
+    state, logits, seconds = prefill_batch(params, job, prompts)
     start = time.perf_counter()
     decode = functools.partial(programs.decode, params)
-    state, new = write(decode, job, state, logits, keys, len(prompts), stop)
+    state, new = decode_batch(decode, job, state, logits, keys, len(prompts), stop)
     end = time.perf_counter()
     cache.raise_errors(state)
     return BatchResult(new, state, seconds, end - start)
 
 
-def read(
+def prefill_batch(
     params: PyTree, job: Job, prompts: Sequence[Sequence[int]]
 ) -> tuple[cache.KVState, Float[Array, "B V"], float]:
     """The state once the prompts are in, the logits that follow them, and seconds."""
     programs = compiled.programs(job)
-    tokens, lengths = packed(job, prompts)
+    tokens, lengths = pad_prompts(job, prompts)
     state = jax.block_until_ready(programs.init())
     start = time.perf_counter()
     state, logits = programs.prefill(params, state, tokens, lengths)
@@ -212,7 +215,7 @@ def read(
     return state, logits, time.perf_counter() - start
 
 
-def write(
+def decode_batch(
     decode: Callable[..., tuple],
     job: Job,
     state: cache.KVState,
@@ -231,20 +234,22 @@ def write(
     drawn = 0  # tokens of every active row
     while True:
         again = min(drawn, 1)
-        limit = min(job.steps or job.new, job.new - drawn + again)
-        (going,) = meshes.by_row(job.mesh, active)
+        limit = min(
+            job.decode_chunk or job.max_new_tokens, job.max_new_tokens - drawn + again
+        )
+        (going,) = meshes.shard_rows(job.mesh, active)
         state, out, count = decode(state, logits, going, keys, np.int32(limit))
-        out, count = axes.fetched((out, count))
+        out, count = axes.to_host((out, count))
         for row in np.flatnonzero(active):
             new[row] += out[row, again : count[row]].tolist()
             ended = new[row][-1] in job.eos or (stop is not None and stop(new[row]))
             active[row] = not ended
         drawn += limit - again
-        if drawn == job.new or not active.any():
+        if drawn == job.max_new_tokens or not active.any():
             return jax.block_until_ready(state), new
         last = np.zeros((job.batch,), np.int32)
         last[:rows] = [tokens[-1] for tokens in new]
-        logits = _certain(*meshes.by_row(job.mesh, last), logits)
+        logits = _certain(*meshes.shard_rows(job.mesh, last), logits)
 
 
 @jax.jit
@@ -254,31 +259,33 @@ def _certain(tokens: Int[Array, "B"], like: Float[Array, "B V"]) -> Array:
     return jnp.where(ids[None, :] == tokens[:, None], 0.0, -jnp.inf)
 
 
-def packed(
+def pad_prompts(
     job: Job, prompts: Sequence[Sequence[int]]
 ) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
     """Left-aligned prompts and their lengths; 0 for rows that are not in use."""
-    tokens = np.zeros((job.batch, job.prompt), np.int32)
+    tokens = np.zeros((job.batch, job.max_prompt_len), np.int32)
     lengths = np.zeros((job.batch,), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
         lengths[row] = len(prompt)
-    return meshes.by_row(job.mesh, tokens, lengths)
+    return meshes.shard_rows(job.mesh, tokens, lengths)
 
 
 def row_keys(job: Job, indices: Sequence[int], seed: int) -> Array:
-    """The PRNG keys of rows that hold the prompts of these numbers."""
-    numbers = np.zeros((job.batch,), np.int32)
-    numbers[: len(indices)] = indices
+    """The PRNG keys of rows that hold the prompts of these prompt_ids."""
+    prompt_ids = np.zeros((job.batch,), np.int32)
+    prompt_ids[: len(indices)] = indices
     with meshes.use(job.mesh):
-        return compiled.row_keys(np.int32(seed), *meshes.by_row(job.mesh, numbers))
+        return compiled.row_keys(
+            np.int32(seed), *meshes.shard_rows(job.mesh, prompt_ids)
+        )
 
 
-def batches(indices: Sequence[int], most: int) -> list[list[int]]:
-    """Cuts indices into as few batches as `most` allows, of nearly equal size."""
+def batches(indices: Sequence[int], max_batch: int) -> list[list[int]]:
+    """Cuts indices into as few batches as `max_batch` allows, of nearly equal size."""
     if not indices:
         return []
-    count = -(-len(indices) // most)
+    count = -(-len(indices) // max_batch)
     size = -(-len(indices) // count)
     return [list(indices[i : i + size]) for i in range(0, len(indices), size)]
 

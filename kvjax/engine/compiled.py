@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from kvjax import cache
 from kvjax.cache import sharded
 from kvjax.cache.config import CacheConfig
-from kvjax.engine import sampling
+from kvjax.engine.sampling import Sampling
 from kvjax.engine.steps import GREEDY, NO_EOS, compact, decode, prefill, score
 from kvjax.models import decoder, placement
 from kvjax.models.weights import param_cache
@@ -34,64 +34,68 @@ class Job:
 
     Attributes:
       spec: the model's shape.
-      made: what is kept of the KV cache.
+      config: what is kept of the KV cache.
       batch: B, rows.
-      prompt: most prompt tokens per row, see `bucket`.
-      new: most tokens to generate per row, or to be given it.
+      max_prompt_len: most prompt tokens per row, see `bucket`.
+      max_new_tokens: most tokens to generate per row, or to be given it.
       dtype: of weights and stored pairs, a name ("float32").
-      how: the sampling rule.
+      sampling: the sampling rule.
       eos: tokens that end a row.
       mesh: the devices it runs on, see `kvjax.cache.sharded`; None is the default device.
-      steps: most tokens that one call generates, so that somebody can look at them in
+      decode_chunk: most tokens that one call generates, so that somebody can look at them in
         between; None for all.
       scored: whether the new tokens are given, and asked how likely they are.
     """
 
     spec: ModelSpec
-    made: CacheConfig
+    config: CacheConfig
     batch: int
-    prompt: int
-    new: int
+    max_prompt_len: int
+    max_new_tokens: int
     dtype: str = "float32"
-    how: sampling.Sampling = GREEDY
+    sampling: Sampling = GREEDY
     eos: tuple[int, ...] = NO_EOS
     mesh: Mesh | None = None
-    steps: int | None = None
+    decode_chunk: int | None = None
     scored: bool = False
 
     def __post_init__(self):
-        if self.batch % self.ways:
+        if self.batch % self.data_parallel:
             raise UserError(
-                f"a batch of {self.batch} does not divide over the {self.ways} groups "
+                f"a batch of {self.batch} does not divide over the {self.data_parallel} groups "
                 "of devices that the mesh's data axis makes: take a multiple"
             )
 
     @property
-    def ways(self) -> int:
+    def data_parallel(self) -> int:
         """Groups of devices that share out the rows."""
         return self.mesh.shape[axes.DATA] if self.mesh else 1
 
     @property
     def prefill_capacity(self) -> tuple[int, ...]:
-        return self.made.prefill_capacity(self.spec, self.prompt, self.new)
+        return self.config.prefill_capacity(
+            self.spec, self.max_prompt_len, self.max_new_tokens
+        )
 
     @property
     def decode_capacity(self) -> tuple[int, ...]:
-        return self.made.decode_capacity(self.spec, self.prompt, self.new)
+        return self.config.decode_capacity(
+            self.spec, self.max_prompt_len, self.max_new_tokens
+        )
 
 
 def job_of(
     model: Model,
-    made: CacheConfig,
+    config: CacheConfig,
     prompt: int,
     new: int,
-    how: sampling.Sampling = GREEDY,
+    sampling: Sampling = GREEDY,
     eos: tuple[int, ...] = NO_EOS,
 ) -> Job:
     """The smallest batch of a model, where and in what dtype its params are."""
     over, dtype = placement.of(model.params), str(model.params["embed"].dtype)
     rows = over.shape[axes.DATA] if over else 1
-    return Job(model.spec, made, rows, prompt, new, dtype, how, eos, over)
+    return Job(model.spec, config, rows, prompt, new, dtype, sampling, eos, over)
 
 
 class Programs(NamedTuple):
@@ -107,7 +111,7 @@ class Programs(NamedTuple):
     decode: jax.stages.Compiled
 
 
-def bucket(spec: ModelSpec, made: CacheConfig, longest: int, new: int) -> int:
+def bucket(spec: ModelSpec, config: CacheConfig, longest: int, new: int) -> int:
     """Prompt tokens that a program is compiled for.
 
     A state whose capacity does not depend on the prompt gets one program for every
@@ -122,19 +126,19 @@ def bucket(spec: ModelSpec, made: CacheConfig, longest: int, new: int) -> int:
             f"a prompt of {longest} tokens and {new} new ones exceed the context of "
             f"{spec.name}, {spec.context_length} tokens: shorten the prompt"
         )
-    block = made.schedule.block
-    if made.schedule.evicts_in_prefill:
+    block = config.schedule.prefill_chunk
+    if config.schedule.evicts_in_prefill:
         return math.ceil(spec.context_length / block) * block
     grain = math.lcm(block, _GRAIN)
     return math.ceil(longest / grain) * grain
 
 
-def size_class(made: CacheConfig, longest: int) -> int:
+def size_class(config: CacheConfig, longest: int) -> int:
     """Prompts of one class share programs without much waste: each is twice as long.
 
     One class where the state's capacity does not depend on the prompt.
     """
-    if made.schedule.evicts_in_prefill:
+    if config.schedule.evicts_in_prefill:
         return 0
     return max(longest - 1, _GRAIN - 1).bit_length()
 
@@ -145,7 +149,7 @@ def programs(job: Job) -> Programs:
     return Programs(
         init=compile_init(job, job.prefill_capacity),
         prefill=compile_prefill(job),
-        compact=compile_compact(job) if job.made.schedule.compacts else None,
+        compact=compile_compact(job) if job.config.schedule.compacts else None,
         decode=compile_decode(job),
     )
 
@@ -156,7 +160,7 @@ def compile_init(job: Job, capacity: tuple[int, ...]) -> jax.stages.Compiled:
     placed = None
     if job.mesh:
         over = job.mesh
-        placed = sharded.state_partitions(job.spec, job.made, capacity, over)
+        placed = sharded.state_partitions(job.spec, job.config, capacity, over)
     with meshes.use(job.mesh):
         init = functools.partial(init_state, job, capacity)
         return jax.jit(init, out_shardings=placed).lower().compile()
@@ -169,29 +173,29 @@ def compile_prefill(job: Job) -> jax.stages.Compiled:
     with meshes.use(job.mesh):
         return prefill.lower(
             given.params,
-            given.before,
+            given.prefill_state,
             given.tokens,
             given.rows,
             spec=job.spec,
-            made=job.made,
+            config=job.config,
         ).compile()
 
 
 def compile_compact(job: Job) -> jax.stages.Compiled:
     """state -> state, see `generate.compact`."""
     keep_compiled()
-    before, after = arguments(job).before, job.decode_capacity
+    before, after = arguments(job).prefill_state, job.decode_capacity
     with meshes.use(job.mesh):
         return compact.lower(
-            before, spec=job.spec, made=job.made, capacity=after
+            before, spec=job.spec, config=job.config, capacity=after
         ).compile()
 
 
 def compile_decode(job: Job) -> jax.stages.Compiled:
     """`generate.decode` from its state on, or `generate.score`."""
     keep_compiled()
-    given, alike = arguments(job), {"spec": job.spec, "made": job.made}
-    start = given.params, given.after, given.logits
+    given, alike = arguments(job), {"spec": job.spec, "config": job.config}
+    start = given.params, given.decode_state, given.logits
     with meshes.use(job.mesh):
         if job.scored:
             return score.lower(*start, given.new, given.rows, **alike).compile()
@@ -200,8 +204,8 @@ def compile_decode(job: Job) -> jax.stages.Compiled:
             given.active,
             given.keys,
             jax.ShapeDtypeStruct((), jnp.int32),
-            steps=job.steps or job.new,
-            how=job.how,
+            steps=job.decode_chunk or job.max_new_tokens,
+            how=job.sampling,
             eos=job.eos,
             **alike,
         ).compile()
@@ -211,8 +215,8 @@ class Arguments(NamedTuple):
     """What a job's programs are given: shapes, and over a mesh how they are split."""
 
     params: PyTree
-    before: cache.KVState
-    after: cache.KVState
+    prefill_state: cache.KVState
+    decode_state: cache.KVState
     tokens: jax.ShapeDtypeStruct
     rows: jax.ShapeDtypeStruct
     logits: jax.ShapeDtypeStruct
@@ -227,19 +231,23 @@ def arguments(job: Job) -> Arguments:
     rows = array((job.batch,), jnp.int32)
     given = Arguments(
         params=decoder.param_shapes(spec, jnp.dtype(job.dtype)),
-        before=jax.eval_shape(functools.partial(init_state, job, job.prefill_capacity)),
-        after=jax.eval_shape(functools.partial(init_state, job, job.decode_capacity)),
-        tokens=array((job.batch, job.prompt), jnp.int32),
+        prefill_state=jax.eval_shape(
+            functools.partial(init_state, job, job.prefill_capacity)
+        ),
+        decode_state=jax.eval_shape(
+            functools.partial(init_state, job, job.decode_capacity)
+        ),
+        tokens=array((job.batch, job.max_prompt_len), jnp.int32),
         rows=rows,
         logits=array((job.batch, spec.vocab_size), jnp.float32),
         active=array((job.batch,), jnp.bool),
         keys=jax.eval_shape(row_keys, array((), jnp.int32), rows),
-        new=array((job.batch, job.new), jnp.int32),
+        new=array((job.batch, job.max_new_tokens), jnp.int32),
     )
     if job.mesh is None:
         return given
     by_row = NamedSharding(job.mesh, PartitionSpec(axes.DATA))
-    state = functools.partial(sharded.state_partitions, spec, job.made, over=job.mesh)
+    state = functools.partial(sharded.state_partitions, spec, job.config, over=job.mesh)
     splits = Arguments(
         decoder.param_partitions(spec, job.mesh),
         state(job.prefill_capacity),
@@ -254,7 +262,7 @@ def arguments(job: Job) -> Arguments:
 def init_state(job: Job, capacity: tuple[int, ...]) -> cache.KVState:
     """An empty state for the job's batch."""
     dtype = jnp.dtype(job.dtype)
-    return cache.init(job.spec, job.made, job.batch, capacity, dtype)
+    return cache.init(job.spec, job.config, job.batch, capacity, dtype)
 
 
 def keep_compiled() -> None:

@@ -19,10 +19,11 @@ from jaxtyping import Array, Float
 
 from kvjax import cache
 from kvjax.cache.config import CacheConfig
+from kvjax.cache.schedule import Schedule
 from kvjax.engine.steps import compact
 from kvjax.models import decoder
 from kvjax.policies import Policy
-from kvjax.types import Model, ModelSpec, PyTree, Schedule, Stats, UserError
+from kvjax.types import Model, ModelSpec, PyTree, Stats, UserError
 
 Prompts = Sequence[Sequence[int]]
 _LOOK = 16  # tokens between two questions whether a row may stop
@@ -51,46 +52,46 @@ class Readings:
 
     def __init__(self, model: Model, methods: Iterable[CacheConfig]):
         methods = list(methods)
-        if model.spec.window_theta is not None:
+        if model.spec.local_rope_theta is not None:
             raise UserError(
                 f"layers of {model.spec.name} rotate in two ways, and layer by layer "
                 "all share one: run whole models"
             )
-        for budget in (made.budget for made in methods if made.budget):
+        for budget in (config.budget for config in methods if config.budget):
             if len(set(budget)) > 1:
                 raise UserError(
                     f"layer by layer, all layers share one program: give one budget, "
                     f"not {budget}, or run whole models"
                 )
         self._model = model
-        late = (made for made in methods if _is_late(made))
-        self._watching = tuple(dict.fromkeys(made.policy for made in late))
+        late = (config for config in methods if _is_late(config))
+        self._watching = tuple(dict.fromkeys(config.policy for config in late))
         self._known: dict[tuple, Reading] = {}
 
-    def after(self, made: CacheConfig, prompts: Prompts, new: int) -> Reading:
+    def after(self, config: CacheConfig, prompts: Prompts, new: int) -> Reading:
         """The prompts read and compressed, with room for `new` tokens.
 
         Args:
-          made: the method; the same budget in all layers.
+          config: the method; the same budget in all layers.
           prompts: token ids, one list per row.
           new: tokens that may follow.
         """
-        if not _is_late(made):
-            alone = read(self._model, made, prompts, new)
-            return _shrunk(self._model, made, alone, new)
-        alike = dataclasses.replace(made, policy=None, budget=None)
+        if not _is_late(config):
+            alone = read(self._model, config, prompts, new)
+            return _shrunk(self._model, config, alone, new)
+        alike = dataclasses.replace(config, policy=None, budget=None)
         key = (alike, *map(tuple, prompts))
         if key not in self._known:
-            all_of_them = dataclasses.replace(made, policy=_together(self._watching))
+            all_of_them = dataclasses.replace(config, policy=_together(self._watching))
             self._known[key] = read(self._model, all_of_them, prompts, new)
-        shared, index = self._known[key], self._watching.index(made.policy)
+        shared, index = self._known[key], self._watching.index(config.policy)
         states = tuple(_part(state, index) for state in shared.states)
-        return _shrunk(self._model, made, Reading(states, shared.logits), new)
+        return _shrunk(self._model, config, Reading(states, shared.logits), new)
 
 
-def read(model: Model, made: CacheConfig, prompts: Prompts, new: int) -> Reading:
-    """The prompts block by block, with evictions if the schedule has them."""
-    spec, block = model.spec, made.schedule.block
+def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Reading:
+    """The prompts block by block, with select_evictions if the schedule has them."""
+    spec, block = model.spec, config.schedule.prefill_chunk
     lengths = np.asarray([len(prompt) for prompt in prompts])
     room = -(-lengths.max() // block) * block
     tokens = np.zeros((len(prompts), room), np.int32)
@@ -99,21 +100,21 @@ def read(model: Model, made: CacheConfig, prompts: Prompts, new: int) -> Reading
     dtype = model.params["embed"].dtype
     reading = Reading(
         tuple(
-            cache.init(spec, made, len(prompts), (capacity,), dtype)
-            for capacity in made.prefill_capacity(spec, int(room), new)
+            cache.init(spec, config, len(prompts), (capacity,), dtype)
+            for capacity in config.prefill_capacity(spec, int(room), new)
         ),
         jnp.zeros((len(prompts), spec.vocab_size), jnp.float32),
     )
     for start in range(0, room, block):
         n = np.clip(lengths - start, 0, block)
         part = tokens[:, start : start + block]
-        reading = _step(model, made, reading, part, n, prompt=True)
+        reading = _step(model, config, reading, part, n, prompt=True)
     return reading
 
 
 def write(
     model: Model,
-    made: CacheConfig,
+    config: CacheConfig,
     reading: Reading,
     steps: int,
     eos: tuple,
@@ -123,7 +124,7 @@ def write(
 
     `stop` is asked now and then whether a row's tokens are all that is wanted of it.
     """
-    made, reading = _without_watching(made, reading)
+    config, reading = _without_watching(config, reading)
     new = [[] for _ in range(reading.logits.shape[0])]
     active = np.ones(len(new), bool)
     for i in range(steps):
@@ -136,19 +137,19 @@ def write(
         if not active.any() or i + 1 == steps:
             break
         n = active.astype(np.int32)
-        reading = _step(model, made, reading, drawn[:, None], n, prompt=False)
+        reading = _step(model, config, reading, drawn[:, None], n, prompt=False)
     _raise_errors(reading)
     return reading, new
 
 
 def score_tokens(
-    model: Model, made: CacheConfig, reading: Reading, given: np.ndarray
+    model: Model, config: CacheConfig, reading: Reading, given: np.ndarray
 ) -> np.ndarray:
     """Teacher forcing: logits [B, N + 1, V] before and after each of N given tokens."""
-    made, reading = _without_watching(made, reading)
+    config, reading = _without_watching(config, reading)
     logits, ones = [np.asarray(reading.logits)], np.ones(len(given), np.int32)
     for token in given.T:
-        reading = _step(model, made, reading, token[:, None], ones, prompt=False)
+        reading = _step(model, config, reading, token[:, None], ones, prompt=False)
         logits.append(np.asarray(reading.logits))
     _raise_errors(reading)
     return np.stack(logits, axis=1)
@@ -163,7 +164,7 @@ def joined(reading: Reading) -> cache.KVState:
     )
 
 
-def _step(model, made, reading: Reading, tokens, n, prompt: bool) -> Reading:
+def _step(model, config, reading: Reading, tokens, n, prompt: bool) -> Reading:
     """T tokens through all layers, of which each row's first n are real."""
     tokens, n = jnp.asarray(tokens, jnp.int32), jnp.asarray(n, jnp.int32)
     ends = {key: model.params[key] for key in model.params if key != "layers"}
@@ -171,11 +172,11 @@ def _step(model, made, reading: Reading, tokens, n, prompt: bool) -> Reading:
     x, states = _embed(ends, tokens, start, spec=model.spec), []
     layers = zip(model.params["layers"], reading.states, strict=True)
     for index, (weights, state) in enumerate(layers):
-        windows = [model.spec.window(i) for i in range(index + 1)]
+        windows = [model.spec.sliding_window(i) for i in range(index + 1)]
         x, state = _layer(
             *(weights, x, state, n, tokens),
             spec=model.spec,
-            made=made,
+            config=config,
             prompt=prompt,
             like=windows.index(windows[-1]),
         )
@@ -186,7 +187,7 @@ def _step(model, made, reading: Reading, tokens, n, prompt: bool) -> Reading:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("spec", "made", "prompt", "like"),
+    static_argnames=("spec", "config", "prompt", "like"),
     donate_argnames=("state",),
 )
 def _layer(
@@ -197,7 +198,7 @@ def _layer(
     tokens: Array,
     *,
     spec: ModelSpec,
-    made: CacheConfig,
+    config: CacheConfig,
     prompt: bool,
     like: int,
 ) -> tuple[Float[Array, "B T M"], cache.KVState]:
@@ -206,7 +207,9 @@ def _layer(
 
     def attend(index, *given):
         del index
-        return cache.step_layer(0, *given, made=made, n=n, tokens=tokens, prompt=prompt)
+        return cache.step_layer(
+            0, *given, config=config, n=n, tokens=tokens, prompt=prompt
+        )
 
     rotate = decoder.rotations(spec, positions)[like]
     x, state = decoder.layer(weights, spec, like, x, rotate, state, attend)
@@ -228,32 +231,40 @@ def _logits(ends: PyTree, x: Array, n: Array, before: Array, *, spec) -> Array:
     return jnp.where((n > 0)[:, None], decoder.logits(ends, hidden, spec), before)
 
 
-def _shrunk(model: Model, made, reading: Reading, new: int) -> Reading:
+def _shrunk(model: Model, config, reading: Reading, new: int) -> Reading:
     """The compaction between prompt and decoding, where the schedule has one."""
-    if not made.schedule.compacts:
+    if not config.schedule.compacts:
         return reading
-    capacity = made.decode_capacity(model.spec, 0, new)[:1]
-    shrink = functools.partial(compact, spec=model.spec, made=made, capacity=capacity)
+    capacity = config.decode_capacity(model.spec, 0, new)[:1]
+    shrink = functools.partial(
+        compact, spec=model.spec, config=config, capacity=capacity
+    )
     return reading._replace(states=tuple(map(shrink, reading.states)))
 
 
-def _without_watching(made: CacheConfig, reading: Reading):
+def _without_watching(config: CacheConfig, reading: Reading):
     """Drops policy and statistics where nothing will be evicted any more.
 
     All such methods then run the same program.
     """
-    if made.schedule.evicts_in_decode:
-        return made, reading
+    if config.schedule.evicts_in_decode:
+        return config, reading
     plain = dataclasses.replace(
-        made, policy=None, schedule=Schedule("full", made.schedule.block), budget=None
+        config,
+        policy=None,
+        schedule=Schedule("none", config.schedule.prefill_chunk),
+        budget=None,
     )
     bare = tuple(state.replace(stats=(Stats(),)) for state in reading.states)
     return plain, reading._replace(states=bare)
 
 
-def _is_late(made: CacheConfig) -> bool:
+def _is_late(config: CacheConfig) -> bool:
     """Whether the prompt is read as if the cache were full, and keys stay in place."""
-    return made.schedule.phases == "after_prefill" and made.rope == "true"
+    return (
+        config.schedule.phases == "after_prefill"
+        and config.rope_positions == "original"
+    )
 
 
 def _together(members: Sequence[Policy]) -> Policy:
@@ -264,8 +275,10 @@ def _together(members: Sequence[Policy]) -> Policy:
             member.observe(Stats(*part), view, seen)
             for member, part in zip(members, zip(*stats, strict=True), strict=True)
         ),
-        score=lambda stats, view: jnp.zeros(view.pos.shape),
-        needs=frozenset().union(*(member.needs for member in members)),
+        score=lambda stats, view: jnp.zeros(view.positions.shape),
+        required_stats=frozenset().union(
+            *(member.required_stats for member in members)
+        ),
         name="together",
     )
 
@@ -276,7 +289,7 @@ def _joined(parts: Iterable[Stats]) -> Stats:
 
 def _part(state: cache.KVState, index: int) -> cache.KVState:
     (stats,) = state.stats
-    return state.replace(stats=(Stats(stats.slots[index], stats.rows[index]),))
+    return state.replace(stats=(Stats(stats.per_slot[index], stats.per_row[index]),))
 
 
 def _raise_errors(reading: Reading) -> None:

@@ -40,7 +40,7 @@ class _Context(NamedTuple):
 
 def likelihoods(
     model: Model,
-    made: CacheConfig,
+    config: CacheConfig,
     pairs: Sequence[tuple[Tokens, Tokens]],
     memory_bytes: int,
     *,
@@ -57,7 +57,7 @@ def likelihoods(
 
     Args:
       model: the model.
-      made: what is kept of its KV cache.
+      config: what is kept of its KV cache.
       pairs: token ids of a context, one or more, and of a continuation.
       memory_bytes: see `kvjax.plan.device_memory`.
       most: no more contexts are read at once.
@@ -72,7 +72,7 @@ def likelihoods(
         i: Likelihood(0.0, True) for i, (_, given) in enumerate(pairs) if not given
     }
     done(len(found))
-    for job, contexts in _jobs(model, made, pairs):
+    for job, contexts in _jobs(model, config, pairs):
         count = min(most or len(contexts), len(contexts))
         job = plan_job(job, memory_bytes, count).job
         for rows in api.batches(range(len(contexts)), job.batch):
@@ -114,7 +114,7 @@ def _check(model: Model, pairs: Sequence[tuple[Tokens, Tokens]]) -> None:
 
 
 def _jobs(
-    model: Model, made: CacheConfig, pairs: Sequence[tuple[Tokens, Tokens]]
+    model: Model, config: CacheConfig, pairs: Sequence[tuple[Tokens, Tokens]]
 ) -> Iterator[tuple[Job, list[_Context]]]:
     """Contexts of like size with what is done to them, the largest first."""
     asked: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -124,13 +124,13 @@ def _jobs(
     groups = defaultdict(list)
     for tokens, indices in asked.items():
         width = _width(max(len(pairs[i][1]) for i in indices))
-        groups[compiled.size_class(made, len(tokens)), width].append(
+        groups[compiled.size_class(config, len(tokens)), width].append(
             _Context(tokens, indices)
         )
     for (_, width), contexts in sorted(groups.items(), reverse=True):
         contexts.sort(key=lambda context: len(context.tokens), reverse=True)
-        size = compiled.bucket(model.spec, made, len(contexts[0].tokens), 0)
-        job = compiled.job_of(model, made, size, width)
+        size = compiled.bucket(model.spec, config, len(contexts[0].tokens), 0)
+        job = compiled.job_of(model, config, size, width)
         yield dataclasses.replace(job, scored=True), contexts
 
 
@@ -147,19 +147,19 @@ def _judged(
 ) -> Iterator[tuple[int, Likelihood]]:
     """One batch: every context's first continuation, then every second, and so on."""
     programs = compiled.programs(job)
-    state, logits, _ = api.read(params, job, [c.tokens for c in contexts])
+    state, logits, _ = api.prefill_batch(params, job, [c.tokens for c in contexts])
     for turn in range(max(len(context.asked) for context in contexts)):
-        tokens = np.zeros((job.batch, job.new), np.int32)
+        tokens = np.zeros((job.batch, job.max_new_tokens), np.int32)
         lengths = np.zeros((job.batch,), np.int32)
         rows = [row for row, c in enumerate(contexts) if turn < len(c.asked)]
         for row in rows:
             given = pairs[contexts[row].asked[turn]][1]
             tokens[row, : len(given)], lengths[row] = given, len(given)
-        given = meshes.by_row(job.mesh, tokens, lengths)
+        given = meshes.shard_rows(job.mesh, tokens, lengths)
         after, logprob, greedy = programs.decode(params, state, logits, *given)
         cache.raise_errors(after)
         del after  # the next turn's is not to lie beside it
-        logprob, greedy = axes.fetched((logprob, greedy))
+        logprob, greedy = axes.to_host((logprob, greedy))
         for row in rows:
             total = float(np.sum(logprob[row], dtype=np.float64))
             yield contexts[row].asked[turn], Likelihood(total, bool(greedy[row].all()))

@@ -15,12 +15,13 @@ import jax
 from jax.sharding import Mesh
 
 from kvjax.cache.config import make_config
+from kvjax.cache.schedule import Schedule
 from kvjax.engine import compiled
 from kvjax.engine.compiled import Job
 from kvjax.models import placement
 from kvjax.parallel import axes
 from kvjax.policies import Policy, average_attention
-from kvjax.types import ModelSpec, Schedule, UserError
+from kvjax.types import ModelSpec, UserError
 
 _PROBES = (2, 6)  # batches that the temporaries' growth is read from
 _SHARE = 0.92  # of a device's limit: allocators fragment, runtimes need room
@@ -32,7 +33,7 @@ class Plan:
 
     Attributes:
       job: the batch to run.
-      limit: what the batch is limited by: the phase ('prefill', 'compact' or 'decode')
+      limited_by: what the batch is limited by: the phase ('prefill', 'compact' or 'decode')
         whose programs would not fit with one row more, or 'prompts' when all fit.
       memory_bytes: the limit given.
       peak_bytes: weights, state and temporaries of the largest phase at this batch, as
@@ -42,7 +43,7 @@ class Plan:
     """
 
     job: Job
-    limit: str
+    limited_by: str
     memory_bytes: int
     peak_bytes: int
     weights_bytes: int
@@ -53,7 +54,7 @@ class Plan:
         return self.job.batch
 
     @property
-    def reading(self) -> tuple[int, int]:
+    def prefill_groups(self) -> tuple[int, int]:
         """Rows whose prompts are read at a time, and how many times."""
         return self.batch, 1
 
@@ -95,11 +96,11 @@ def plan(
         policy = average_attention()
     if prompt_tokens is None:
         prompt_tokens = spec.context_length - max_new_tokens
-    made = make_config(spec, policy, budget, schedule)
-    prompt = compiled.bucket(spec, made, prompt_tokens, max_new_tokens)
+    config = make_config(spec, policy, budget, schedule)
+    prompt = compiled.bucket(spec, config, prompt_tokens, max_new_tokens)
     ways = mesh.shape[axes.DATA] if mesh else 1
     spec = placement.fitted(spec, mesh)
-    job = Job(spec, made, ways, prompt, max_new_tokens, dtype, mesh=mesh)
+    job = Job(spec, config, ways, prompt, max_new_tokens, dtype, mesh=mesh)
     return plan_job(job, memory_bytes, max_batch)
 
 
@@ -110,7 +111,7 @@ def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
     """
     check_one_row(job, memory_bytes)
     if max_batch is not None:
-        max_batch = -(-max_batch // job.ways) * job.ways
+        max_batch = -(-max_batch // job.data_parallel) * job.data_parallel
     if max_batch is not None and _clearly_fits(job, memory_bytes, max_batch):
         limit, batch = "prompts", max_batch
     else:
@@ -124,17 +125,17 @@ def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
         except jax.errors.JaxRuntimeError as error:
             if not out_of_memory(error):
                 raise
-            limit, batch = "compiler", batch - job.ways
+            limit, batch = "compiler", batch - job.data_parallel
             continue
         worst = max(peaks, key=peaks.get)
         if peaks[worst] <= memory_bytes:
             return as_plan(planned, limit, memory_bytes, peaks[worst])
         limit = worst
         batch = min(batch - 1, int(batch * memory_bytes / peaks[worst]))
-        batch -= batch % job.ways
+        batch -= batch % job.data_parallel
     needed = {
-        phase: int(fixed + job.ways * row)
-        for phase, (fixed, row) in growth(job).items()
+        phase: int(fixed + job.data_parallel * row)
+        for phase, (fixed, row) in memory_model(job).items()
     }
     worst = max(needed, key=needed.get)
     raise UserError(too_small(job, memory_bytes, worst, needed[worst]))
@@ -148,12 +149,16 @@ def plan_by_shapes(job: Job, memory_bytes: int, max_batch: int) -> Plan:
     Raises:
       UserError: not even one row fits.
     """
-    row = 2 * max(state_bytes(dataclasses.replace(job, batch=job.ways)).values())
-    batch = min(max_batch, (memory_bytes - weights_bytes(job)) // row * job.ways)
+    row = 2 * max(
+        state_bytes(dataclasses.replace(job, batch=job.data_parallel)).values()
+    )
+    batch = min(
+        max_batch, (memory_bytes - weights_bytes(job)) // row * job.data_parallel
+    )
     if batch < 1:
         raise UserError(too_small(job, memory_bytes, "it", weights_bytes(job) + row))
     limit = "prompts" if batch == max_batch else "prefill"
-    peak = weights_bytes(job) + -(-batch // job.ways) * row
+    peak = weights_bytes(job) + -(-batch // job.data_parallel) * row
     return as_plan(dataclasses.replace(job, batch=batch), limit, memory_bytes, peak)
 
 
@@ -182,7 +187,7 @@ def phase_bytes(job: Job) -> dict[str, int]:
 def state_bytes(job: Job) -> dict[str, int]:
     """Bytes of the KV state in each phase, from its shapes."""
     given = compiled.arguments(job)
-    parts = {"prefill": given.before, "decode": given.after}
+    parts = {"prefill": given.prefill_state, "decode": given.decode_state}
     return {phase: compiled.tree_bytes(state) for phase, state in parts.items()}
 
 
@@ -219,18 +224,20 @@ def _clearly_fits(job: Job, memory_bytes: int, batch: int) -> bool:
 def _estimated(job: Job, memory_bytes: int) -> tuple[str, int]:
     """The phase that limits the batch, and the batch that it allows."""
     fits = {
-        phase: int((memory_bytes - fixed) // row) // job.ways * job.ways
+        phase: int((memory_bytes - fixed) // row)
+        // job.data_parallel
+        * job.data_parallel
         if memory_bytes > fixed
         else 0
-        for phase, (fixed, row) in growth(job).items()
+        for phase, (fixed, row) in memory_model(job).items()
     }
     limit = min(fits, key=fits.get)
     return limit, fits[limit]
 
 
-def growth(job: Job) -> dict[str, tuple[float, float]]:
+def memory_model(job: Job) -> dict[str, tuple[float, float]]:
     """Per phase, the bytes that are always there and those that each row adds."""
-    few, many = (probe * job.ways for probe in _PROBES)
+    few, many = (probe * job.data_parallel for probe in _PROBES)
     small, large = _estimate(job, few), _estimate(job, many)
     step = many - few
     rows = {phase: (large[phase] - small[phase]) / step for phase in small}
@@ -243,11 +250,11 @@ def _estimate(job: Job, batch: int) -> dict[str, int]:
     """`phase_bytes` from those of two layers and the other layers' shapes."""
     layers = min(2, job.spec.num_layers)
     spec = dataclasses.replace(job.spec, num_layers=layers)
-    budget = job.made.budget
+    budget = job.config.budget
     if budget:  # the two largest layers stand for the others' temporaries
         budget = tuple(sorted(budget)[-layers:])
-    made = dataclasses.replace(job.made, budget=budget)
-    short = dataclasses.replace(job, spec=spec, made=made, batch=batch)
+    config = dataclasses.replace(job.config, budget=budget)
+    short = dataclasses.replace(job, spec=spec, config=config, batch=batch)
     whole = dataclasses.replace(job, batch=batch)
     weights = weights_bytes(job) - weights_bytes(short)
     before, after = state_bytes(whole), state_bytes(short)
@@ -256,7 +263,7 @@ def _estimate(job: Job, batch: int) -> dict[str, int]:
     return {phase: peak + more[phase] for phase, peak in phase_bytes(short).items()}
 
 
-def fitting(job: Job, limit: str, memory_bytes: int) -> Plan | None:
+def plan_if_fits(job: Job, limit: str, memory_bytes: int) -> Plan | None:
     """The plan of the job as it is, or None if its compiled programs do not fit."""
     try:
         peak = max(phase_bytes(job).values())
@@ -273,7 +280,7 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def as_plan(job: Job, limit: str, memory_bytes: int, peak: int) -> Plan:
-    row = max(state_bytes(job).values()) * job.ways // job.batch
+    row = max(state_bytes(job).values()) * job.data_parallel // job.batch
     return Plan(job, limit, memory_bytes, peak, weights_bytes(job), row)
 
 
@@ -289,7 +296,7 @@ def too_small(job: Job, memory_bytes: int, what: str, needed: int) -> str:
 def _least(job: Job) -> int:
     """Bytes of the weights and of one row's state."""
     return weights_bytes(job) + max(
-        state_bytes(dataclasses.replace(job, batch=job.ways)).values()
+        state_bytes(dataclasses.replace(job, batch=job.data_parallel)).values()
     )
 
 

@@ -30,7 +30,7 @@ from kvjax.engine.compiled import Job
 from kvjax.engine.planner import (
     Plan,
     check_one_row,
-    growth,
+    memory_model,
     out_of_memory,
     program_bytes,
     state_bytes,
@@ -57,7 +57,7 @@ class StaggeredPlan(Plan):
         return -(-self.batch // self.group)
 
     @property
-    def reading(self) -> tuple[int, int]:
+    def prefill_groups(self) -> tuple[int, int]:
         return self.group, self.groups
 
     @property
@@ -130,17 +130,19 @@ def halved(planned: StaggeredPlan) -> StaggeredPlan:
     """The same pool, read in groups of half as many rows."""
     job, group = planned.job, planned.group // 2
     peak = max(phase_bytes(job, group).values())
-    return _plan(job, planned.batch, group, planned.limit, planned.memory_bytes, peak)
+    return _plan(
+        job, planned.batch, group, planned.limited_by, planned.memory_bytes, peak
+    )
 
 
 def check(job: Job) -> None:
     """Raises UserError for a job that has nothing to pool, or runs on a mesh."""
     if job.mesh:
         raise UserError("staggered prefill runs on one device: leave the mesh out")
-    if not job.made.schedule.compacts:
+    if not job.config.schedule.compacts:
         raise UserError(
             f"staggered prefill pools what a compaction after the prompt leaves; the "
-            f"schedule {job.made.schedule.phases!r} has none: use 'after_prefill'"
+            f"schedule {job.config.schedule.phases!r} has none: use 'after_prefill'"
         )
 
 
@@ -218,7 +220,7 @@ def run_batch(
       RuntimeError: the state ran out of slots.
     """
     job, programs = planned.job, compile_programs(planned.job, planned.group)
-    tokens, lengths = api.packed(job, prompts)
+    tokens, lengths = api.pad_prompts(job, prompts)
     keys = api.row_keys(job, indices, seed)
     pool = programs.init_pool()
     logits = jnp.zeros(compiled.arguments(job).logits.shape, jnp.float32)
@@ -235,7 +237,7 @@ def run_batch(
         del state, last  # the next group's are not to lie beside them
     middle = time.perf_counter()
     decode = functools.partial(programs.decode, params)
-    pool, new = api.write(decode, job, pool, logits, keys, len(prompts))
+    pool, new = api.decode_batch(decode, job, pool, logits, keys, len(prompts))
     end = time.perf_counter()
     cache.raise_errors(pool)
     return BatchResult(new, pool, middle - start, end - middle)
@@ -245,7 +247,7 @@ def _estimated(
     job: Job, memory_bytes: int, max_batch: int | None
 ) -> tuple[int, int, str]:
     """B, g, and what limits B: what decodes, or the pool beside a group of one row."""
-    grown = growth(job)
+    grown = memory_model(job)
     row = _pool_bytes(dataclasses.replace(job, batch=1))
     reading = {phase: grown[phase] for phase in ("prefill", "compact")}
     fixed, decoding = grown["decode"]
@@ -282,4 +284,4 @@ def _pool_bytes(job: Job) -> int:
 def _handed_over(job: Job) -> tuple[cache.KVState, jax.ShapeDtypeStruct]:
     """Shapes of what decoding begins with: the state, and the logits."""
     given = compiled.arguments(job)
-    return given.after, given.logits
+    return given.decode_state, given.logits

@@ -25,7 +25,7 @@ _AT_ONCE = 16  # given tokens fed at a time where nothing is evicted any more
 
 
 @functools.partial(
-    jax.jit, static_argnames=("spec", "made"), donate_argnames=("state",)
+    jax.jit, static_argnames=("spec", "config"), donate_argnames=("state",)
 )
 def prefill(
     params: PyTree,
@@ -34,7 +34,7 @@ def prefill(
     lengths: Int[Array, "B"],
     *,
     spec: ModelSpec,
-    made: CacheConfig,
+    config: CacheConfig,
 ) -> tuple[cache.KVState, Float[Array, "B V"]]:
     """Reads the prompts block by block, evicting on the way if the schedule says so.
 
@@ -48,12 +48,12 @@ def prefill(
         a multiple of the schedule's block.
       lengths: tokens per row; 0 for a row that is not in use.
       spec: the model's shape.
-      made: what is kept.
+      config: what is kept.
 
     Returns:
       The state, and the float32 logits that follow each row's last token.
     """
-    block = made.schedule.block
+    block = config.schedule.prefill_chunk
     if tokens.shape[1] % block:
         raise ValueError(f"T={tokens.shape[1]} is not a multiple of the block {block}")
 
@@ -61,7 +61,7 @@ def prefill(
         state, last = carry
         part = jax.lax.dynamic_slice_in_dim(tokens, i * block, block, axis=1)
         n = jnp.clip(lengths - i * block, 0, block)
-        hidden, state = forward(params, spec, part, n, state, made, prompt=True)
+        hidden, state = forward(params, spec, part, n, state, config, prompt=True)
         end = jnp.maximum(n - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(hidden, end, axis=1)[:, 0]
         return state, jnp.where((n > 0)[:, None], newest, last)
@@ -75,7 +75,7 @@ def prefill(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("spec", "made", "steps", "how", "eos"),
+    static_argnames=("spec", "config", "steps", "how", "eos"),
     donate_argnames=("state",),
 )
 def decode(
@@ -87,7 +87,7 @@ def decode(
     limit: Int[Array, ""] | None = None,
     *,
     spec: ModelSpec,
-    made: CacheConfig,
+    config: CacheConfig,
     steps: int,
     how: sampling.Sampling = GREEDY,
     eos: tuple[int, ...] = NO_EOS,
@@ -105,7 +105,7 @@ def decode(
       keys: PRNG keys [B], one per row.
       limit: the most tokens to generate; None for N.
       spec: the model's shape.
-      made: what is kept.
+      config: what is kept.
       steps: N, the most that there is room for.
       how: the sampling rule.
       eos: tokens that end a row; `NO_EOS` for runs of fixed length.
@@ -125,7 +125,7 @@ def decode(
     def step(carry):
         i, state, token, active, out, count = carry
         n = active.astype(jnp.int32)
-        hidden, state = forward(params, spec, token[:, None], n, state, made)
+        hidden, state = forward(params, spec, token[:, None], n, state, config)
         logits = decoder.logits(params, hidden[:, 0], spec)
         token, active, out = draw(logits, state, active, out, i)
         return i + 1, state, token, active, out, count + n
@@ -142,7 +142,7 @@ def decode(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("spec", "made"), donate_argnames=("state",)
+    jax.jit, static_argnames=("spec", "config"), donate_argnames=("state",)
 )
 def score_tokens(
     params: PyTree,
@@ -150,7 +150,7 @@ def score_tokens(
     tokens: Int[Array, "B T"],
     *,
     spec: ModelSpec,
-    made: CacheConfig,
+    config: CacheConfig,
 ) -> tuple[cache.KVState, Float[Array, "T B V"]]:
     """Teacher forcing: feeds given tokens one at a time, as decoding would.
 
@@ -160,13 +160,13 @@ def score_tokens(
     one = jnp.ones(tokens.shape[:1], jnp.int32)
 
     def step(state, token):
-        hidden, state = forward(params, spec, token[:, None], one, state, made)
+        hidden, state = forward(params, spec, token[:, None], one, state, config)
         return state, decoder.logits(params, hidden[:, 0], spec)
 
     return jax.lax.scan(step, state, tokens.T)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "made"))
+@functools.partial(jax.jit, static_argnames=("spec", "config"))
 def score(
     params: PyTree,
     state: cache.KVState,
@@ -175,7 +175,7 @@ def score(
     lengths: Int[Array, "B"],
     *,
     spec: ModelSpec,
-    made: CacheConfig,
+    config: CacheConfig,
 ) -> tuple[cache.KVState, Float[Array, "B N"], Bool[Array, "B N"]]:
     """Teacher forcing: how likely given continuations are.
 
@@ -190,7 +190,7 @@ def score(
       tokens: continuations, left-aligned.
       lengths: tokens per row; 0 for a row that has none.
       spec: the model's shape.
-      made: what is kept.
+      config: what is kept.
 
     Returns:
       The state (which has not seen the last token), the natural logarithm of each
@@ -198,7 +198,7 @@ def score(
       length 0 and True.
     """
     batch, most = tokens.shape
-    width = 1 if made.schedule.evicts_in_decode else min(_AT_ONCE, most)
+    width = 1 if config.schedule.evicts_in_decode else min(_AT_ONCE, most)
     steps = jnp.maximum(jnp.max(lengths) - 1 + width - 1, 0) // width
     room = -most % width + width  # for the last step's targets, one token ahead
     padded = jnp.pad(tokens, ((0, 0), (0, room)))
@@ -213,7 +213,7 @@ def score(
         part = jax.lax.dynamic_slice_in_dim(padded, i * width, width, axis=1)
         targets = jax.lax.dynamic_slice_in_dim(padded, i * width + 1, width, axis=1)
         n = jnp.clip(lengths - 1 - i * width, 0, width)
-        hidden, state = forward(params, spec, part, n, state, made)
+        hidden, state = forward(params, spec, part, n, state, config)
         flat = decoder.logits(params, hidden.reshape(-1, hidden.shape[-1]), spec)
         found = judge(flat.reshape(batch, width, -1), targets)
         put = lambda all, new: jax.lax.dynamic_update_slice_in_dim(
@@ -233,26 +233,26 @@ def score(
     return state, logprob, greedy[:, :most] | ~real
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "made", "capacity"))
+@functools.partial(jax.jit, static_argnames=("spec", "config", "capacity"))
 def compact(
     state: cache.KVState,
     *,
     spec: ModelSpec,
-    made: CacheConfig,
+    config: CacheConfig,
     capacity: tuple[int, ...],
 ) -> cache.KVState:
     """`sharded.compact`, jitted: the step between prefill and decode.
 
     The state is not donated: its buffers have another size than the result's.
     """
-    return sharded.compact(spec, state, made, capacity, decoder.rotations(spec))
+    return sharded.compact(spec, state, config, capacity, decoder.rotations(spec))
 
 
-def forward(params, spec, tokens, n, state, made, prompt=False):
+def forward(params, spec, tokens, n, state, config, prompt=False):
     """T new tokens through the model, of which each row's first n are real."""
     positions = cache.next_positions(state, tokens.shape[1])
     attend = functools.partial(
-        sharded.step_layer, spec, made=made, n=n, tokens=tokens, prompt=prompt
+        sharded.step_layer, spec, config=config, n=n, tokens=tokens, prompt=prompt
     )
     hidden, state = decoder.forward(params, spec, tokens, positions, state, attend)
     return hidden, cache.advance(state, n)

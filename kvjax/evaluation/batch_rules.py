@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvjax.engine import api, staggered
 from kvjax.engine.compiled import Job
 from kvjax.engine.memory import peak_memory
-from kvjax.engine.planner import Plan, fitting, plan_job
+from kvjax.engine.planner import Plan, plan_if_fits, plan_job
 from kvjax.types import PyTree, UserError
 
 PROTOCOLS = ("full", "ed", "batch_max", "staggered")
@@ -68,7 +68,7 @@ def find_batch(
     if planned.batch < most:
         return planned
     limit = "prompts" if most == count else "ED"
-    return dataclasses.replace(planned, limit=limit)
+    return dataclasses.replace(planned, limited_by=limit)
 
 
 def _largest(planned: Plan, sizes: Sequence[int]) -> Plan:
@@ -86,7 +86,7 @@ def _largest(planned: Plan, sizes: Sequence[int]) -> Plan:
 
 def _with_batch(planned: Plan, batch: int) -> Plan | None:
     job = dataclasses.replace(planned.job, batch=batch)
-    return fitting(job, planned.limit, planned.memory_bytes)
+    return plan_if_fits(job, planned.limited_by, planned.memory_bytes)
 
 
 def step_back(protocol: str, planned: Plan, count: int) -> Plan:
@@ -96,7 +96,9 @@ def step_back(protocol: str, planned: Plan, count: int) -> Plan:
       UserError: there is none.
     """
     if isinstance(planned, staggered.StaggeredPlan) and planned.group > 1:
-        return dataclasses.replace(staggered.halved(planned), limit="out of memory")
+        return dataclasses.replace(
+            staggered.halved(planned), limited_by="out of memory"
+        )
     if planned.batch == 1:
         raise UserError(
             f"one row of {planned.job.spec.name} runs out of memory, though "
@@ -106,7 +108,7 @@ def step_back(protocol: str, planned: Plan, count: int) -> Plan:
     found = find_batch(
         protocol, planned.job, planned.memory_bytes, count, planned.batch - 1
     )
-    return dataclasses.replace(found, limit="out of memory")
+    return dataclasses.replace(found, limited_by="out of memory")
 
 
 def run_planned(

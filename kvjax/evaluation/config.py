@@ -12,10 +12,11 @@ from jax.experimental import multihost_utils
 from kvjax import policies
 from kvjax.cache import config
 from kvjax.cache.config import CacheConfig, make_config
+from kvjax.cache.schedule import Schedule
 from kvjax.engine.planner import device_memory
-from kvjax.types import ModelSpec, Schedule, UserError
+from kvjax.types import ModelSpec, UserError
 
-_OF_METHODS = ("block", "evict", "budget")  # fields that methods share
+_OF_METHODS = ("prefill_chunk", "evict_size", "budget")  # fields that methods share
 _RESULTS = ("records.jsonl", "batches.jsonl", "reference.npy")  # that runs leave
 _OF_TASKS = ("examples", "prompt_tokens", "max_new_tokens")  # and tasks
 
@@ -28,9 +29,9 @@ class Method:
       name: what tables and pictures call it.
       policy: a name of `kvjax.policies.names()`, None for the full cache.
       options: the policy's parameters.
-      phases, block, evict: the `Schedule`; `evict` None is the block.
+      phases, prefill_chunk, evict_size: the `Schedule`; `evict_size` None is the prefill_chunk.
       budget: |kv|, one int or one per layer; None for the full cache.
-      rope: where a key stands for its rotary angle, see `CacheConfig`.
+      rope_positions: where a key stands for its rotary angle, see `CacheConfig`.
       implementation: which attention runs, see `CacheConfig`.
       label: what the methods have in common that differ only in budget and schedule,
         the name of their row in a sweep's tables and pictures; None is the name.
@@ -39,11 +40,11 @@ class Method:
     name: str
     policy: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
-    phases: str = "prefill+decode"
-    block: int = 64
-    evict: int | None = None
+    phases: str = "prefill_and_decode"
+    prefill_chunk: int = 64
+    evict_size: int | None = None
     budget: int | tuple[int, ...] | None = None
-    rope: str = "true"
+    rope_positions: str = "original"
     implementation: str | None = None
     label: str | None = None
 
@@ -55,16 +56,16 @@ class Method:
             policy,
             self.budget,
             schedule,
-            rope=self.rope,
+            rope_positions=self.rope_positions,
             implementation=self.implementation,
         )
 
     def check(self) -> tuple[policies.Policy | None, Schedule]:
         """Policy and schedule, or a UserError for what is wrong in any model."""
-        evict = self.block if self.evict is None else self.evict
+        evict_size = self.prefill_chunk if self.evict_size is None else self.evict_size
         if self.policy is None:
-            return None, Schedule("full", self.block, evict)
-        schedule = Schedule(self.phases, self.block, evict)
+            return None, Schedule("none", self.prefill_chunk, evict_size)
+        schedule = Schedule(self.phases, self.prefill_chunk, evict_size)
         policy = policies.make(self.policy, **dict(self.options))
         budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
         for budget in set(budgets) - {None}:
@@ -150,7 +151,7 @@ def from_config(config: dict[str, Any], overrides: dict[str, Any]) -> Experiment
     """The experiment that a config's fields describe.
 
     Args:
-      config: fields of `Experiment`; `block`, `evict` and `budget` for the methods,
+      config: fields of `Experiment`; `prefill_chunk`, `evict_size` and `budget` for the methods,
         `examples`, `prompt_tokens` and `max_new_tokens` for the tasks that do not set
         their own. A `memory_gb` of 0 is the device's limit; an empty text is None. If
         `quick` is there and true, the fields in `quick_fields` replace those of the
@@ -194,7 +195,7 @@ def method(fields: dict[str, Any], shared: dict[str, Any]) -> Method:
     The full cache is read in the same blocks; budget and eviction are none of its.
     """
     if not fields.get("policy"):
-        shared = {key: value for key, value in shared.items() if key == "block"}
+        shared = {key: value for key, value in shared.items() if key == "prefill_chunk"}
     fields = shared | dict(fields)
     return with_options(Method, fields, f"method {fields.get('name')!r}")
 

@@ -40,10 +40,10 @@ class Requests:
       pretrained: a model, or what `kvjax.load` takes.
       policy: a name of `kvjax.policies.names()`; None or `full` is the full cache.
       budget: pairs per head, or a list of one number per layer.
-      schedule, block, evict: of `kvjax.Schedule`; `evict` None is the block.
+      schedule, prefill_chunk, evict_size: of `kvjax.Schedule`; `evict_size` None is the prefill_chunk.
       dtype, context: of `kvjax.load`.
       memory_gb: see `kvjax.plan.device_memory`; batches are as large as it allows.
-      rope, implementation: of `kvjax.CacheConfig`.
+      rope_positions, implementation: of `kvjax.CacheConfig`.
       seed: of the sampling.
       batch_size: the harness's; 1, its default, and `auto` are as many prompts as fit,
         another number is the most at once.
@@ -63,13 +63,13 @@ class Requests:
         pretrained: str | Model,
         policy: str | None = None,
         budget: int | Sequence[int] | None = None,
-        schedule: str = "prefill+decode",
-        block: int = 64,
-        evict: int | None = None,
+        schedule: str = "prefill_and_decode",
+        prefill_chunk: int = 64,
+        evict_size: int | None = None,
         dtype: str = "float32",
         context: int | None = None,
         memory_gb: float | None = None,
-        rope: str = "true",
+        rope_positions: str = "original",
         implementation: str | None = None,
         seed: int = 0,
         batch_size: int | str | None = None,
@@ -83,10 +83,10 @@ class Requests:
             policy=None if policy in ("full", "none") else policy,
             options=_policy_options(options),
             phases=schedule,
-            block=block,
-            evict=evict,
+            prefill_chunk=prefill_chunk,
+            evict_size=evict_size,
             budget=tuple(budget) if isinstance(budget, list | tuple) else budget,
-            rope=str(rope).lower(),  # the harness reads `true` as a truth value
+            rope_positions=rope_positions,
             implementation=implementation,
         )
         method.check()
@@ -105,7 +105,7 @@ class Requests:
                 "which stands for an empty context"
             )
         self.model, self.seed = model, seed
-        self.made = method.compression(model.spec)
+        self.config = method.compression(model.spec)
         self.memory = device_memory(memory_gb)
         self.most = _most(batch_size, max_batch_size)
         self.template: str | None = None
@@ -233,9 +233,9 @@ class Requests:
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         """For (text,): its log-probability, in windows of the model's whole context."""
-        if self.made.policy and not self.made.schedule.evicts_in_decode:
+        if self.config.policy and not self.config.schedule.evicts_in_decode:
             _warn(
-                f"schedule {self.made.schedule.phases!r} compresses prompts, and "
+                f"schedule {self.config.schedule.phases!r} compresses prompts, and "
                 "rolling windows are nearly all continuation: expect the full cache's "
                 "figures"
             )
@@ -268,7 +268,7 @@ class Requests:
             whole = self.tok_encode(context) or [self.prefix_token_id]
             prompts.append(whole[-(self.max_length - new) :])
             cut.append(len(whole) - len(prompts[-1]))
-            size = compiled.size_class(self.made, len(prompts[-1]))
+            size = compiled.size_class(self.config, len(prompts[-1]))
             groups[new, size, how, until].append(index)
         self._tell("contexts", cut)
         texts: dict[int, str] = {}
@@ -285,15 +285,15 @@ class Requests:
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes into its results besides the model's arguments."""
-        schedule = self.made.schedule
+        schedule = self.config.schedule
         return {
             "model_num_parameters": sum(
                 leaf.size for leaf in jax.tree.leaves(self.model.params)
             ),
             "model_dtype": str(self.model.params["embed"].dtype),
-            "kv_policy": self.made.policy.name if self.made.policy else None,
-            "kv_budget": self.made.budget,
-            "kv_schedule": f"{schedule.phases}, {schedule.block}, {schedule.evict}",
+            "kv_policy": self.config.policy.name if self.config.policy else None,
+            "kv_budget": self.config.budget,
+            "kv_schedule": f"{schedule.phases}, {schedule.prefill_chunk}, {schedule.evict_size}",
         }
 
     def _encoded(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -324,7 +324,7 @@ class Requests:
         with tqdm(total=len(pairs), desc=f"kvjax: {what}", disable=quiet) as bar:
             found = likelihood.likelihoods(
                 self.model,
-                self.made,
+                self.config,
                 pairs,
                 self.memory,
                 most=self.most,
@@ -352,11 +352,11 @@ class Requests:
     def _written(self, how, new, until, rows, prompts, bar):
         """The texts of a group's requests, as their batches come in."""
         longest = max(len(prompts[i]) for i in rows)
-        size = compiled.bucket(self.model.spec, self.made, longest, new)
+        size = compiled.bucket(self.model.spec, self.config, longest, new)
         ends = api.end_tokens(self.model)
-        job = compiled.job_of(self.model, self.made, size, new, how, ends)
-        job = dataclasses.replace(job, steps=min(new, _LOOK))
-        for chosen, result in api.run(
+        job = compiled.job_of(self.model, self.config, size, new, how, ends)
+        job = dataclasses.replace(job, decode_chunk=min(new, _LOOK))
+        for chosen, result in api.generate_batches(
             self.model.params,
             job,
             [prompts[i] for i in rows],

@@ -194,9 +194,9 @@ def _layers(model: Model, methods: Iterable[CacheConfig]) -> _Engine:
     readings = layerwise.Readings(model, methods)
 
     def run_batch(job, seed, prompts, rows, stop):
-        reading = readings.after(job.made, prompts, job.new)
+        reading = readings.after(job.config, prompts, job.max_new_tokens)
         reading, tokens = layerwise.write(
-            model, job.made, reading, job.new, job.eos, stop
+            model, job.config, reading, job.max_new_tokens, job.eos, stop
         )
         return api.BatchResult(tokens, layerwise.joined(reading), None, None)
 
@@ -223,7 +223,7 @@ def _job(experiment: Experiment, model: Model, made, task: Prepared) -> Job:
     prompt = compiled.bucket(model.spec, made, task.longest, task.new)
     eos = NO_EOS if task.run.ignore_eos else api.end_tokens(model)
     job = compiled.job_of(model, made, prompt, task.new, eos=eos)
-    return dataclasses.replace(job, steps=_LOOK if task.task.stop else None)
+    return dataclasses.replace(job, decode_chunk=_LOOK if task.task.stop else None)
 
 
 def _answers(model, plan, run_batch, task: Prepared, method, workdir, say) -> None:
@@ -263,7 +263,7 @@ def _answers(model, plan, run_batch, task: Prepared, method, workdir, say) -> No
             "kv_bytes_live": live,
             "kv_bytes_allocated": allocated * len(rows) // len(result.state.next_pos),
         }
-        if 0 in rows and plan.job.made.policy:
+        if 0 in rows and plan.job.config.policy:
             row = rows.index(0)
             kept = cache.kept_positions(result.state)[row]
             batch["survivors"] = survivors.drawn(kept, len(prompts[row]))
@@ -308,7 +308,7 @@ def _forced(
     """Teacher-forced logits f32[windows, continuation, V], as many as fit at a time."""
     job = _window_job(model, made, windows)
     row = 2 * max(state_bytes(job).values())  # and as much again for temporaries
-    rows = max(1, (memory - weights_bytes(job)) // row * job.ways)
+    rows = max(1, (memory - weights_bytes(job)) // row * job.data_parallel)
     parts = [
         forced([windows[i] for i in part], made)
         for part in api.batches(range(len(windows)), rows)
@@ -325,9 +325,11 @@ def _window_job(model: Model, made: CacheConfig, windows) -> Job:
 
 def _forced_batch(model: Model, windows, made: CacheConfig) -> np.ndarray:
     job, params = _window_job(model, made, windows), model.params
-    job = dataclasses.replace(job, batch=-(-len(windows) // job.ways) * job.ways)
-    tokens, lengths = api.packed(job, [window.prompt for window in windows])
-    given = np.zeros((job.batch, job.new - 1), np.int32)
+    job = dataclasses.replace(
+        job, batch=-(-len(windows) // job.data_parallel) * job.data_parallel
+    )
+    tokens, lengths = api.pad_prompts(job, [window.prompt for window in windows])
+    given = np.zeros((job.batch, job.max_new_tokens - 1), np.int32)
     given[: len(windows)] = [window.continuation[:-1] for window in windows]
     state = compiled.compile_init(job, job.prefill_capacity)()
     how = {"spec": job.spec, "made": made}
@@ -336,10 +338,10 @@ def _forced_batch(model: Model, windows, made: CacheConfig) -> np.ndarray:
         if made.schedule.compacts:
             state = compact(state, capacity=job.decode_capacity, **how)
         state, rest = score_tokens(
-            params, state, *meshes.by_row(job.mesh, given), **how
+            params, state, *meshes.shard_rows(job.mesh, given), **how
         )
     cache.raise_errors(state)
-    first, rest = axes.fetched((first, rest))
+    first, rest = axes.to_host((first, rest))
     logits = np.concatenate([first[None], rest])
     return np.swapaxes(logits, 0, 1)[: len(windows)]
 
@@ -352,7 +354,7 @@ def _record(experiment, method, plans, tasks, workdir) -> Record:
     count = sum(len(task.examples) for task in tasks)
     quality = _finished(path, method, "fidelity")
     tightest = max(plans.values(), key=lambda plan: plan.row_bytes)
-    made = tightest.job.made
+    made = tightest.job.config
 
     def total(key):
         values = [batch[key] for batch in batches]
@@ -366,7 +368,8 @@ def _record(experiment, method, plans, tasks, workdir) -> Record:
 
     measured = [b["measured_bytes"] for b in batches if b["measured_bytes"]]
     decoding = [
-        state_bytes(p.job)["decode"] * p.job.ways // p.batch for p in plans.values()
+        state_bytes(p.job)["decode"] * p.job.data_parallel // p.batch
+        for p in plans.values()
     ]
     return {
         "method": method.name,
@@ -374,9 +377,9 @@ def _record(experiment, method, plans, tasks, workdir) -> Record:
         "policy": made.policy.name if made.policy else None,
         "schedule": made.schedule.phases,
         "budget": method.budget,
-        "rope": method.rope,
+        "rope_positions": method.rope_positions,
         "batch": tightest.batch,
-        "batch_limit": tightest.limit,
+        "batch_limit": tightest.limited_by,
         "tasks": scores,
         "accuracy": sum(s["score"] for s in scores.values()) / len(scores),
         "examples": count,

@@ -69,7 +69,7 @@ def predict(plan: Plan, rates: Rates, prompt_tokens: int | None = None) -> Predi
     """
     reading = seconds(prefill(plan, prompt_tokens), rates)
     writing = seconds(decode(plan, prompt_tokens), rates)
-    new = plan.batch * plan.job.new
+    new = plan.batch * plan.job.max_new_tokens
     read = plan.batch * _length(plan, prompt_tokens)
     return Prediction(read / reading, new / writing, new / (reading + writing))
 
@@ -88,14 +88,14 @@ def total(steps: list[Work]) -> Work:
 
 def prefill(plan: Plan, prompt_tokens: int | None = None) -> list[Work]:
     """The steps of reading a batch's prompts, a compaction and pooling included."""
-    job, (rows, times) = plan.job, plan.reading
+    job, (rows, times) = plan.job, plan.prefill_groups
     length = _length(plan, prompt_tokens)
     blocks = list(_read(job, length))
     steps = [step(job, rows, new, held, logits=False) for new, held in blocks]
     held = blocks[-1][1]
     head = _head(job.spec) * rows
     steps.append(Work(2 * head, _head(job.spec) * _itemsize(job)))
-    if job.made.schedule.compacts:
+    if job.config.schedule.compacts:
         kept = _compacted(job, held)
         steps.append(_moved(job, rows, held, kept))
         if times > 1:
@@ -107,11 +107,11 @@ def decode(plan: Plan, prompt_tokens: int | None = None) -> list[Work]:
     """The steps of generating; the first token comes out of the prompt's logits."""
     job = plan.job
     *_, (_, held) = _read(job, _length(plan, prompt_tokens))
-    if job.made.schedule.compacts:
+    if job.config.schedule.compacts:
         held = _compacted(job, held)
     steps = []
-    for _ in range(job.new - 1):
-        held = _appended(job, held, 1, job.made.schedule.evicts_in_decode)
+    for _ in range(job.max_new_tokens - 1):
+        held = _appended(job, held, 1, job.config.schedule.evicts_in_decode)
         steps.append(step(job, plan.batch, 1, held, logits=True))
     return steps or [Work(0.0, float(_itemsize(job)))]
 
@@ -127,10 +127,10 @@ def step(job: Job, rows: int, tokens: int, held: tuple[int, ...], logits: bool) 
       logits: whether next-token logits are worked out, one per row.
     """
     spec, size = job.spec, _itemsize(job)
-    seen = [min(c, spec.window(i) or c) for i, c in enumerate(held)]
+    seen = [min(c, spec.sliding_window(i) or c) for i, c in enumerate(held)]
     pair = 2 * spec.num_kv_heads * spec.head_dim * rows
     flops = 2 * rows * tokens * active_weights(spec)
-    flops += sum(2 * pair * spec.group * tokens * c for c in seen)
+    flops += sum(2 * pair * spec.queries_per_kv_head * tokens * c for c in seen)
     moved = size * layer_weights(spec, rows * tokens)
     moved += sum(pair * (c + tokens) * size for c in seen)
     if logits:
@@ -162,7 +162,7 @@ def _sizes(spec, layer, tokens, matrices) -> Iterator[int]:
     for name, leaf in layer.items():
         for part in jax.tree.leaves(leaf):
             if spec.experts and name in ("gate_up", "up", "down"):
-                idle = (1 - spec.experts_used / spec.experts) ** tokens
+                idle = (1 - spec.experts_per_token / spec.experts) ** tokens
                 yield round(part.size * (1 - idle))
             elif part.ndim > 1 or not matrices:
                 yield part.size
@@ -177,37 +177,37 @@ def _itemsize(job: Job) -> int:
 
 
 def _length(plan: Plan, prompt_tokens: int | None) -> int:
-    return plan.job.prompt if prompt_tokens is None else prompt_tokens
+    return plan.job.max_prompt_len if prompt_tokens is None else prompt_tokens
 
 
 def _read(job: Job, length: int) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Tokens of every block of a prompt, and the pairs held with them, per layer."""
-    schedule, held = job.made.schedule, (0,) * job.spec.num_layers
-    for start in range(0, length, schedule.block):
-        new = min(schedule.block, length - start)
+    schedule, held = job.config.schedule, (0,) * job.spec.num_layers
+    for start in range(0, length, schedule.prefill_chunk):
+        new = min(schedule.prefill_chunk, length - start)
         held = _appended(job, held, new, schedule.evicts_in_prefill)
         yield new, held
 
 
 def _appended(job: Job, held, new: int, evicts: bool) -> tuple[int, ...]:
     """Pairs per layer after new ones are in: Algorithm 1's arithmetic."""
-    made = job.made
+    config = job.config
     if not evicts:
         return tuple(pairs + new for pairs in held)
     return tuple(
-        pairs + new - (made.schedule.evict if pairs + new > budget else 0)
-        for pairs, budget in zip(held, made.budget, strict=True)
+        pairs + new - (config.schedule.evict_size if pairs + new > budget else 0)
+        for pairs, budget in zip(held, config.budget, strict=True)
     )
 
 
 def _compacted(job: Job, held) -> tuple[int, ...]:
     """What `cache.compact` leaves, if the rule keeps as much as it may."""
-    made = job.made
-    if made.schedule.evicts_in_decode:
-        least = [budget - made.schedule.evict for budget in made.budget]
-        pairs = zip(held, least, made.budget, strict=True)
+    config = job.config
+    if config.schedule.evicts_in_decode:
+        least = [budget - config.schedule.evict_size for budget in config.budget]
+        pairs = zip(held, least, config.budget, strict=True)
         return tuple(low if each >= most else each for each, low, most in pairs)
-    return tuple(map(min, held, made.budget))
+    return tuple(map(min, held, config.budget))
 
 
 def _moved(job: Job, rows: int, before, after) -> Work:
@@ -238,7 +238,7 @@ def measured_rates(dtype: str = "float32") -> Rates:
 def _best(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
     """Seconds of the fastest of as many runs as `_SECONDS` has room for, two at least.
 
-    Each takes what the one before it made. One more run before them compiles.
+    Each takes what the one before it config. One more run before them compiles.
     """
     x = jax.block_until_ready(run(x))
     times: list[float] = []

@@ -52,8 +52,8 @@ METHODS: dict[str, dict[str, Any]] = {  # that a config asks for by name
 }
 _COMMON: dict[str, dict[str, Any]] = {
     "full": {},
-    "ed": {"policy": "recency", "phases": "decode", "budget": 2, "evict": 1},
-    "batch_max": {"phases": "prefill+decode"},
+    "ed": {"policy": "recency", "phases": "decode_only", "budget": 2, "evict_size": 1},
+    "batch_max": {"phases": "prefill_and_decode"},
     "staggered": {"phases": "after_prefill"},
 }
 
@@ -106,7 +106,7 @@ def from_config(config: dict[str, Any], overrides: dict[str, Any]) -> Throughput
     """The experiment that a config's fields describe.
 
     Args:
-      config: fields of `Throughput`, and `block` and `budget` for the methods that do
+      config: fields of `Throughput`, and `prefill_chunk` and `budget` for the methods that do
         not set their own. A method is a name of `METHODS`, or fields; its `protocol`
         also sets what all its methods have in common, such as ED's policy and budget.
         A `memory_gb` of 0 is the device's limit; an empty `haystack` is the default
@@ -118,7 +118,9 @@ def from_config(config: dict[str, Any], overrides: dict[str, Any]) -> Throughput
     """
     given = flattened(config, overrides)
     given.pop("peers", None)  # other engines are the caller's, see `run`
-    shared = {key: given.pop(key) for key in ("block", "budget") if key in given}
+    shared = {
+        key: given.pop(key) for key in ("prefill_chunk", "budget") if key in given
+    }
     methods = tuple(_entry(each, shared) for each in given.pop("methods", ()))
     return build(Throughput, given | {"methods": methods}, "config")
 
@@ -249,7 +251,7 @@ def _record(
 ) -> Record:
     """The line of one measurement; seconds are the medians of its batches."""
     experiment, prompts = setting.experiment, setting.prompts
-    made, new = planned.job.made, planned.job.new
+    config, new = planned.job.config, planned.job.max_new_tokens
     length = max(map(len, prompts.tokens))
     read, written = planned.batch * length, planned.batch * new
     prefill, decode = map(statistics.median, (timing.prefill, timing.decode))
@@ -262,13 +264,13 @@ def _record(
         "method": entry.name,
         "label": entry.label or entry.name,
         "engine": "kvjax",
-        "policy": made.policy.name if made.policy else None,
-        "schedule": made.schedule.phases,
+        "policy": config.policy.name if config.policy else None,
+        "schedule": config.schedule.phases,
         "budget": entry.budget,
         "role": entry.protocol,
         "batch": planned.batch,
-        "group": planned.reading[0],
-        "batch_limit": planned.limit,
+        "group": planned.prefill_groups[0],
+        "batch_limit": planned.limited_by,
         "stepped_back": stepped_back,
         "prompts": len(prompts.tokens),
         "prompt_tokens": length,
@@ -376,9 +378,9 @@ def _equal(examples: Sequence[needle.Example]) -> list[Sequence[int]]:
 
 def _job(experiment: Throughput, model: Model, entry: Entry, new: int) -> Job:
     """Without an end token: all rows generate `new` tokens."""
-    made = entry.compression(model.spec)
-    prompt = compiled.bucket(model.spec, made, experiment.prompt_tokens, new)
-    return compiled.job_of(model, made, prompt, new)
+    config = entry.compression(model.spec)
+    prompt = compiled.bucket(model.spec, config, experiment.prompt_tokens, new)
+    return compiled.job_of(model, config, prompt, new)
 
 
 def _check(experiment: Throughput, peers: Mapping[str, Peer]) -> None:

@@ -115,17 +115,17 @@ def layer(
     attention = functools.partial(
         _attention, weights, spec, index, rotate=rotate, cache=cache, attend=attend
     )
-    if spec.blocks == "post":
+    if spec.norm_placement == "post":
         mixed, cache = attention(x)
         x = norm(x + mixed, "attn_norm")
         return norm(x + _mlp(weights, spec, x), "mlp_norm"), cache
     h = norm(x, "attn_norm")
     mixed, cache = attention(h)
-    if spec.blocks.startswith("parallel"):
-        if spec.blocks == "parallel_two":
+    if spec.norm_placement.startswith("parallel"):
+        if spec.norm_placement == "parallel_two":
             h = norm(x, "mlp_norm")
         return x + mixed + _mlp(weights, spec, h), cache
-    if spec.blocks == "sandwich":
+    if spec.norm_placement == "sandwich":
         x = x + norm(mixed, "attn_after")
         out = _mlp(weights, spec, norm(x, "mlp_norm"))
         return x + norm(out, "mlp_after"), cache
@@ -138,10 +138,12 @@ def rotations(
 ) -> tuple[Callable[..., Array], ...]:
     """`LayerOps.rotate` of every layer; layers that rotate alike share theirs."""
     plain = _rotation(spec, spec.rope_theta, spec.rope, here)
-    if spec.window_theta is None:
+    if spec.local_rope_theta is None:
         return (plain,) * spec.num_layers
-    local = _rotation(spec, spec.window_theta, RopeScaling(), here)
-    return tuple(local if spec.window(i) else plain for i in range(spec.num_layers))
+    local = _rotation(spec, spec.local_rope_theta, RopeScaling(), here)
+    return tuple(
+        local if spec.sliding_window(i) else plain for i in range(spec.num_layers)
+    )
 
 
 def _rotation(spec, theta, scaling, here) -> Callable[..., Array]:
@@ -247,22 +249,22 @@ def _param_dims(spec: ModelSpec) -> PyTree:
         params["positions"] = (_Dim(spec.context_length), m)
     if width != m:
         params |= {"embed_in": (width, m), "embed_out": (m, width)}
-    if not spec.tied_head:
+    if not spec.tie_embeddings:
         params["head"] = (m, v)
     return params
 
 
 def _layer_dims(spec: ModelSpec, norm: PyTree) -> dict:
     m, f = _Dim(spec.model_dim), _Dim(spec.ff_dim, "ff")
-    k, g, d = spec.num_kv_heads, _Dim(spec.group), _Dim(spec.head_dim)
-    heads = _Dim(k * (spec.group + 2) * spec.head_dim, "heads", k)
+    k, g, d = spec.num_kv_heads, _Dim(spec.queries_per_kv_head), _Dim(spec.head_dim)
+    heads = _Dim(k * (spec.queries_per_kv_head + 2) * spec.head_dim, "heads", k)
     inner = _Dim(2 * spec.ff_dim, "ff", spec.ff_dim) if spec.gated else f
     first = "gate_up" if spec.gated else "up"
     out = (_Dim(k, "kv_heads"), g, d, m)
     layer = {"attn_norm": norm, "qkv": (m, heads), "out": out}
-    if spec.blocks != "parallel":
+    if spec.norm_placement != "parallel":
         layer["mlp_norm"] = norm
-    if spec.blocks == "sandwich":
+    if spec.norm_placement == "sandwich":
         layer |= {"attn_after": norm, "mlp_after": norm}
     if spec.qk_norm:
         layer |= {"q_norm": (d,), "k_norm": (d,)}
@@ -308,7 +310,7 @@ def _attention(weights, spec, index, h, *, rotate, cache, attend):
     ops = LayerOps(
         rotate,
         jax.tree_util.Partial(_contributions, weights["out"]),
-        Scoring(spec.attention_softcap, spec.window(index)),
+        Scoring(spec.attention_softcap, spec.sliding_window(index)),
     )
     mixed, cache = attend(index, q, k, v, ops, cache)
     out = _merge_heads(mixed, weights["out"])
@@ -323,7 +325,7 @@ def _project(
     A scale of its own goes into the queries, so that whoever multiplies them with keys
     scales by D ** -0.5.
     """
-    heads = {"k": spec.num_kv_heads, "p": spec.group + 2}
+    heads = {"k": spec.num_kv_heads, "p": spec.queries_per_kv_head + 2}
     flat = _plus(h @ weights["qkv"], weights, "qkv_bias")
     flat = jax.lax.optimization_barrier(flat)  # else TPU transposes the weights
     split = rearrange(flat, "b t (k p d) -> b k p t d", **heads)
@@ -355,7 +357,7 @@ def _mlp(weights: PyTree, spec: ModelSpec, h: Float[Array, "B T M"]) -> Array:
         out = layers.mixture(
             h.reshape(-1, h.shape[-1]),
             *(weights[name] for name in names),
-            spec.experts_used,
+            spec.experts_per_token,
             spec.activation,
             spec.ff_groups,
         )

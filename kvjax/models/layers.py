@@ -166,7 +166,7 @@ def mixture(
 
     def body(*part):
         out = _mixture(*part, used, activation, groups if whole else 1)
-        return out if whole else axes.add_up(out)
+        return out if whole else axes.psum_model(out)
 
     specs = rows, PartitionSpec(), outer, inner
     return axes.per_shard(body, specs, rows)(x, router, gate_up, down)

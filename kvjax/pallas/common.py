@@ -7,29 +7,34 @@ from jaxtyping import Array, Float
 
 NEVER = 2**31 - 1  # the position of an empty slot, as a query compares it
 LOWEST = -1e30  # stands in for the largest score of a query that sees no key
-STATS = ("mass", "mass_sq", "last", "window")  # what a kernel can add up on the way
+STATS = (
+    "attn_sum",
+    "attn_sq_sum",
+    "last_attn",
+    "window",
+)  # what a kernel can add up on the way
 
 
 class Scored(NamedTuple):
     """Attention before the division, and the statistics asked for (the rest None).
 
     Attributes:
-      o: sum of exp(score - m) * value.
-      m: largest score, -inf where no key is visible.
-      l: sum of exp(score - m).
-      mass: attention weights summed over the real queries, averaged over G.
-      mass_sq: squares of the weights averaged over G, summed over the real queries.
-      last: the last real query's weights, averaged over G.
-      window: as `mass`, over the last `window` real queries only.
+      out: sum of exp(logit - max_logit) * value.
+      max_logit: the largest, -inf where no key is visible.
+      denominator: sum of exp(logit - max_logit).
+      attn_sum: attention weights summed over the real queries, averaged over G.
+      attn_sq_sum: squares of the weights averaged over G, summed over the real queries.
+      last_attn: the last real query's weights, averaged over G.
+      window_sum: as `attn_sum`, over the last `window` real queries only.
     """
 
-    o: Float[Array, "B K G T D"]
-    m: Float[Array, "B K G T"]
-    l: Float[Array, "B K G T"]  # noqa: E741
-    mass: Float[Array, "B K C"] | None = None
-    mass_sq: Float[Array, "B K C"] | None = None
-    last: Float[Array, "B K C"] | None = None
-    window: Float[Array, "B K C"] | None = None
+    out: Float[Array, "B K G T D"]
+    max_logit: Float[Array, "B K G T"]
+    denominator: Float[Array, "B K G T"]
+    attn_sum: Float[Array, "B K C"] | None = None
+    attn_sq_sum: Float[Array, "B K C"] | None = None
+    last_attn: Float[Array, "B K C"] | None = None
+    window_sum: Float[Array, "B K C"] | None = None
 
 
 class Device(NamedTuple):

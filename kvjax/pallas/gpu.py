@@ -53,7 +53,7 @@ CHIPS = {
 WIDTHS = (64, 128, 256)  # head dimensions of whole 128-byte swizzles, N up to 256
 
 
-def why_not(
+def unsupported_reason(
     q: Float[Array, "B K G T D"],
     k: Float[Array, "B K C D"],
     stats: frozenset[str] = frozenset(),
@@ -122,7 +122,7 @@ def attend(
       device_kind: whose tile sizes to use; None is the device's that is there.
 
     Raises:
-      ValueError: where `why_not` gives a reason, which is the message.
+      ValueError: where `unsupported_reason` gives a reason, which is the message.
     """
     chip = _chip(q, k, stats, device_kind, interpret)
     heads = k.shape[1]
@@ -181,7 +181,7 @@ def write_attend(
     return scored, *map(split, caches)
 
 
-def weigh(
+def attention_stats(
     q: Float[Array, "B K G T D"],
     k: Float[Array, "B K C D"],
     pos: Int[Array, "B K C"],
@@ -204,9 +204,7 @@ def weigh(
     heads = k.shape[1]
     q, q_pos = _whole_tiles(q, q_pos)
     fill = ((0, 0), (0, 0), (0, 0), (0, q_pos.shape[1] - m.shape[3]))
-    m, l = (  # noqa: E741
-        rearrange(jnp.pad(x, fill), "b k g t -> (b k) (g t)") for x in (m, l)
-    )
+    m, l = (rearrange(jnp.pad(x, fill), "b k g t -> (b k) (g t)") for x in (m, l))  # noqa: E741
     k, pos = (rearrange(x, "b k ... -> (b k) ...") for x in (k, pos))
     found = _sums_of_columns(q, k, pos, q_pos, n, m, l, stats, window, chip, interpret)
     return {
@@ -217,7 +215,7 @@ def weigh(
 def _chip(q, k, stats, kind: str | None, interpret: bool) -> Chip:
     """The device to cut for; ValueError where the kernels cannot take the arrays."""
     kind = "H200" if interpret else kind or device().kind
-    reason = why_not(q, k, stats, None if interpret else kind)
+    reason = unsupported_reason(q, k, stats, None if interpret else kind)
     if reason:
         raise ValueError(reason)
     return next(chip for name, chip in CHIPS.items() if name in kind)
@@ -272,10 +270,10 @@ def _one_query(q, k, v, pos, q_pos, n, stats, window, chip, interpret, pair=()):
     lanes = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, LANES - group), (0, 0)))
     part = (jnp.arange(LANES) < group)[None] & (n > 0)[:, None]
     part = jnp.repeat(part.astype(jnp.float32) / group, heads, axis=0)
-    way = "" if not stats else "mass" if count == 1 else "weights"
+    way = "" if not stats else "attn_sum" if count == 1 else "weights"
     out = {
         "": None,
-        "mass": _f32(all_heads, capacity),
+        "attn_sum": _f32(all_heads, capacity),
         "weights": _f32(all_heads, count * tiles * TILE, LANES),
     }
     run = launch(
@@ -316,7 +314,7 @@ def _one_query(q, k, v, pos, q_pos, n, stats, window, chip, interpret, pair=()):
     if not stats:
         return scored, *caches
     mass = found[:, :capacity]
-    every = {"mass": mass, "mass_sq": mass * mass, "last": mass}
+    every = {"attn_sum": mass, "attn_sq_sum": mass * mass, "last_attn": mass}
     every["window"] = mass if window > 0 else jnp.zeros_like(mass)
     return scored._replace(**{name: every[name] for name in stats}), *caches
 
@@ -374,7 +372,7 @@ def _block_of_queries(q, k, v, pos, q_pos, n, stats, window, chip, interpret) ->
     per_head = lambda x: rearrange(
         x, "(b k) (g t) ... -> b k g t ...", k=heads, g=group
     )[:, :, :, :length]
-    scored = Scored(o=per_head(o), m=per_head(m), l=per_head(l))
+    scored = Scored(out=per_head(o), max_logit=per_head(m), denominator=per_head(l))
     if not stats:
         return scored
     found = _sums_of_columns(q, k, pos, q_pos, n, m, l, stats, window, chip, interpret)

@@ -183,7 +183,7 @@ def decode(
     *rest,
     ops: Ops,
     tiles: int,  # per segment
-    stats: str,  # "", "mass" or "weights"
+    stats: str,  # "", "attn_sum" or "weights"
     q_tile,  # [8, D]
     ring,  # [stages, TILE, D]
     seen,  # i32[stages, TILE]
@@ -199,7 +199,7 @@ def decode(
 
     The other references: where a new pair is written, new_k and new_v [H, D] and its
     place [H]; then the outputs o [H, segments, G, D], m and l [H, segments, 8], and
-    "mass" [H, C] or "weights" [H, slots of all segments, 8] over the segment's own sum.
+    "attn_sum" [H, C] or "weights" [H, slots of all segments, 8] over the segment's own sum.
     """
     *pair, o, m, l, out = rest  # noqa: E741
     head, segment = jax.lax.axis_index("head"), jax.lax.axis_index("segment")
@@ -256,7 +256,7 @@ def decode(
         if pair:
             write(v, new_v, tile, slot)
         p = ops.load(scores, rows_of(tile))
-        if stats == "mass":
+        if stats == "attn_sum":
             mass = jnp.sum(p * spread(share, shape, 1), axis=1)
             publish(ops, mass, out.at[head], tile, spare)
         elif stats == "weights":
@@ -278,7 +278,7 @@ def decode(
     total = jnp.sum(total, axis=0)
     ops.store(m.at[head, segment], top)
     ops.store(l.at[head, segment], total)
-    if stats == "mass":
+    if stats == "attn_sum":
         known = jnp.where(total > 0, total, 1.0)
         share = ops.load(part, head, layout=COLUMNS) / known
 
@@ -417,9 +417,9 @@ def columns(
         mean = stream(first, first + group, refill, ready, add_head, blank) / group
         query = ops.iota(shape, 1) + block * TILE
         terms = {
-            "mass": lambda: mean,
-            "mass_sq": lambda: mean * mean,
-            "last": lambda: jnp.where(query == real - 1, mean, 0.0),
+            "attn_sum": lambda: mean,
+            "attn_sq_sum": lambda: mean * mean,
+            "last_attn": lambda: jnp.where(query == real - 1, mean, 0.0),
             "window": lambda: jnp.where(query >= real - window, mean, 0.0),
         }
         return {name: sums[name] + jnp.sum(terms[name](), axis=1) for name in sums}

@@ -10,7 +10,7 @@ once the normaliser is known:
       for each tile of slots                K, V stream in from HBM
         p = exp(q k' - m)                   [heads, R, tile], stays in VMEM
         m, l, o                             online softmax
-      columns of p / l                      mass, mass_sq, last, window
+      columns of p / l                      mass, attn_sq_sum, last, window
 
 R, the query rows of a KV head, is G in decode, where a step takes all heads, and
 G times some queries in a block, where it takes one head.
@@ -88,7 +88,7 @@ class Written(NamedTuple):
     next_slot: Int[Array, "B K"] | None = None
 
 
-def why_not(
+def unsupported_reason(
     q: Float[Array, "B K G T D"],
     k: Float[Array, "B K C D"],
     stats: frozenset[str] = frozenset(),
@@ -124,8 +124,8 @@ def attend(
     *,
     stats: frozenset[str] = frozenset(),
     window: int = 0,
-    softcap: float = 0.0,
-    reach: int = 0,
+    logits_soft_cap: float = 0.0,
+    local_window: int = 0,
     tiles: Tiles | None = None,
     interpret=False,
 ) -> Scored:
@@ -142,19 +142,21 @@ def attend(
       n: real queries per row; only they count in the statistics.
       stats: of `common.STATS`.
       window: queries that the statistic `window` sums over, the last real ones.
-      softcap: c of c tanh(x / c) on the scaled products; 0 for none.
-      reach: tokens that a query sees, itself included; 0 for all before it.
+      logits_soft_cap: c of c tanh(x / c) on the scaled products; 0 for none.
+      local_window: tokens that a query sees, itself included; 0 for all before it.
       tiles: how much to take at a time; None is the table's.
       interpret: runs on any machine, slowly; True or `pltpu.InterpretParams`.
     """
-    case = _case(q, k, tiles)._replace(softcap=softcap, reach=reach)
+    case = _case(q, k, tiles)._replace(
+        logits_soft_cap=logits_soft_cap, local_window=local_window
+    )
     call = _products_of(case, q, k, pos, q_pos, n, stats)
     _add_values(call, case, v)
     step = functools.partial(body, case=case, stats=stats, window=window)
     return _scored(case, call.run(step, interpret), q.shape[3])
 
 
-def weigh(
+def attention_stats(
     q: Float[Array, "B K G T D"],
     k: Float[Array, "B K C D"],
     pos: Int[Array, "B K C"],
@@ -165,8 +167,8 @@ def weigh(
     *,
     stats: frozenset[str],
     window: int = 0,
-    softcap: float = 0.0,
-    reach: int = 0,
+    logits_soft_cap: float = 0.0,
+    local_window: int = 0,
     tiles: Tiles | None = None,
     interpret=False,
 ) -> dict[str, Float[Array, "B K C"]]:
@@ -175,7 +177,9 @@ def weigh(
     For segments of slots, whose weights have one normaliser in common, and for queries
     asked again. See `attend` for the arguments.
     """
-    case = _case(q, k, tiles)._replace(softcap=softcap, reach=reach)
+    case = _case(q, k, tiles)._replace(
+        logits_soft_cap=logits_soft_cap, local_window=local_window
+    )
     call = _products_of(case, q, k, pos, q_pos, n, stats)
     for name, of in (("m_in", m), ("l_in", l)):
         fill = ((0, 0), (0, 0), (0, 0), (0, case.parts * case.queries - of.shape[3]))
@@ -200,8 +204,8 @@ def write_attend(
     stats: frozenset[str] = frozenset(),
     total: Float[Array, "B K C"] | None = None,
     pick: Pick | None = None,
-    softcap: float = 0.0,
-    reach: int = 0,
+    logits_soft_cap: float = 0.0,
+    local_window: int = 0,
     tiles: Tiles | None = None,
     interpret=False,
 ) -> Written:
@@ -223,8 +227,8 @@ def write_attend(
       stats: of `common.STATS`.
       total: totals of the weights so far; with `pick`.
       pick: the rule that chooses `next_slot`; None chooses none.
-      softcap: c of c tanh(x / c) on the scaled products; 0 for none.
-      reach: tokens that a query sees, itself included; 0 for all before it.
+      logits_soft_cap: c of c tanh(x / c) on the scaled products; 0 for none.
+      local_window: tokens that a query sees, itself included; 0 for all before it.
       tiles: how much to take at a time; None is the table's.
       interpret: see `attend`.
 
@@ -236,8 +240,10 @@ def write_attend(
         raise ValueError(
             f"{slots} slots: a fused write needs a multiple of {write_grain(depth)}"
         )
-    case = _case(q, k, tiles)._replace(softcap=softcap, reach=reach)
-    wanted = stats | {"mass"} if pick else stats
+    case = _case(q, k, tiles)._replace(
+        logits_soft_cap=logits_soft_cap, local_window=local_window
+    )
+    wanted = stats | {"attn_sum"} if pick else stats
     call = _products_of(case, q, k, pos, q_pos, n, wanted)
     _add_values(call, case, v)
     _add_write(call, case, new_k, new_v, slot)
@@ -443,7 +449,7 @@ def _f32(*shape: int) -> jax.ShapeDtypeStruct:
 
 def _scored(case: Case, out: dict[str, Array], length: int) -> Scored:
     """The results in their public shapes."""
-    names = ("mass", "mass_sq", "last", "window")
+    names = ("attn_sum", "attn_sq_sum", "last_attn", "window")
     seen = {name: out[name] for name in names if name in out}
     o = rearrange(out["o"], "b k i (g t) d -> b k g (i t) d", g=case.group)
     m, l = (  # noqa: E741

@@ -46,8 +46,8 @@ class Case(NamedTuple):
     heads: int  # KV heads of a step
     tile: int  # slots of a step
     vmem: int
-    softcap: float = 0.0
-    reach: int = 0
+    logits_soft_cap: float = 0.0
+    local_window: int = 0
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -137,13 +137,13 @@ def _scores(r, case: Case, h, start):
     """Scaled products of a head, f32[R, tile]; -inf where a query sees no pair."""
     pos, now = _positions(r, case, h, start), r.q_pos[0, 0]  # [1, tile], [queries, 1]
     seen = (pos >= 0) & (pos <= now)
-    if case.reach:
-        seen &= pos > now - case.reach
+    if case.local_window:
+        seen &= pos > now - case.local_window
     seen = _for_group(seen, case)
     contract = ((1,), (0,)) if case.minor else ((1,), (1,))
     s = _dot(r.q[0, h, 0], r.k[0, h], contract) * case.depth**-0.5
-    if case.softcap:
-        s = case.softcap * jnp.tanh(s / case.softcap)
+    if case.logits_soft_cap:
+        s = case.logits_soft_cap * jnp.tanh(s / case.logits_soft_cap)
     return jnp.where(seen, s, -jnp.inf)
 
 
@@ -211,9 +211,9 @@ def _columns(r, case: Case, stats, window: int, i, n) -> None:
     query += jax.lax.broadcasted_iota(jnp.int32, (case.queries, 1), 0)
     real = _for_group(query < n, case)
     parts = {
-        "mass": lambda mean: mean,
-        "mass_sq": lambda mean: mean * mean,
-        "last": lambda mean: jnp.where(query == n - 1, mean, 0.0),
+        "attn_sum": lambda mean: mean,
+        "attn_sq_sum": lambda mean: mean * mean,
+        "last_attn": lambda mean: jnp.where(query == n - 1, mean, 0.0),
         "window": lambda mean: jnp.where(query >= n - window, mean, 0.0),
     }
     for h in range(case.heads):
@@ -279,14 +279,14 @@ def _sent(r, case: Case, b, start) -> None:
 def _choose(r, case: Case, pick: Pick, b) -> None:
     """Adds the mass to the totals, and picks where the next pair goes.
 
-    Ties give up the older pair, as `kvjax.policies.evictions` does.
+    Ties give up the older pair, as `kvjax.policies.select_evictions` does.
     """
     pos, now = r.all_pos[0], r.q_pos[0, 0]
     slot = jax.lax.broadcasted_iota(jnp.int32, pos.shape, 1)
     for h in range(case.heads):
         own = (0, slice(h, h + 1))
         old = jnp.where(slot[h : h + 1] == r.slot[b, h], 0.0, r.total[own])
-        r.total_out[own] = old + r.mass[own]
+        r.total_out[own] = old + r.attn_sum[own]
     score = r.total_out[0]
     if pick.mean:
         score = score / (now + 1 - pos).astype(jnp.float32)

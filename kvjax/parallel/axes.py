@@ -84,14 +84,14 @@ def per_shard(body: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
     )
 
 
-def fetched(x: PyTree) -> PyTree:
+def to_host(x: PyTree) -> PyTree:
     """Arrays on the host, whole, wherever and in whichever process their parts are."""
     if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(x)):
         return jax.device_get(x)
     return multihost_utils.process_allgather(x, tiled=True)
 
 
-def add_up(x: Array) -> Array:
+def psum_model(x: Array) -> Array:
     """Inside a shard: the sum over all that share a model."""
     return jax.lax.psum(x, MODEL) if _inside() else x
 

@@ -91,7 +91,7 @@ def use(over: Mesh | None) -> contextlib.AbstractContextManager:
     return jax.set_mesh(over) if over else contextlib.nullcontext()
 
 
-def by_row(over: Mesh | None, *arrays: np.ndarray) -> list[jax.Array]:
+def shard_rows(over: Mesh | None, *arrays: np.ndarray) -> list[jax.Array]:
     """Arrays whose first axis is rows, each device given its own; None is the default.
 
     In a run of several processes all of them hold the whole arrays.

@@ -9,7 +9,7 @@ A rule needs no model and no cache of ours::
     stats = policy.init(spec, B, C)             # spec: num_kv_heads, group, head_dim
     view = View(pos, now, keep, keys=lambda: k, values=lambda: v)
     stats = policy.observe(stats, view, Observation(n, mass=weights_summed))
-    gone = policies.evictions(policy.score(stats, view), pos, drop)   # bool [B, K, C]
+    gone = policies.select_evictions(policy.score(stats, view), pos, drop)   # bool [B, K, C]
 
 `docs/policies_alone.md` has a whole attention layer; `docs/policies.md` shows what each
 rule keeps.
@@ -18,12 +18,12 @@ rule keeps.
 from kvjax.policies.attention_sums import average_attention, h2o, h2o_sinks, roco
 from kvjax.policies.base import (
     Policy,
-    checked,
-    evictions,
-    newest,
-    of_new,
-    per_slot,
+    recent_mask,
+    scatter_new,
+    select_evictions,
     stateless,
+    validate,
+    zeros_per_slot,
 )
 from kvjax.policies.combinators import (
     chunked,
@@ -93,11 +93,9 @@ def make(name: str, **options) -> Policy:
 __all__ = [
     "Policy",
     "average_attention",
-    "checked",
     "chunk_kv",
     "chunked",
     "criticalkv",
-    "evictions",
     "expected_attention",
     "fastgen",
     "h2o",
@@ -108,17 +106,17 @@ __all__ = [
     "make",
     "mix",
     "names",
-    "newest",
-    "of_new",
     "per_head",
-    "per_slot",
     "protect",
     "r_kv",
     "random",
     "recency",
+    "recent_mask",
     "roco",
+    "scatter_new",
     "scissorhands",
     "scissorhands_released",
+    "select_evictions",
     "shared_heads",
     "simlayerkv",
     "sliding_window",
@@ -127,4 +125,6 @@ __all__ = [
     "stateless",
     "streaming",
     "tova",
+    "validate",
+    "zeros_per_slot",
 ]

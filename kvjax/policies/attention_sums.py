@@ -9,29 +9,31 @@ from kvjax.policies.base import (
     Policy,
     check_counts,
     check_range,
-    evictions,
-    newest,
-    once,
-    per_slot,
+    memoized,
+    recent_mask,
+    select_evictions,
+    zeros_per_slot,
 )
 from kvjax.types import Stats, View
 
 
 def _summed(
-    name: str, score: Callable[[Array, View], Array], pinned: int = 0
+    name: str, score: Callable[[Array, View], Array], num_pinned: int = 0
 ) -> Policy:
-    """A policy over `mass`, the weights each slot has received so far."""
+    """A policy over `attn_sum`, the weights each slot has received so far."""
     return Policy(
-        init=lambda *shape: Stats(slots=per_slot(*shape)),
-        observe=lambda stats, view, seen: Stats(slots=stats.slots + seen.mass),
-        score=lambda stats, view: score(stats.slots, view),
-        needs=frozenset({"mass"}),
+        init=lambda *shape: Stats(per_slot=zeros_per_slot(*shape)),
+        observe=lambda stats, view, seen: Stats(
+            per_slot=stats.per_slot + seen.attn_sum
+        ),
+        score=lambda stats, view: score(stats.per_slot, view),
+        required_stats=frozenset({"attn_sum"}),
         name=name,
-        pinned=pinned,
+        num_pinned=num_pinned,
     )
 
 
-@once
+@memoized
 def average_attention() -> Policy:
     """Keeps the pairs with the highest average attention weight.
 
@@ -40,7 +42,7 @@ def average_attention() -> Policy:
     A sum favours old pairs, which more queries have seen; the average does not. Ages
     count in the row's own positions. Grouped queries: mean over the G query heads.
 
-    Needs: mass, the column sums of the attention weights.
+    Needs: attn_sum, the column sums of the attention weights.
     Source: Batch-Max (Metel et al. 2024), arXiv 2412.05693, section 3.2.
     """
 
@@ -50,7 +52,7 @@ def average_attention() -> Policy:
     return _summed("average_attention", score)
 
 
-@once
+@memoized
 def h2o(recent: float = 0.5, sinks: int = 0) -> Policy:
     """Keeps heavy hitters and a window: the largest summed weights, the newest pairs.
 
@@ -64,7 +66,7 @@ def h2o(recent: float = 0.5, sinks: int = 0) -> Policy:
       recent: share of the kept pairs reserved for the newest; the paper's 0.5.
       sinks: first tokens that stay.
 
-    Needs: mass, the column sums of the attention weights.
+    Needs: attn_sum, the column sums of the attention weights.
     Source: H2O (Zhang et al. 2023), arXiv 2306.14048, Algorithm 1; a mean over the G
       query heads of a KV head extends it to grouped queries.
     Raises:
@@ -74,14 +76,14 @@ def h2o(recent: float = 0.5, sinks: int = 0) -> Policy:
     check_counts("h2o", 0, sinks=sinks)
 
     def score(mass: Float[Array, "B K C"], view: View) -> Array:
-        window = jnp.floor(recent * (view.keep - sinks).astype(jnp.float32))
-        pinned = newest(view, window.astype(jnp.int32)) | (view.pos < sinks)
+        window = jnp.floor(recent * (view.num_keep - sinks).astype(jnp.float32))
+        pinned = recent_mask(view, window.astype(jnp.int32)) | (view.positions < sinks)
         return jnp.where(pinned, jnp.inf, mass)
 
-    return _summed("h2o", score, pinned=sinks)
+    return _summed("h2o", score, num_pinned=sinks)
 
 
-@once
+@memoized
 def h2o_sinks(recent: float = 0.5, sinks: int = 4) -> Policy:
     """Keeps attention sinks, heavy hitters and a window.
 
@@ -94,7 +96,7 @@ def h2o_sinks(recent: float = 0.5, sinks: int = 4) -> Policy:
       recent: share of the other kept pairs reserved for the newest.
       sinks: first tokens that stay; StreamingLLM's 4.
 
-    Needs: mass, the column sums of the attention weights.
+    Needs: attn_sum, the column sums of the attention weights.
     Source: H2O (Zhang et al. 2023), arXiv 2306.14048, with the sinks of StreamingLLM
       (Xiao et al. 2024), arXiv 2309.17453.
     Raises:
@@ -103,7 +105,7 @@ def h2o_sinks(recent: float = 0.5, sinks: int = 4) -> Policy:
     return h2o(recent, sinks)._replace(name="h2o_sinks")
 
 
-@once
+@memoized
 def roco(spread: float = 0.3, recent: int = 10, sinks: int = 0) -> Policy:
     """Keeps the pairs whose weights vary most, and of the others the highest means.
 
@@ -122,7 +124,7 @@ def roco(spread: float = 0.3, recent: int = 10, sinks: int = 0) -> Policy:
       recent: newest pairs whose deviations count as highest; the authors' 10.
       sinks: first tokens that do too; the authors' 0 in decoding, 4 in encoding.
 
-    Needs: mass and mass_sq, column sums of the weights and of their squares.
+    Needs: mass and attn_sq_sum, column sums of the weights and of their squares.
     Source: RoCo (Ren & Zhu 2024), arXiv 2402.06262, and its code, EasyKV, which
       averages weights over the G query heads before it squares them, as is done here.
     Raises:
@@ -132,31 +134,33 @@ def roco(spread: float = 0.3, recent: int = 10, sinks: int = 0) -> Policy:
     check_counts("roco", 0, recent=recent, sinks=sinks)
 
     def observe(stats, view, seen):
-        total, squares = stats.slots
-        return Stats(slots=(total + seen.mass, squares + seen.mass_sq))
+        total, squares = stats.per_slot
+        return Stats(per_slot=(total + seen.attn_sum, squares + seen.attn_sq_sum))
 
     def score(stats, view):
-        total, squares = (sums / seen_by(view) for sums in stats.slots)
+        total, squares = (sums / seen_by(view) for sums in stats.per_slot)
         deviation = jnp.sqrt(jnp.maximum(squares - total * total, 0.0))
-        pinned = newest(view, recent) | (view.pos < sinks)
+        pinned = recent_mask(view, recent) | (view.positions < sinks)
         deviation = jnp.where(pinned, jnp.inf, deviation)
-        held = jnp.sum(view.pos >= 0, axis=-1, dtype=jnp.int32)
-        protected = jnp.floor(spread * view.keep.astype(jnp.float32))
-        count = view.keep - protected.astype(jnp.int32) - sinks
-        count = jnp.maximum(count, held - view.keep)  # as many as have to go
-        steady = evictions(deviation, view.pos, count)
+        held = jnp.sum(view.positions >= 0, axis=-1, dtype=jnp.int32)
+        protected = jnp.floor(spread * view.num_keep.astype(jnp.float32))
+        count = view.num_keep - protected.astype(jnp.int32) - sinks
+        count = jnp.maximum(count, held - view.num_keep)  # as many as have to go
+        steady = select_evictions(deviation, view.positions, count)
         return jnp.where(steady, total, jnp.inf)
 
     return Policy(
-        init=lambda *shape: Stats(slots=(per_slot(*shape), per_slot(*shape))),
+        init=lambda *shape: Stats(
+            per_slot=(zeros_per_slot(*shape), zeros_per_slot(*shape))
+        ),
         observe=observe,
         score=score,
-        needs=frozenset({"mass", "mass_sq"}),
+        required_stats=frozenset({"attn_sum", "attn_sq_sum"}),
         name="roco",
-        pinned=recent + sinks,
+        num_pinned=recent + sinks,
     )
 
 
 def seen_by(view: View) -> Float[Array, "B K C"]:
     """Queries that have seen each pair: as many as its age in tokens, and itself."""
-    return (view.now[:, None, None] + 1 - view.pos).astype(jnp.float32)
+    return (view.query_position[:, None, None] + 1 - view.positions).astype(jnp.float32)

@@ -2,7 +2,7 @@
 
 A policy answers one question, which pairs matter, by pure functions over arrays. It
 knows no model, no layout and no budget, so it runs in anybody's JAX code: see
-`Policy`, and `evictions` for turning scores into a choice.
+`Policy`, and `select_evictions` for turning scores into a choice.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.types import OBSERVABLE, Observation, Stats, UserError, View
 
 
-def once(factory: Callable) -> Callable:
+def memoized(factory: Callable) -> Callable:
     """A factory that gives the same policy for the same arguments, however written.
 
     Policies are static arguments of compiled programs: another object compiles anew.
@@ -40,63 +40,63 @@ class Policy(NamedTuple):
 
     Attributes:
       init: (spec, B, C) -> `Stats`, all zeros or empty. `spec` is anything with
-        `num_kv_heads`, `group` and `head_dim`. Whoever calls a policy has to zero the
-        `slots` of a fresh pair and to move them with their pairs.
+        `num_kv_heads`, `queries_per_kv_head` and `head_dim`. Whoever calls a policy has to zero the
+        `per_slot` of a fresh pair and to move them with their pairs.
       observe: (stats, view, observation) -> stats, after each attention call.
       score: (stats, view) -> f32[B, K, C]. The highest stay. +inf pins a pair; -inf
         lets it go whatever room there is, which is how a rule keeps fewer pairs in some
         heads than in others. What it says of empty slots is ignored. Ties keep the
         newer pair.
-      needs: what attention must hand over, of `kvjax.types.OBSERVABLE`. An empty set
+      required_stats: what attention must hand over, of `kvjax.types.OBSERVABLE`. An empty set
         gets the fastest attention there is.
       name: as in the registry, for reports.
-      pinned: pairs per head that always stay; a budget must leave room for more.
-      across_heads: whether `score` looks across the heads of a layer. Where heads are
+      num_pinned: pairs per head that always stay; a budget must leave room for more.
+      needs_all_heads: whether `score` looks across the heads of a layer. Where heads are
         split over devices it has to ask for the others', see `kvjax.parallel.axes.all_heads`.
     """
 
     init: Callable[..., Stats]
     observe: Callable[[Stats, View, Observation], Stats]
     score: Callable[[Stats, View], Float[Array, "B K C"]]
-    needs: frozenset[str]
+    required_stats: frozenset[str]
     name: str
-    pinned: int = 0
-    across_heads: bool = False
+    num_pinned: int = 0
+    needs_all_heads: bool = False
 
 
-def stateless(name: str, score: Callable[[View], Array], pinned: int = 0) -> Policy:
+def stateless(name: str, score: Callable[[View], Array], num_pinned: int = 0) -> Policy:
     """A policy that remembers nothing: its score is a function of the view alone."""
     return Policy(
         init=lambda spec, batch, capacity: Stats(),
         observe=lambda stats, view, observation: stats,
         score=lambda stats, view: score(view),
-        needs=frozenset(),
+        required_stats=frozenset(),
         name=name,
-        pinned=pinned,
+        num_pinned=num_pinned,
     )
 
 
-def per_slot(spec, batch: int, capacity: int, *trailing: int) -> Array:
+def zeros_per_slot(spec, batch: int, capacity: int, *trailing: int) -> Array:
     """f32[B, K, C, ...] zeros: a statistic of every pair."""
     return jnp.zeros((batch, spec.num_kv_heads, capacity, *trailing), jnp.float32)
 
 
-def newest(view: View, count: int | Array) -> Bool[Array, "B K C"]:
+def recent_mask(view: View, count: int | Array) -> Bool[Array, "B K C"]:
     """The pairs of the last `count` tokens (an int, or one per head [B, K])."""
     if not isinstance(count, int):
         count = count[..., None]
-    return view.pos > view.now[:, None, None] - count
+    return view.positions > view.query_position[:, None, None] - count
 
 
-def of_new(
+def scatter_new(
     view: View,
     seen: Observation,
     new: Float[Array, "B K T"],
     old: Float[Array, "B K C"],
 ) -> Float[Array, "B K C"]:
     """`old` with the numbers of the new tokens put at the slots of their pairs."""
-    step = view.pos - seen.positions[:, :1, None]  # which of the new tokens
-    fresh = (step >= 0) & (step < seen.n[:, None, None])
+    step = view.positions - seen.positions[:, :1, None]  # which of the new tokens
+    fresh = (step >= 0) & (step < seen.num_tokens[:, None, None])
     step = jnp.clip(step, 0, new.shape[-1] - 1)
     return jnp.where(fresh, jnp.take_along_axis(new, step, axis=2), old)
 
@@ -126,12 +126,12 @@ def check_choice(where: str, among: tuple[str, ...], **values: str) -> None:
             raise UserError(f"{where}({name}={value!r}): one of {', '.join(among)}")
 
 
-def evictions(
-    score: Float[Array, "B K C"],
-    pos: Int[Array, "B K C"],
-    drop: Int[Array, "B"] | Int[Array, "B K"],
+def select_evictions(
+    scores: Float[Array, "B K C"],
+    positions: Int[Array, "B K C"],
+    num_evict: Int[Array, "B"] | Int[Array, "B K"],
 ) -> Bool[Array, "B K C"]:
-    """Marks the `drop` live slots of every head with the lowest scores.
+    """Marks the `num_evict` live slots of every head with the lowest scores.
 
     And those with a score of -inf beyond that number.
 
@@ -141,26 +141,28 @@ def evictions(
     find 64 of them costs far more on every backend.
 
     Args:
-      score: higher stays; NaN counts as highest.
-      pos: position of the pair in each slot, -1 for empty slots (never marked).
-      drop: how many to mark per head, for a whole row or for each of its heads; at most
+      scores: higher stays; NaN counts as highest.
+      positions: position of the pair in each slot, -1 for empty slots (never marked).
+      num_evict: how many to mark per head, for a whole row or for each of its heads; at most
         the live ones.
     """
-    live = pos >= 0
-    drop = jnp.broadcast_to(drop.reshape(len(drop), -1), score.shape[:2])
-    order = _sortable(score)
-    threshold = _kth(order, live, drop)
+    live = positions >= 0
+    num_evict = jnp.broadcast_to(
+        num_evict.reshape(len(num_evict), -1), scores.shape[:2]
+    )
+    order = _sortable(scores)
+    threshold = _kth(order, live, num_evict)
     below = live & (order < threshold[..., None])
     tied = live & (order == threshold[..., None])
-    left = drop - jnp.sum(below, axis=-1, dtype=jnp.int32)
-    age = pos.astype(jnp.uint32)
+    left = num_evict - jnp.sum(below, axis=-1, dtype=jnp.int32)
+    age = positions.astype(jnp.uint32)
     oldest = tied & (age < _kth(age, tied, left)[..., None])
-    return below | oldest | (live & jnp.isneginf(score))
+    return below | oldest | (live & jnp.isneginf(scores))
 
 
-def checked(policy: Policy) -> Policy:
+def validate(policy: Policy) -> Policy:
     """The policy, or a UserError if it needs what attention cannot hand over."""
-    unknown = policy.needs - OBSERVABLE
+    unknown = policy.required_stats - OBSERVABLE
     if unknown:
         raise UserError(
             f"policy {policy.name!r} needs {sorted(unknown)}: attention can hand over "

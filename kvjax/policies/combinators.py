@@ -14,15 +14,15 @@ from kvjax.policies.base import (
     check_choice,
     check_counts,
     check_range,
-    evictions,
-    newest,
-    once,
+    memoized,
+    recent_mask,
+    select_evictions,
 )
 from kvjax.policies.ordering import pooled, segments
 from kvjax.types import EMPTY, Stats, UserError, View
 
 
-@once
+@memoized
 def protect(policy: Policy, sinks: int = 4, recent: int = 32) -> Policy:
     """Pins the first `sinks` and the newest `recent` tokens of every row.
 
@@ -43,17 +43,17 @@ def protect(policy: Policy, sinks: int = 4, recent: int = 32) -> Policy:
     check_counts("protect", 0, sinks=sinks, recent=recent)
 
     def score(stats, view):
-        pinned = (view.pos < sinks) | newest(view, recent)
+        pinned = (view.positions < sinks) | recent_mask(view, recent)
         return jnp.where(pinned, jnp.inf, policy.score(stats, view))
 
     return policy._replace(
         score=score,
         name=f"protect({policy.name}, sinks={sinks}, recent={recent})",
-        pinned=policy.pinned + sinks + recent,
+        num_pinned=policy.num_pinned + sinks + recent,
     )
 
 
-@once
+@memoized
 def mix(a: Policy, b: Policy, weight: float = 0.5) -> Policy:
     """Weighs two rules against each other.
 
@@ -87,14 +87,14 @@ def mix(a: Policy, b: Policy, weight: float = 0.5) -> Policy:
             b.observe(_part(stats, 1), view, seen),
         ),
         score=score,
-        needs=a.needs | b.needs,
+        required_stats=a.required_stats | b.required_stats,
         name=f"mix({a.name}, {b.name}, {weight})",
-        pinned=max(a.pinned, b.pinned),
-        across_heads=a.across_heads or b.across_heads,
+        num_pinned=max(a.num_pinned, b.num_pinned),
+        needs_all_heads=a.needs_all_heads or b.needs_all_heads,
     )
 
 
-@once
+@memoized
 def smooth(policy: Policy, kernel: int = 7, pool: str = "average") -> Policy:
     """Pools the scores along the text, so that a pair's neighbours stay with it.
 
@@ -116,14 +116,14 @@ def smooth(policy: Policy, kernel: int = 7, pool: str = "average") -> Policy:
 
     def score(stats, view):
         raw = policy.score(stats, view)
-        among = (view.pos >= 0) & jnp.isfinite(raw)
-        return jnp.where(among, pooled(raw, view.pos, among, kernel, pool), raw)
+        among = (view.positions >= 0) & jnp.isfinite(raw)
+        return jnp.where(among, pooled(raw, view.positions, among, kernel, pool), raw)
 
     name = f"smooth({policy.name}, kernel={kernel}, pool={pool!r})"
     return policy._replace(score=score, name=name)
 
 
-@once
+@memoized
 def chunked(policy: Policy, size: int = 10) -> Policy:
     """Whole chunks of the text stay or go, by the mean score of what they still hold.
 
@@ -145,12 +145,12 @@ def chunked(policy: Policy, size: int = 10) -> Policy:
     check_counts("chunked", 1, size=size)
 
     def score(stats, view):
-        return segments(policy.score(stats, view), view.pos, size)
+        return segments(policy.score(stats, view), view.positions, size)
 
     return policy._replace(score=score, name=f"chunked({policy.name}, size={size})")
 
 
-@once
+@memoized
 def shared_heads(policy: Policy) -> Policy:
     """One choice for all heads.
 
@@ -169,10 +169,10 @@ def shared_heads(policy: Policy) -> Policy:
         return jnp.broadcast_to(mean, raw.shape)
 
     name = f"shared_heads({policy.name})"
-    return policy._replace(score=score, name=name, across_heads=True)
+    return policy._replace(score=score, name=name, needs_all_heads=True)
 
 
-@once
+@memoized
 def per_head(policy: Policy, total: float = 0.5, floor: float = 0.2) -> Policy:
     """Heads share a layer's budget: the best pairs stay, whichever head they are in.
 
@@ -196,7 +196,7 @@ def per_head(policy: Policy, total: float = 0.5, floor: float = 0.2) -> Policy:
 
     def score(stats, view):
         own = policy.score(stats, view)
-        raw, pos, keep = map(axes.all_heads, (own, view.pos, view.keep))
+        raw, pos, keep = map(axes.all_heads, (own, view.positions, view.num_keep))
         kept = shares(raw, pos, keep)
         return jnp.where(axes.own_heads(kept, own.shape[1]), own, -jnp.inf)
 
@@ -207,19 +207,19 @@ def per_head(policy: Policy, total: float = 0.5, floor: float = 0.2) -> Policy:
         most = jnp.max(keep, axis=1, keepdims=True).astype(jnp.float32)
         part = jnp.floor(total * most)
         sure = jnp.floor(floor * part).astype(jnp.int32)
-        out = evictions(raw, pos, held - keep)  # of a head's own room
+        out = select_evictions(raw, pos, held - keep)  # of a head's own room
         rivals = jnp.where(out, EMPTY, pos)
-        own = ~evictions(raw, pos, jnp.maximum(held - sure, 0))  # a head's best
+        own = ~select_evictions(raw, pos, jnp.maximum(held - sure, 0))  # a head's best
         spare = jnp.sum(jnp.minimum(held, keep) - part.astype(jnp.int32), axis=1)
         spare = jnp.where(jnp.any(over, axis=1), jnp.maximum(spare, 0), 0)
         flat = (len(raw), 1, -1)
-        gone = evictions(
+        gone = select_evictions(
             jnp.where(own, jnp.inf, raw).reshape(flat), rivals.reshape(flat), spare
         )
         return ~(out | gone.reshape(raw.shape))
 
     name = f"per_head({policy.name}, total={total}, floor={floor})"
-    return policy._replace(score=score, name=name, across_heads=True)
+    return policy._replace(score=score, name=name, needs_all_heads=True)
 
 
 def check_pooling(where: str, kernel: int, pool: str) -> None:
@@ -232,7 +232,7 @@ def check_pooling(where: str, kernel: int, pool: str) -> None:
 
 def _to_unit(score: Float[Array, "B K C"], view: View) -> Array:
     """Finite scores stretched over 0 .. 1, head by head; the others 0."""
-    among = (view.pos >= 0) & jnp.isfinite(score)
+    among = (view.positions >= 0) & jnp.isfinite(score)
     low = jnp.min(jnp.where(among, score, jnp.inf), axis=-1, keepdims=True)
     high = jnp.max(jnp.where(among, score, -jnp.inf), axis=-1, keepdims=True)
     span = jnp.where(high > low, high - low, 1.0)
@@ -240,8 +240,8 @@ def _to_unit(score: Float[Array, "B K C"], view: View) -> Array:
 
 
 def _join(a: Stats, b: Stats) -> Stats:
-    return Stats((a.slots, b.slots), (a.rows, b.rows))
+    return Stats((a.per_slot, b.per_slot), (a.per_row, b.per_row))
 
 
 def _part(stats: Stats, index: int) -> Stats:
-    return Stats(stats.slots[index], stats.rows[index])
+    return Stats(stats.per_slot[index], stats.per_row[index])

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from kvjax.policies.base import Policy, check_counts, check_range, once
+from kvjax.policies.base import Policy, check_counts, check_range, memoized
 from kvjax.types import Observation, Stats, View
 
 
-@once
+@memoized
 def expected_attention(
     future: int = 512,
     sinks: int = 4,
@@ -39,7 +39,7 @@ def expected_attention(
       value_norm: False leaves out |value|.
       epsilon: weight that every pair is granted before |value| is applied.
 
-    Needs: raw_queries, whose mean and covariance are kept.
+    Needs: pre_rope_queries, whose mean and covariance are kept.
     Source: Expected Attention (Devoto et al. 2025), arXiv 2510.00636, with the
       statistics and defaults of its implementation in kvpress.
     Raises:
@@ -52,22 +52,24 @@ def expected_attention(
     def score(stats, view):
         keys = view.keys().astype(jnp.float32)
         turn = _average_rotation(view, future, keys.shape[-1])
-        logit = _logits(stats.rows, turn, keys, covariance)
-        among = ((view.pos >= 0) & (view.pos >= sinks))[:, :, None]
+        logit = _logits(stats.per_row, turn, keys, covariance)
+        among = ((view.positions >= 0) & (view.positions >= sinks))[:, :, None]
         weight = jax.nn.softmax(jnp.where(among, logit, -1e30), axis=-1)
         weight = jnp.mean(weight, axis=2)
         if value_norm:
             values = view.values().astype(jnp.float32)
             weight = (weight + epsilon) * jnp.sqrt(jnp.sum(values * values, axis=-1))
-        return jnp.where(view.pos < sinks, jnp.inf, weight)
+        return jnp.where(view.positions < sinks, jnp.inf, weight)
 
     return Policy(
-        init=lambda spec, batch, capacity: Stats(rows=_no_moments(spec, batch)),
-        observe=lambda stats, view, seen: Stats(rows=_gather(stats.rows, seen, sinks)),
+        init=lambda spec, batch, capacity: Stats(per_row=_no_moments(spec, batch)),
+        observe=lambda stats, view, seen: Stats(
+            per_row=_gather(stats.per_row, seen, sinks)
+        ),
         score=score,
-        needs=frozenset({"raw_queries"}),
+        required_stats=frozenset({"pre_rope_queries"}),
         name="expected_attention",
-        pinned=sinks,
+        num_pinned=sinks,
     )
 
 
@@ -86,7 +88,7 @@ class Moments(NamedTuple):
 
 
 def _no_moments(spec, batch: int) -> Moments:
-    shape = (batch, spec.num_kv_heads, spec.group, spec.head_dim)
+    shape = (batch, spec.num_kv_heads, spec.queries_per_kv_head, spec.head_dim)
     return Moments(
         count=jnp.zeros((batch,), jnp.float32),
         mean=jnp.zeros(shape, jnp.float32),
@@ -97,9 +99,11 @@ def _no_moments(spec, batch: int) -> Moments:
 def _gather(old: Moments, seen: Observation, sinks: int) -> Moments:
     """Joins the moments of a block's real queries to those of all before them."""
     step = jnp.arange(seen.positions.shape[1], dtype=jnp.int32)[None]
-    real = (step < seen.n[:, None]) & (seen.positions >= sinks)
+    real = (step < seen.num_tokens[:, None]) & (seen.positions >= sinks)
     count = jnp.sum(real, axis=1).astype(jnp.float32)
-    queries = rearrange(seen.raw_queries, "b k g t d -> b t k g d").astype(jnp.float32)
+    queries = rearrange(seen.pre_rope_queries, "b k g t d -> b t k g d").astype(
+        jnp.float32
+    )
     queries = jnp.where(real[..., None, None, None], queries, 0.0)
     mean = jnp.sum(queries, axis=1) / _heads(jnp.maximum(count, 1.0))
     apart = jnp.where(real[..., None, None, None], queries - mean[:, None], 0.0)
@@ -127,9 +131,11 @@ def _average_rotation(view: View, future: int, depth: int) -> Float[Array, "B D 
     """
     unit = jnp.broadcast_to(jnp.eye(depth)[None, :, None], (1, depth, future, depth))
     ahead = jnp.arange(future, dtype=jnp.int32)[None]
-    mean = jnp.mean(view.rotate(unit, ahead), axis=2)  # [1, D, D]
-    mean = jnp.broadcast_to(mean[:, :, None], (len(view.now), depth, 1, depth))
-    return view.rotate(mean, view.now[:, None] + 1)[:, :, 0]
+    mean = jnp.mean(view.apply_rope(unit, ahead), axis=2)  # [1, D, D]
+    mean = jnp.broadcast_to(
+        mean[:, :, None], (len(view.query_position), depth, 1, depth)
+    )
+    return view.apply_rope(mean, view.query_position[:, None] + 1)[:, :, 0]
 
 
 def _logits(

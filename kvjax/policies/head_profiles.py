@@ -9,17 +9,17 @@ from kvjax.policies.base import (
     Policy,
     check_counts,
     check_range,
-    evictions,
-    newest,
-    of_new,
-    once,
-    per_slot,
+    memoized,
+    recent_mask,
+    scatter_new,
+    select_evictions,
+    zeros_per_slot,
 )
 from kvjax.policies.observation_window import asked, asking
 from kvjax.types import Observation, Stats, View
 
 
-@once
+@memoized
 def fastgen(
     recover: float = 0.95,
     sinks: int = 4,
@@ -51,7 +51,7 @@ def fastgen(
       heavy: heavy hitters, pairs; the paper has 30% of the prompt.
       local: window, tokens; the paper has 30% of the prompt.
 
-    Needs: mass, tokens, and weights, for what falls into each query's own window.
+    Needs: attn_sum, tokens, and attn_weights, for what falls into each query's own window.
     Source: FastGen (Ge et al. 2024), arXiv 2310.01801, Algorithms 1 and 2; the sinks
       from cold-compress. Shares are of the attention that live pairs have received,
       which after a prompt read without eviction is all of it.
@@ -64,23 +64,23 @@ def fastgen(
         check_counts("fastgen", 0, token=token)
 
     def init(spec, batch, capacity):
-        pairs = tuple(per_slot(spec, batch, capacity) for _ in range(3))
+        pairs = tuple(zeros_per_slot(spec, batch, capacity) for _ in range(3))
         return Stats(pairs, jnp.zeros((batch, spec.num_kv_heads), jnp.int32))
 
     def sets(slots, view) -> list[Array]:
         mass, _, kind = slots
-        first = (view.pos < sinks) | (kind == _SPECIAL)
+        first = (view.positions < sinks) | (kind == _SPECIAL)
         second = first | (kind == _PUNCTUATION)
-        others = jnp.where(second | (view.pos < 0), -1.0, mass)
-        held = jnp.sum(view.pos >= 0, axis=-1, dtype=jnp.int32)
-        light = evictions(others, view.pos, jnp.maximum(held - heavy, 0))
+        others = jnp.where(second | (view.positions < 0), -1.0, mass)
+        held = jnp.sum(view.positions >= 0, axis=-1, dtype=jnp.int32)
+        light = select_evictions(others, view.positions, jnp.maximum(held - heavy, 0))
         light = light | (others < 0)
         third = second | ~light
-        return [first, second, third, third | newest(view, local)]
+        return [first, second, third, third | recent_mask(view, local)]
 
     def choose(slots, view):
         mass, near, _ = slots
-        live = view.pos >= 0
+        live = view.positions >= 0
         *fixed, _ = sets(slots, view)
         shares = [jnp.sum(mass, axis=-1, where=each & live) for each in fixed]
         outside = live & ~fixed[-1]
@@ -90,35 +90,35 @@ def fastgen(
         return jnp.sum(jnp.cumprod(jnp.stack(short).astype(jnp.int32), axis=0), axis=0)
 
     def observe(stats, view, seen):
-        mass, near, kind = stats.slots
-        kind = of_new(view, seen, _kind(seen, special, punctuation, kind), kind)
-        mass = mass + seen.mass
-        if not seen.prompt:
-            return Stats((mass, near, kind), stats.rows)
+        mass, near, kind = stats.per_slot
+        kind = scatter_new(view, seen, _kind(seen, special, punctuation, kind), kind)
+        mass = mass + seen.attn_sum
+        if not seen.is_prefill:
+            return Stats((mass, near, kind), stats.per_row)
         slots = (mass, near + _nearby(view, seen, local), kind)
         return Stats(slots, choose(slots, view))
 
     def score(stats, view):
-        mass = stats.slots[0]
+        mass = stats.per_slot[0]
         every = jnp.ones_like(mass, dtype=bool)
-        choices = jnp.stack([*sets(stats.slots, view), every], axis=2)
-        kept = jnp.take_along_axis(choices, stats.rows[..., None, None], axis=2)[
+        choices = jnp.stack([*sets(stats.per_slot, view), every], axis=2)
+        kept = jnp.take_along_axis(choices, stats.per_row[..., None, None], axis=2)[
             :, :, 0
         ]
         average = jnp.where(kept, mass / seen_by(view), -jnp.inf)
-        return jnp.where(view.pos < sinks, jnp.inf, average)
+        return jnp.where(view.positions < sinks, jnp.inf, average)
 
     return Policy(
         init=init,
         observe=observe,
         score=score,
-        needs=frozenset({"mass", "weights", "tokens"}),
+        required_stats=frozenset({"attn_sum", "attn_weights", "tokens"}),
         name="fastgen",
-        pinned=sinks,
+        num_pinned=sinks,
     )
 
 
-@once
+@memoized
 def simlayerkv(
     threshold: float = 0.9, sinks: int = 4, recent: int = 1024, queries: int = 32
 ) -> Policy:
@@ -153,23 +153,25 @@ def simlayerkv(
     check_counts("simlayerkv", 1, recent=recent, queries=queries)
 
     def score(ring, view):
-        near = newest(view, recent) | (view.pos < sinks)
+        near = recent_mask(view, recent) | (view.positions < sinks)
         kept = near | ~_lazy(ring, view)[:, None, None]
-        position = jnp.where(kept, view.pos.astype(jnp.float32), -jnp.inf)
-        return jnp.where(view.pos < sinks, jnp.inf, position)
+        position = jnp.where(kept, view.positions.astype(jnp.float32), -jnp.inf)
+        return jnp.where(view.positions < sinks, jnp.inf, position)
 
     def _lazy(ring, view):
         weights = asked(ring, view)  # [B, K, G, W, C]
         since = (ring.after - recent)[:, None, :, None]  # [B, 1, W, 1]
-        near = (view.pos[:, :, None] >= since) | (view.pos[:, :, None] < sinks)
+        near = (view.positions[:, :, None] >= since) | (
+            view.positions[:, :, None] < sinks
+        )
         total = jnp.einsum("bkgwc,bkwc->bk", weights, near.astype(jnp.float32))
         total = axes.all_heads(total)
         heads = total.shape[1] * weights.shape[2]
         count = jnp.maximum(jnp.sum(ring.after > 0, axis=1), 1) * heads
         return jnp.sum(total, axis=1) / count.astype(jnp.float32) > threshold
 
-    policy = asking("simlayerkv", queries, score, pinned=sinks)
-    return policy._replace(across_heads=True)
+    policy = asking("simlayerkv", queries, score, num_pinned=sinks)
+    return policy._replace(needs_all_heads=True)
 
 
 _SPECIAL, _PUNCTUATION = 1.0, 2.0  # kinds of token; 0 is any other
@@ -192,6 +194,8 @@ def _kind(
 
 def _nearby(view: View, seen: Observation, local: int) -> Float[Array, "B K C"]:
     """Attention from queries at most local - 1 tokens after the pair."""
-    behind = seen.positions[:, None, :, None] - view.pos[:, :, None]  # [B, K, T, C]
+    behind = (
+        seen.positions[:, None, :, None] - view.positions[:, :, None]
+    )  # [B, K, T, C]
     inside = (behind < local).astype(jnp.float32)
-    return jnp.mean(jnp.einsum("bkgtc,bktc->bkgc", seen.weights, inside), axis=2)
+    return jnp.mean(jnp.einsum("bkgtc,bktc->bkgc", seen.attn_weights, inside), axis=2)

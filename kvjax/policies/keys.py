@@ -5,12 +5,12 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from kvjax.policies.base import Policy, check_counts, once, stateless
-from kvjax.policies.ordering import by_age, take
+from kvjax.policies.base import Policy, check_counts, memoized, stateless
+from kvjax.policies.ordering import sort_by_position, take
 from kvjax.types import View
 
 
-@once
+@memoized
 def key_diff() -> Policy:
     """Keeps the keys that point away from the average direction.
 
@@ -24,7 +24,7 @@ def key_diff() -> Policy:
     """
 
     def score(view: View) -> Array:
-        live = (view.pos >= 0)[..., None]
+        live = (view.positions >= 0)[..., None]
         keys = jnp.where(live, view.keys().astype(jnp.float32), 0.0)
         norm = jnp.sqrt(jnp.sum(keys * keys, axis=-1, keepdims=True))
         unit = keys / jnp.maximum(norm, 1e-12)
@@ -37,7 +37,7 @@ def key_diff() -> Policy:
     return stateless("key_diff", score)
 
 
-@once
+@memoized
 def key_norm() -> Policy:
     """Keeps the keys of the smallest norm.
 
@@ -56,7 +56,7 @@ def key_norm() -> Policy:
     return stateless("key_norm", score)
 
 
-@once
+@memoized
 def lag_kv(sinks: int = 16, lag: int = 128, ranked: bool = True) -> Policy:
     """Keeps what stands out from the text that follows it.
 
@@ -85,8 +85,8 @@ def lag_kv(sinks: int = 16, lag: int = 128, ranked: bool = True) -> Policy:
     check_counts("lag_kv", 2, lag=lag)
 
     def score(view: View) -> Array:
-        order = by_age(view.pos, view.pos >= 0)
-        count = -(-max(view.pos.shape[2] - sinks, 1) // lag)  # partitions at most
+        order = sort_by_position(view.positions, view.positions >= 0)
+        count = -(-max(view.positions.shape[2] - sinks, 1) // lag)  # partitions at most
 
         def partitions(x: Array) -> Float[Array, "B K P S D"]:
             x = jnp.take_along_axis(x, order.slots[..., None], axis=2)[:, :, sinks:]
@@ -99,15 +99,17 @@ def lag_kv(sinks: int = 16, lag: int = 128, ranked: bool = True) -> Policy:
         if ranked:
             rank = jnp.argsort(jnp.argsort(part, axis=-1), axis=-1)
             part = rank.astype(jnp.float32) / lag
-        held = jnp.sum(view.pos >= 0, axis=-1)[..., None]
+        held = jnp.sum(view.positions >= 0, axis=-1)[..., None]
         next_ends = sinks + lag * (jnp.arange(count)[None, None] + 2)
         part = jnp.where((next_ends <= held)[..., None], part, 1.0)
-        part = rearrange(part, "b k p s -> b k (p s)")[..., : view.pos.shape[2] - sinks]
+        part = rearrange(part, "b k p s -> b k (p s)")[
+            ..., : view.positions.shape[2] - sinks
+        ]
         first = jnp.full((*part.shape[:2], sinks), jnp.inf)
-        both = jnp.concatenate([first, part], axis=-1)[..., : view.pos.shape[2]]
+        both = jnp.concatenate([first, part], axis=-1)[..., : view.positions.shape[2]]
         return take(both, order.ranks)
 
-    return stateless("lag_kv", score, pinned=sinks)
+    return stateless("lag_kv", score, num_pinned=sinks)
 
 
 def _stands_out(x: Float[Array, "B K P S D"]) -> Float[Array, "B K P S"]:

@@ -12,16 +12,16 @@ from kvjax.policies.base import (
     Policy,
     check_choice,
     check_counts,
-    newest,
-    once,
-    per_slot,
+    memoized,
+    recent_mask,
+    zeros_per_slot,
 )
 from kvjax.policies.combinators import check_pooling, chunked, shared_heads
 from kvjax.policies.ordering import pooled
 from kvjax.types import Observation, Stats, View
 
 
-@once
+@memoized
 def tova(shared: bool = True) -> Policy:
     """Keeps what the last query looks at.
 
@@ -34,25 +34,25 @@ def tova(shared: bool = True) -> Policy:
       shared: one choice for a whole layer, as in the paper, or one for each KV head,
         the paper's ablation.
 
-    Needs: last, one row of the attention weights.
+    Needs: last_attn, one row of the attention weights.
     Source: TOVA (Oren et al. 2024), arXiv 2401.06104, section 3.2.
     """
 
     def observe(stats, view, seen):
-        asked = (seen.n > 0)[:, None, None]
-        return Stats(slots=jnp.where(asked, seen.last, stats.slots))
+        asked = (seen.num_tokens > 0)[:, None, None]
+        return Stats(per_slot=jnp.where(asked, seen.last_attn, stats.per_slot))
 
     policy = Policy(
-        init=lambda *shape: Stats(slots=per_slot(*shape)),
+        init=lambda *shape: Stats(per_slot=zeros_per_slot(*shape)),
         observe=observe,
-        score=lambda stats, view: stats.slots,
-        needs=frozenset({"last"}),
+        score=lambda stats, view: stats.per_slot,
+        required_stats=frozenset({"last_attn"}),
         name="tova",
     )
     return shared_heads(policy)._replace(name="tova") if shared else policy
 
 
-@once
+@memoized
 def snapkv(
     window: int = 32, kernel: int = 7, pool: str = "max", group: str = "pool_first"
 ) -> Policy:
@@ -87,18 +87,18 @@ def snapkv(
     check_choice("snapkv", ("pool_first", "mean_first"), group=group)
 
     def score(ring, view):
-        recent = newest(view, window)
+        recent = recent_mask(view, window)
         weight = jnp.mean(asked(ring, view), axis=3)  # [B, K, G, C]
         if group == "mean_first":
             weight = jnp.mean(weight, axis=2, keepdims=True)
-        among = (view.pos >= 0) & ~recent
-        weight = jnp.mean(pooled(weight, view.pos, among, kernel, pool), axis=2)
+        among = (view.positions >= 0) & ~recent
+        weight = jnp.mean(pooled(weight, view.positions, among, kernel, pool), axis=2)
         return jnp.where(recent, jnp.inf, weight)
 
-    return asking("snapkv", window, score, pinned=window)
+    return asking("snapkv", window, score, num_pinned=window)
 
 
-@once
+@memoized
 def chunk_kv(size: int = 10, window: int = 32) -> Policy:
     """Keeps whole chunks of the text, those that the last queries look at most.
 
@@ -119,7 +119,7 @@ def chunk_kv(size: int = 10, window: int = 32) -> Policy:
     """
     inner = shared_heads(snapkv(window, kernel=1, pool="average"))
     policy = chunked(inner, size)
-    return policy._replace(name="chunk_kv", pinned=window + size - 1)
+    return policy._replace(name="chunk_kv", num_pinned=window + size - 1)
 
 
 class Queries(NamedTuple):
@@ -135,22 +135,28 @@ class Queries(NamedTuple):
 
 
 def asking(
-    name: str, window: int, score: Callable[[Queries, View], Array], pinned: int
+    name: str, window: int, score: Callable[[Queries, View], Array], num_pinned: int
 ) -> Policy:
     """A policy over the last `window` queries of every row."""
 
     def init(spec, batch, capacity):
-        shape = (batch, window, spec.num_kv_heads, spec.group, spec.head_dim)
+        shape = (
+            batch,
+            window,
+            spec.num_kv_heads,
+            spec.queries_per_kv_head,
+            spec.head_dim,
+        )
         after = jnp.zeros(shape[:2], jnp.int32)
-        return Stats(rows=Queries(jnp.zeros(shape, jnp.float32), after))
+        return Stats(per_row=Queries(jnp.zeros(shape, jnp.float32), after))
 
     return Policy(
         init=init,
-        observe=lambda stats, view, seen: Stats(rows=_remember(stats.rows, seen)),
-        score=lambda stats, view: score(stats.rows, view),
-        needs=frozenset({"queries"}),
+        observe=lambda stats, view, seen: Stats(per_row=_remember(stats.per_row, seen)),
+        score=lambda stats, view: score(stats.per_row, view),
+        required_stats=frozenset({"queries"}),
         name=name,
-        pinned=pinned,
+        num_pinned=num_pinned,
     )
 
 
@@ -158,7 +164,9 @@ def _remember(ring: Queries, seen: Observation) -> Queries:
     """Writes the newest real queries over the oldest ones."""
     batch, window = ring.after.shape
     step = jnp.arange(seen.positions.shape[1], dtype=jnp.int32)[None]
-    last = (step < seen.n[:, None]) & (step >= seen.n[:, None] - window)
+    last = (step < seen.num_tokens[:, None]) & (
+        step >= seen.num_tokens[:, None] - window
+    )
     place = jnp.where(last, seen.positions % window, window)  # beyond: not written
     rows = jnp.arange(batch)[:, None]
     queries = rearrange(seen.queries, "b k g t d -> b t k g d").astype(jnp.float32)
@@ -174,7 +182,7 @@ def asked(ring: Queries, view: View) -> Float[Array, "B K G W C"]:
     A query does not see pairs newer than itself; a place without a query has no weight.
     """
     logits = products(ring, view)
-    seen_from = jnp.where(view.pos < 0, jnp.iinfo(jnp.int32).max, view.pos)
+    seen_from = jnp.where(view.positions < 0, jnp.iinfo(jnp.int32).max, view.positions)
     visible = seen_from[:, :, None, None] < ring.after[:, None, None, :, None]
     weights = jax.nn.softmax(jnp.where(visible, logits, -1e30), axis=-1)
     return jnp.where(visible, weights, 0.0)

@@ -20,7 +20,7 @@ class Order(NamedTuple):
     ranks: Int[Array, "B K C"]
 
 
-def by_age(pos: Int[Array, "B K C"], among: Bool[Array, "B K C"]) -> Order:
+def sort_by_position(pos: Int[Array, "B K C"], among: Bool[Array, "B K C"]) -> Order:
     """Sorts `among` by position; costs two sorts of C integers per head."""
     last = jnp.iinfo(jnp.int32).max
     slots = jnp.argsort(jnp.where(among, pos, last), axis=-1, stable=True)
@@ -49,7 +49,7 @@ def pooled(
       kernel: odd.
       pool: 'average', where what lies beyond the ends counts as zero, or 'max'.
     """
-    order = by_age(pos, among)
+    order = sort_by_position(pos, among)
     some = jnp.expand_dims(take(among, order.slots), tuple(range(2, x.ndim - 1)))
     if pool == "max":
         row = jnp.where(some, take(x, order.slots), -jnp.inf)
@@ -64,7 +64,7 @@ def segments(
     x: Float[Array, "B K C"], pos: Int[Array, "B K C"], size: int
 ) -> Float[Array, "B K C"]:
     """The mean of x over the live pairs whose position // size is the same."""
-    order = by_age(pos, pos >= 0)
+    order = sort_by_position(pos, pos >= 0)
     chunk = take(pos, order.slots) // size  # of each rank; -1 behind the live ones
     opens = chunk[..., 1:] != chunk[..., :-1]
     number = jnp.cumsum(opens, axis=-1, dtype=jnp.int32)  # chunks counted from 0

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt
 
-from kvjax.policies.base import Policy, check_counts, newest, once
+from kvjax.policies.base import Policy, check_counts, memoized, recent_mask
 from kvjax.types import Observation, Stats
 
 
-@once
+@memoized
 def scissorhands(history: int = 400, recent: int = 10) -> Policy:
     """Keeps the pairs that recent queries seldom gave less than an even share.
 
@@ -25,7 +25,7 @@ def scissorhands(history: int = 400, recent: int = 10) -> Policy:
       history: queries that count; the paper's 400.
       recent: newest pairs that stay; the paper's 10.
 
-    Needs: weights, all of them, because each is compared with its own threshold.
+    Needs: attn_weights, all of them, because each is compared with its own threshold.
     Source: Scissorhands (Liu et al. 2023), arXiv 2305.17118, Algorithms 1 and 2. The
       weights are averaged over the G query heads first. What the authors released is
       another rule, see `scissorhands_released`.
@@ -39,12 +39,12 @@ def scissorhands(history: int = 400, recent: int = 10) -> Policy:
         return weights < even[:, None, :, None]
 
     def score(count, view):
-        return jnp.where(newest(view, recent), jnp.inf, -count)
+        return jnp.where(recent_mask(view, recent), jnp.inf, -count)
 
     return _counting("scissorhands", low, score, history, recent)
 
 
-@once
+@memoized
 def scissorhands_released(
     heavy: int = 100, history: int = 100, recent: int = 10
 ) -> Policy:
@@ -62,7 +62,7 @@ def scissorhands_released(
       history: queries that count; the authors' 100.
       recent: newest pairs that stay; the authors' 10.
 
-    Needs: weights, all of them, because each query has its own threshold.
+    Needs: attn_weights, all of them, because each query has its own threshold.
     Source: the code released for Scissorhands (Liu et al. 2023), which simulates the
       cache on a prompt for each query head and has no budget; the paper's threshold of
       1 / t is commented out in it. Here weights are averaged over the G query heads,
@@ -80,7 +80,7 @@ def scissorhands_released(
 
     def score(count, view):
         kept = jnp.where(count > 0, count, -jnp.inf)
-        return jnp.where(newest(view, recent), jnp.inf, kept)
+        return jnp.where(recent_mask(view, recent), jnp.inf, kept)
 
     return _counting("scissorhands_released", high, score, history, recent)
 
@@ -93,25 +93,25 @@ def _counting(name: str, mark: Callable, score: Callable, history, recent) -> Po
     words = -(-history // 32)
 
     def observe(stats, view, seen):
-        weights = jnp.mean(seen.weights, axis=2)
-        born = jnp.where(view.pos < 0, jnp.iinfo(jnp.int32).max, view.pos)
+        weights = jnp.mean(seen.attn_weights, axis=2)
+        born = jnp.where(view.positions < 0, jnp.iinfo(jnp.int32).max, view.positions)
         visible = born[:, :, None] <= seen.positions[:, None, :, None]
         marked = mark(weights, seen) & visible
-        return Stats(slots=_write(stats.slots, marked, seen, history))
+        return Stats(per_slot=_write(stats.per_slot, marked, seen, history))
 
     def count(stats):
-        ones = jax.lax.population_count(stats.slots)
+        ones = jax.lax.population_count(stats.per_slot)
         return jnp.sum(ones, axis=-1).astype(jnp.float32)
 
     return Policy(
         init=lambda spec, batch, capacity: Stats(
-            slots=jnp.zeros((batch, spec.num_kv_heads, capacity, words), jnp.uint32)
+            per_slot=jnp.zeros((batch, spec.num_kv_heads, capacity, words), jnp.uint32)
         ),
         observe=observe,
         score=lambda stats, view: score(count(stats), view),
-        needs=frozenset({"weights"}),
+        required_stats=frozenset({"attn_weights"}),
         name=name,
-        pinned=recent,
+        num_pinned=recent,
     )
 
 
@@ -123,7 +123,9 @@ def _write(
 ) -> UInt[Array, "B K C W"]:
     """Overwrites the bits of the oldest queries with those of the new ones."""
     step = jnp.arange(marked.shape[2], dtype=jnp.int32)[None]
-    last = (step < seen.n[:, None]) & (step >= seen.n[:, None] - history)
+    last = (step < seen.num_tokens[:, None]) & (
+        step >= seen.num_tokens[:, None] - history
+    )
     place = seen.positions % history
     word = jnp.arange(bits.shape[-1], dtype=jnp.int32)[None, None]
     bit = jnp.uint32(1) << (place % 32).astype(jnp.uint32)

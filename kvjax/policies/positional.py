@@ -4,12 +4,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.parallel import axes
-from kvjax.policies.base import Policy, check_counts, newest, once, stateless
+from kvjax.policies.base import Policy, check_counts, memoized, recent_mask, stateless
 from kvjax.policies.combinators import protect
 from kvjax.types import View
 
 
-@once
+@memoized
 def recency() -> Policy:
     """Keeps the newest pairs.
 
@@ -23,7 +23,7 @@ def recency() -> Policy:
     return stateless("recency", _position)
 
 
-@once
+@memoized
 def sliding_window(window: int = 4096) -> Policy:
     """Keeps the last `window` tokens and nothing else.
 
@@ -43,12 +43,12 @@ def sliding_window(window: int = 4096) -> Policy:
     check_counts("sliding_window", 1, window=window)
 
     def score(view: View) -> Array:
-        return jnp.where(newest(view, window), _position(view), -jnp.inf)
+        return jnp.where(recent_mask(view, window), _position(view), -jnp.inf)
 
     return stateless("sliding_window", score)
 
 
-@once
+@memoized
 def streaming(sinks: int = 4) -> Policy:
     """Keeps attention sinks and the newest pairs.
 
@@ -61,7 +61,7 @@ def streaming(sinks: int = 4) -> Policy:
       sinks: how many of the first tokens stay; the paper's 4.
 
     Source: StreamingLLM (Xiao et al. 2024), arXiv 2309.17453, section 3.2. The paper
-      renumbers positions inside the cache: `kvjax.cache.make_config(..., rope="slot")`.
+      renumbers positions inside the cache: `kvjax.cache.make_config(..., rope_positions="cache")`.
       By default pairs keep the positions they were made with.
     Raises:
       UserError: a negative number of sinks.
@@ -70,7 +70,7 @@ def streaming(sinks: int = 4) -> Policy:
     return protect(recency(), sinks=sinks, recent=0)._replace(name="streaming")
 
 
-@once
+@memoized
 def random(seed: int = 0) -> Policy:
     """Keeps a uniform random sample of the row: the null hypothesis.
 
@@ -86,15 +86,17 @@ def random(seed: int = 0) -> Policy:
     """
 
     def score(view: View) -> Array:
-        heads = axes.head_numbers(view.pos.shape[1]).astype(jnp.uint32)[None, :, None]
+        heads = axes.head_numbers(view.positions.shape[1]).astype(jnp.uint32)[
+            None, :, None
+        ]
         mixed = _hash(jnp.uint32(seed % 2**32) + heads * jnp.uint32(0x9E3779B9))
-        return _unit(_hash(mixed ^ view.pos.astype(jnp.uint32)))
+        return _unit(_hash(mixed ^ view.positions.astype(jnp.uint32)))
 
     return stateless("random", score)
 
 
 def _position(view: View) -> Array:
-    return view.pos.astype(jnp.float32)
+    return view.positions.astype(jnp.float32)
 
 
 def _hash(x: Array) -> Array:

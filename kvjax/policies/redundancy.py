@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.policies.base import Policy, check_counts, check_range, newest, once
+from kvjax.policies.base import Policy, check_counts, check_range, memoized, recent_mask
 from kvjax.policies.combinators import check_pooling
 from kvjax.policies.observation_window import asking, products
 from kvjax.policies.ordering import pooled
 from kvjax.types import View
 
 
-@once
+@memoized
 def r_kv(
     window: int = 8, kernel: int = 7, weight: float = 0.1, alike: float = 0.5
 ) -> Policy:
@@ -48,18 +48,18 @@ def r_kv(
     check_range("r_kv", -1, 1, alike=alike)
 
     def score(ring, view):
-        recent = newest(view, window)
-        among = (view.pos >= 0) & ~recent
+        recent = recent_mask(view, window)
+        among = (view.positions >= 0) & ~recent
         logits = jnp.max(products(ring, view), axis=2)  # [B, K, W, C]
         share = jax.nn.softmax(jnp.where(among[:, :, None], logits, -1e30), axis=-1)
         there = (ring.after > 0).astype(jnp.float32)  # [B, W]
         count = jnp.maximum(jnp.sum(there, axis=1), 1.0)[:, None, None]
         importance = jnp.einsum("bkwc,bw->bkc", share, there) / count
-        importance = pooled(importance, view.pos, among, kernel, "max")
+        importance = pooled(importance, view.positions, among, kernel, "max")
         mixed = weight * importance - (1 - weight) * _redundancy(view, alike)
         return jnp.where(recent, jnp.inf, mixed)
 
-    return asking("r_kv", window, score, pinned=window)
+    return asking("r_kv", window, score, num_pinned=window)
 
 
 def _redundancy(view: View, alike: float) -> Float[Array, "B K C"]:
@@ -80,4 +80,4 @@ def _redundancy(view: View, alike: float) -> Float[Array, "B K C"]:
         mean = jnp.sum(cosine, axis=1) / count.astype(jnp.float32)
         return jax.nn.softmax(jnp.where(live, mean, -1e30), axis=-1)
 
-    return jax.lax.map(of_row, (view.keys().astype(jnp.float32), view.pos))
+    return jax.lax.map(of_row, (view.keys().astype(jnp.float32), view.positions))

@@ -2,12 +2,19 @@
 
 import jax.numpy as jnp
 
-from kvjax.policies.base import Policy, check_range, evictions, of_new, once, per_slot
+from kvjax.policies.base import (
+    Policy,
+    check_range,
+    memoized,
+    scatter_new,
+    select_evictions,
+    zeros_per_slot,
+)
 from kvjax.policies.observation_window import snapkv
 from kvjax.types import Stats
 
 
-@once
+@memoized
 def criticalkv(
     policy: Policy | None = None, first: float = 0.5, epsilon: float = 1e-4
 ) -> Policy:
@@ -39,29 +46,31 @@ def criticalkv(
 
     def init(spec, batch, capacity):
         inner = policy.init(spec, batch, capacity)
-        return Stats((inner.slots, per_slot(spec, batch, capacity)), inner.rows)
+        return Stats(
+            (inner.per_slot, zeros_per_slot(spec, batch, capacity)), inner.per_row
+        )
 
     def inner(stats):
-        return Stats(stats.slots[0], stats.rows)
+        return Stats(stats.per_slot[0], stats.per_row)
 
     def observe(stats, view, seen):
         kept = policy.observe(inner(stats), view, seen)
-        size = of_new(view, seen, seen.output_norm, stats.slots[1])
-        return Stats((kept.slots, size), kept.rows)
+        size = scatter_new(view, seen, seen.output_norm, stats.per_slot[1])
+        return Stats((kept.per_slot, size), kept.per_row)
 
     def score(stats, view):
         raw = policy.score(inner(stats), view)
-        held = jnp.sum(view.pos >= 0, axis=-1, dtype=jnp.int32)
-        sure = (first * view.keep.astype(jnp.float32)).astype(jnp.int32)
-        best = ~evictions(raw, view.pos, held - sure)
-        weighed = jnp.where(jnp.isfinite(raw), (raw + epsilon) * stats.slots[1], raw)
+        held = jnp.sum(view.positions >= 0, axis=-1, dtype=jnp.int32)
+        sure = (first * view.num_keep.astype(jnp.float32)).astype(jnp.int32)
+        best = ~select_evictions(raw, view.positions, held - sure)
+        weighed = jnp.where(jnp.isfinite(raw), (raw + epsilon) * stats.per_slot[1], raw)
         return jnp.where(best, jnp.inf, weighed)
 
     return Policy(
         init=init,
         observe=observe,
         score=score,
-        needs=policy.needs | {"output_norm"},
+        required_stats=policy.required_stats | {"output_norm"},
         name="criticalkv" if policy is snapkv() else f"criticalkv({policy.name})",
-        pinned=policy.pinned,
+        num_pinned=policy.num_pinned,
     )

@@ -30,12 +30,12 @@ class DenseLayer:
     Attributes:
       k: stored keys, logically [B, K, C, D], after RoPE.
       v: stored values, logically [B, K, C, D].
-      pos: i32[B, K, C], the true position of each pair in its row; -1 if empty.
+      positions: i32[B, K, C], the true position of each pair in its row; -1 if empty.
     """
 
     k: PyTree
     v: PyTree
-    pos: Int[Array, "B K C"]
+    positions: Int[Array, "B K C"]
 
 
 def init(
@@ -46,13 +46,13 @@ def init(
     return DenseLayer(
         k=codec.init(shape, dtype),
         v=codec.init(shape, dtype),
-        pos=jnp.full(shape[:3], EMPTY, jnp.int32),
+        positions=jnp.full(shape[:3], EMPTY, jnp.int32),
     )
 
 
 def live(layer: DenseLayer) -> Int[Array, "B K"]:
     """How many pairs each head holds."""
-    return jnp.sum(layer.pos >= 0, axis=-1, dtype=jnp.int32)
+    return jnp.sum(layer.positions >= 0, axis=-1, dtype=jnp.int32)
 
 
 def free_slots(pos: Int[Array, "B K C"], count: int) -> Int[Array, "B K T"]:
@@ -86,16 +86,16 @@ def claim(
       every head whether some pair found no empty slot (it is dropped, and the caller
       raises the sticky error bit).
     """
-    capacity, length = layer.pos.shape[2], pos.shape[1]
-    slots = free_slots(layer.pos, length)
+    capacity, length = layer.positions.shape[2], pos.shape[1]
+    slots = free_slots(layer.positions, length)
     real = jnp.arange(length, dtype=jnp.int32)[None, :] < n[:, None]
     overflow = jnp.any(real[:, None] & (slots >= capacity), axis=-1)
     slots = jnp.where(real[:, None], slots, capacity)  # out of range: not written
     put = _mark if length == 1 else _put
     zeros = lambda leaf: put(leaf, slots, jnp.zeros((), leaf.dtype))
-    fresh = stats._replace(slots=jax.tree.map(zeros, stats.slots))
-    new_pos = put(layer.pos, slots, jnp.broadcast_to(pos[:, None], slots.shape))
-    return layer.replace(pos=new_pos), fresh, slots, overflow
+    fresh = stats._replace(per_slot=jax.tree.map(zeros, stats.per_slot))
+    new_pos = put(layer.positions, slots, jnp.broadcast_to(pos[:, None], slots.shape))
+    return layer.replace(positions=new_pos), fresh, slots, overflow
 
 
 def write(
@@ -114,7 +114,7 @@ def compact(layer: DenseLayer, stats: Stats, capacity: int) -> tuple[DenseLayer,
 
     The result has `capacity` slots; a head must not hold more pairs than that.
     """
-    late = jnp.where(layer.pos < 0, jnp.iinfo(jnp.int32).max, layer.pos)
+    late = jnp.where(layer.positions < 0, jnp.iinfo(jnp.int32).max, layer.positions)
     order = jnp.argsort(late, axis=-1, stable=True)[..., :capacity]
     short = capacity - order.shape[-1]
 
@@ -128,9 +128,9 @@ def compact(layer: DenseLayer, stats: Stats, capacity: int) -> tuple[DenseLayer,
     moved = DenseLayer(
         k=jax.tree.map(move, layer.k),
         v=jax.tree.map(move, layer.v),
-        pos=move(layer.pos, EMPTY),
+        positions=move(layer.positions, EMPTY),
     )
-    return moved, stats._replace(slots=jax.tree.map(move, stats.slots))
+    return moved, stats._replace(per_slot=jax.tree.map(move, stats.per_slot))
 
 
 def _put(

@@ -32,10 +32,10 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
         vocab_size=config.number("vocab_size"),
         context_length=config.number("max_position_embeddings", 2048),
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
-        tied_head=config.flag("tie_word_embeddings", True),
+        tie_embeddings=config.flag("tie_word_embeddings", True),
         **config.rope(width // heads),
         norm="layer",
-        blocks=blocks,
+        norm_placement=blocks,
         activation="gelu",
         gated=False,
         biases=("qkv", "out", "mlp") if config.flag("bias") else (),
@@ -51,9 +51,9 @@ def tensor_names(spec: ModelSpec) -> Names:
         "up": "mlp.dense_h_to_4h",
         "down": "mlp.dense_4h_to_h",
     }
-    if spec.blocks == "parallel_two":
+    if spec.norm_placement == "parallel_two":
         layer |= {"attn_norm": "ln_attn", "mlp_norm": "ln_mlp"}
-    if spec.blocks == "parallel":
+    if spec.norm_placement == "parallel":
         del layer["mlp_norm"]
     return Names(
         ends={

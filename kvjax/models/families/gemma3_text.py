@@ -25,7 +25,7 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
         name,
         **fields,
         **config.rope(fields["head_dim"], theta=1e6),
-        window_theta=float(local),
+        local_rope_theta=float(local),
         qk_norm=True,
     )
 

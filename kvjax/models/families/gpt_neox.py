@@ -26,7 +26,7 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
         **shape,
         **config.rope(shape["head_dim"], theta=base),
         norm="layer",
-        blocks="parallel_two" if parallel else "pre",
+        norm_placement="parallel_two" if parallel else "pre",
         activation=activation,
         gated=False,
         biases=biases,

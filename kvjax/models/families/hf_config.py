@@ -136,7 +136,7 @@ class Config:
             "vocab_size": self.number("vocab_size"),
             "context_length": self.number("max_position_embeddings", 2048),
             "norm_eps": self.number("rms_norm_eps", 1e-6),
-            "tied_head": self.flag("tie_word_embeddings"),
+            "tie_embeddings": self.flag("tie_word_embeddings"),
         }
 
     def rope(self, head_dim: int, theta: float = 10_000.0) -> dict[str, Any]:

@@ -14,7 +14,7 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
         name,
         **shape,
         **config.rope(shape["head_dim"]),
-        windows=(window,) * shape["num_layers"] if window else (),
+        sliding_windows=(window,) * shape["num_layers"] if window else (),
     )
 
 

@@ -13,9 +13,9 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
         name,
         **shape,
         **config.rope(shape["head_dim"], theta=1e6),
-        windows=(window,) * shape["num_layers"] if window else (),
+        sliding_windows=(window,) * shape["num_layers"] if window else (),
         experts=config.number("num_local_experts", 8),
-        experts_used=config.number("num_experts_per_tok", 2),
+        experts_per_token=config.number("num_experts_per_tok", 2),
     )
 
 

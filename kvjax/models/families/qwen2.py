@@ -12,7 +12,7 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
         name,
         **shape,
         **config.rope(shape["head_dim"]),
-        windows=windows(config, shape["num_layers"]),
+        sliding_windows=windows(config, shape["num_layers"]),
         biases=("qkv",),
     )
 

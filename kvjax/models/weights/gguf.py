@@ -180,7 +180,7 @@ def _spec(
         context_length=ask("context_length"),
         rope_theta=ask("rope.freq_base", 10000.0),
         norm_eps=ask("attention.layer_norm_rms_epsilon"),
-        tied_head="output.weight" not in tensors,
+        tie_embeddings="output.weight" not in tensors,
     )
     pack.check_heads(spec, path)
     return spec

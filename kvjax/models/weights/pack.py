@@ -65,7 +65,7 @@ def _end_shapes(spec: ModelSpec, names: Names) -> Iterator[tuple[str, tuple[int,
         ends["positions"] = (spec.context_length + names.skipped_positions, m)
     if e != m:
         ends |= {"embed_in": (m, e), "embed_out": (e, m)}
-    if not spec.tied_head:
+    if not spec.tie_embeddings:
         ends["head"] = (v, m)
     for part, shape in ends.items():
         yield f"{names.ends[part]}.weight", shape
@@ -190,7 +190,7 @@ def pack(
     if spec.embed_dim not in (None, spec.model_dim):
         for part in ("embed_in", "embed_out"):
             params[part] = put(end(part).T, part)
-    if not spec.tied_head:
+    if not spec.tie_embeddings:
         params["head"] = put(end("head").T, "head")
     wanted = jax.tree.map(lambda leaf: leaf.shape, decoder.param_shapes(spec))
     assert jax.tree.map(lambda leaf: leaf.shape, params) == wanted
@@ -234,7 +234,7 @@ def _layer(spec: ModelSpec, names: Names, index: int, tensor: Read, put) -> PyTr
 
 def _heads(spec: ModelSpec, names: Names, one, kind: str) -> np.ndarray:
     """Rows of queries, keys and values, KV head by KV head: [K (G+2) D, ...]."""
-    k, g, d = spec.num_kv_heads, spec.group, spec.head_dim
+    k, g, d = spec.num_kv_heads, spec.queries_per_kv_head, spec.head_dim
     if "qkv" in names.layer:
         fused = one("qkv", kind)
         if names.grouped:
@@ -278,7 +278,9 @@ def _join(pieces: Iterable[np.ndarray], length: int, axis: int) -> np.ndarray:
 
 
 def _out(spec: ModelSpec, weight: np.ndarray) -> np.ndarray:
-    return weight.T.reshape(spec.num_kv_heads, spec.group, spec.head_dim, -1)
+    return weight.T.reshape(
+        spec.num_kv_heads, spec.queries_per_kv_head, spec.head_dim, -1
+    )
 
 
 def _norm(spec: ModelSpec, name: str, tensor: Read, put, *path: str | int) -> PyTree:

@@ -128,7 +128,7 @@ def _checked(
                 "are supported, use a checkpoint that is not quantised"
             )
     head, embed = (f"{names.ends[part]}.weight" for part in ("head", "embed"))
-    if spec.tied_head and head in tensors and embed in tensors:
+    if spec.tie_embeddings and head in tensors and embed in tensors:
         if not _equal(tensors[head], tensors[embed]):
             raise UserError(
                 f"{path} has its own {head}, but tie_word_embeddings is true in "

@@ -29,9 +29,7 @@ PRIMER = (
 )
 _NEEDLE = "One of the special magic {values} for {key} is: {value}."
 _DEPTHS = np.round(np.linspace(0, 100, 40)).astype(int)  # percent of an essay
-_SENTENCE_END = re.compile(
-    r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)])) (?=[\"'“‘(\[]*[A-Z0-9])"  # noqa: RUF001
-)
+_SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)])) (?=[\"'“‘(\[]*[A-Z0-9])")  # noqa: RUF001
 
 
 class Niah(NamedTuple):
