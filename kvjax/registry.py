@@ -50,7 +50,10 @@ class Registry:
           UserError: an unknown name, or a `module:function` that cannot be imported.
         """
         if ":" in name:
-            return _imported(self.kind, name)
+            found = imported(self.kind, name)
+            if not callable(found):
+                raise UserError(f"{self.kind} {name!r} is no function")
+            return found
         if name not in self._factories:
             close = difflib.get_close_matches(name, self.names(), 1)
             hint = f"did you mean {close[0]!r}? " if close else ""
@@ -74,8 +77,13 @@ class Registry:
         return factory(**options)
 
 
-def _imported(kind: str, name: str) -> Callable[..., Any]:
-    module, _, function = name.partition(":")
+def imported(kind: str, name: str) -> Any:
+    """What `module:attribute` names, of a module of the user's own.
+
+    Raises:
+      UserError: there is no such module, or it has no such attribute.
+    """
+    module, _, attribute = name.partition(":")
     where = f"{kind} {name!r}"
     sys.path.append("")  # the folder that the process was started in
     try:
@@ -86,7 +94,6 @@ def _imported(kind: str, name: str) -> Callable[..., Any]:
         raise UserError(f"{where}: {error}; write it as module:function") from None
     finally:
         sys.path.remove("")
-    factory = getattr(found, function, None)
-    if not callable(factory):
-        raise UserError(f"{where}: {found.__name__} has no function {function!r}")
-    return factory
+    if not hasattr(found, attribute):
+        raise UserError(f"{where}: {found.__name__} has no {attribute!r}")
+    return getattr(found, attribute)
