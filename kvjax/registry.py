@@ -50,10 +50,7 @@ class Registry:
           UserError: an unknown name, or a `module:function` that cannot be imported.
         """
         if ":" in name:
-            found = imported(self.kind, name)
-            if not callable(found):
-                raise UserError(f"{self.kind} {name!r} is no function")
-            return found
+            return _imported(self.kind, name)
         if name not in self._factories:
             close = difflib.get_close_matches(name, self.names(), 1)
             hint = f"did you mean {close[0]!r}? " if close else ""
@@ -77,13 +74,8 @@ class Registry:
         return factory(**options)
 
 
-def imported(kind: str, name: str) -> Any:
-    """What `module:attribute` names, of a module of the user's own.
-
-    Raises:
-      UserError: there is no such module, or it has no such attribute.
-    """
-    module, _, attribute = name.partition(":")
+def _imported(kind: str, name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
     where = f"{kind} {name!r}"
     sys.path.append("")  # the folder that the process was started in
     try:
@@ -94,6 +86,7 @@ def imported(kind: str, name: str) -> Any:
         raise UserError(f"{where}: {error}; write it as module:function") from None
     finally:
         sys.path.remove("")
-    if not hasattr(found, attribute):
-        raise UserError(f"{where}: {found.__name__} has no {attribute!r}")
-    return getattr(found, attribute)
+    factory = getattr(found, function, None)
+    if not callable(factory):
+        raise UserError(f"{where}: {found.__name__} has no function {function!r}")
+    return factory
