@@ -75,7 +75,7 @@ class Registry:
         factory = self.factory(name)
         try:
             inspect.signature(factory).bind(**options)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # options, or no signature at all
             raise UserError(f"{self.kind} {name!r}: {error}") from None
         made = factory(**options)
         if not isinstance(made, self.product):
