@@ -35,7 +35,7 @@ def protect(policy: Policy, sinks: int = 4, recent: int = 32) -> Policy:
     Args:
       policy: chooses among the rest.
       sinks: positions 0 .. sinks - 1 stay.
-      recent: so do those of the last `recent` tokens.
+      recent: those of the last `recent` tokens stay.
 
     Source: StreamingLLM (Xiao et al. 2024), arXiv 2309.17453, for attention sinks.
     Raises:
