@@ -59,13 +59,14 @@ def get_config(task: str = "xsum") -> ConfigDict:
                 {"name": "Full cache"},
                 *(
                     {
-                        "name": f"{policy}, {share}",
+                        "name": f"{policy}, {share:.0%}",
                         "series": policy,
                         "policy": policy,
                         "phases": phases,
                         "budget": budget,
+                        "budget_share": share,
                     }
-                    for budget, share in zip(budgets, ("50%", "25%"), strict=True)
+                    for budget, share in zip(budgets, (0.5, 0.25), strict=True)
                     for policy, phases in POLICIES.items()
                 ),
             ),

@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, TimeRemainingColumn
 
-from kvjax.evaluation import run
-from kvjax.evaluation.report import run_report
+from kvjax.evaluation import report, run
 from kvjax.parallel import meshes
 from kvjax.types import UserError
 
@@ -52,9 +51,10 @@ def main(_):
     units = asked.units_per_method * (len(asked.methods) + len(baselines))
     with _bar(units) as progress:
         records = run.run(asked, _WORKDIR.value, progress, baselines)
-    path = run_report.write_report(records, _WORKDIR.value)
-    print(run_report.overview(records), f"\n{path}\n", sep="\n")
-    print(json.dumps(run_report.summary(records)))
+    path = report.write_report(records, _WORKDIR.value)
+    report.show(report.overview(records))
+    print(f"\n{path}\n")
+    print(json.dumps(report.summary(records)))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import textwrap
 import pytest
 
 import kvjax
-from kvjax.evaluation.report import run_report
+from kvjax.evaluation import report
 from kvjax.evaluation.report.records import append_record, read_records
 from kvjax.evaluation.tasks import text
 from kvjax.models.weights import hub
@@ -227,7 +227,7 @@ def test_record_stands_beside_ours(fake, tmp_path):
     path = tmp_path / "records.jsonl"
     for record in (ours, theirs):
         append_record(path, record)
-    table = run_report.overview(read_records(path))
+    table = report.overview(read_records(path))
     assert "transformers full cache" in table and "12.0" in table
 
 

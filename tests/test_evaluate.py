@@ -11,9 +11,8 @@ from test_tasks import HAYSTACK, make_tokenizer
 
 from kvjax import policies
 from kvjax.engine import api
-from kvjax.evaluation import run, samples
+from kvjax.evaluation import report, run, samples
 from kvjax.evaluation.quality import Fidelity
-from kvjax.evaluation.report import run_report
 from kvjax.evaluation.report.records import append_record, read_records
 from kvjax.evaluation.run import from_config
 from kvjax.models import placement
@@ -138,8 +137,8 @@ def test_records_and_resumption(experiment, tmp_path):
             for i in b["examples"]
         ]
         assert sorted(ran) == list(range(5)), "each prompt was run once"
-    json.dumps(run_report.summary(again))
-    assert run_report.write_report(again, interrupted).exists()
+    json.dumps(report.summary(again))
+    assert report.write_report(again, interrupted).exists()
 
 
 def test_a_split_model_scores_the_same(experiment, tmp_path, monkeypatch):

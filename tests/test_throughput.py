@@ -18,18 +18,18 @@ from test_tasks import HAYSTACK, make_tokenizer
 from kvjax import load
 from kvjax.engine import api, staggered
 from kvjax.engine.planner import phase_bytes
-from kvjax.evaluation import batch_rules, roofline, run, tasks, throughput
+from kvjax.evaluation import batch_rules, report, roofline, run, tasks, throughput
 from kvjax.evaluation.batch_rules import (
     divisors,
     find_batch,
     step_back,
     turns,
 )
-from kvjax.evaluation.report import run_report
 from kvjax.evaluation.report.records import read_records
 from kvjax.evaluation.tasks import base
 from kvjax.models import decoder, placement, presets
 from kvjax.parallel import meshes
+from kvjax.registry import Registry
 from kvjax.types import Model, UserError
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -330,7 +330,8 @@ class Count(NamedTuple):
 
 def test_any_task_and_its_grades(experiment, model, tmp_path, monkeypatch):
     """What is timed is graded, as quality would: up to the token that ends a text."""
-    monkeypatch.setitem(tasks._REGISTERED, "count", Count().task)
+    monkeypatch.setattr(tasks, "_registry", Registry("task", base.Task))
+    tasks.register("count", Count().task)
     asked = {"tasks": [{"name": "count"}], "num_examples": 5, "max_new_tokens": 6}
     config = CONFIG | asked | {"methods": ["FKV", "Batch-Max"]}
     config = {key: v for key, v in config.items() if key != "prompt_tokens"}
@@ -503,16 +504,16 @@ def test_table_and_report(tmp_path):
         for new in (3, 6)
         for name, rule, speed in (("ED", "ed", 2.0), ("Batch|Max", "batch_max", 5.0))
     ]
-    table = run_report.overview(records)
+    table = report.overview(records)
     assert table.count(" 2.50 ") == 2 and table.count(" 1.00 ") == 2
     assert "| 30.0 | 2.50 |" in " ".join(table.split()) and "Batch\\|Max" in table
-    path = run_report.write_report(records, tmp_path)
+    path = report.write_report(records, tmp_path)
     assert table in path.read_text()
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "report.md",
         "throughput_vs_batch.png",
     ]
-    labels = list(run_report.summary(records)["methods"])
+    labels = list(report.summary(records)["methods"])
     names = ("ED", "Batch|Max")
     assert labels == [f"{name} ({new} new)" for new in (3, 6) for name in names]
 

@@ -26,6 +26,7 @@ import jax
 
 from baselines import Baseline, BaselineDied, BaselineError, memory, presses
 from kvjax.evaluation.batch_rules import turns
+from kvjax.evaluation.report.records import FORMAT
 from kvjax.models.weights import hub
 from kvjax.types import UserError
 
@@ -382,7 +383,7 @@ def _record(
     reading, writing = statistics.median(read), statistics.median(written)
     both = statistics.median(map(sum, zip(read, written, strict=True)))
     return {
-        "format": 2,
+        "format": FORMAT,
         "experiment": "throughput",
         "method": method.name,
         "series": method.name,

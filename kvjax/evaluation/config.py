@@ -33,6 +33,8 @@ class Method:
       phases, prefill_chunk, evict_size: the `Schedule`; `evict_size` None is
         `prefill_chunk`.
       budget: |kv|, one int or one per layer; None for the full cache.
+      budget_share: the share of a prompt that the budget stands for, such as 0.5, where
+        tasks of other lengths have other budgets; for reports alone.
       codec: how pairs are stored: a codec's name, or `module:function`.
       rope_positions: where a key stands for its rotary angle, see `CacheConfig`.
       implementation: which attention runs, see `CacheConfig`.
@@ -49,6 +51,7 @@ class Method:
     prefill_chunk: int = 64
     evict_size: int | None = None
     budget: int | tuple[int, ...] | None = None
+    budget_share: float | None = None
     codec: str = "identity"
     rope_positions: str = "original"
     implementation: str | None = None

@@ -28,8 +28,7 @@ from kvjax.engine.planner import (
 from kvjax.engine.steps import NO_EOS, compact, prefill, score_tokens
 from kvjax.evaluation import config
 from kvjax.evaluation.config import Experiment, Method
-from kvjax.evaluation.report import survivors
-from kvjax.evaluation.report.records import Record
+from kvjax.evaluation.report.records import Record, survivor_map
 from kvjax.evaluation.samples import Samples, graded, samples_of, summary
 from kvjax.evaluation.setting import Progress, Row, Setting, described
 from kvjax.evaluation.tasks import fidelity, text
@@ -249,7 +248,7 @@ def _batch(run: _Run, task: Samples, plan: Plan, rows: list[int]) -> Record:
     if 0 in rows and plan.job.config.policy:
         row = rows.index(0)
         kept = cache.kept_positions(result.state)[row]
-        line["survivors"] = survivors.drawn(kept, len(prompts[row]))
+        line["survivors"] = survivor_map(kept, len(prompts[row]))
     return line
 
 

@@ -26,8 +26,7 @@ from kvjax.engine import compiled, staggered
 from kvjax.engine.planner import device_memory
 from kvjax.evaluation import quality, throughput
 from kvjax.evaluation.config import Experiment, Fields
-from kvjax.evaluation.report import records
-from kvjax.evaluation.report.records import Record
+from kvjax.evaluation.report.records import FORMAT, Record, provenance
 from kvjax.evaluation.setting import Baseline, Lines, Progress, Setting
 from kvjax.models.weights import load
 from kvjax.types import UserError
@@ -109,21 +108,15 @@ def _say(progress: Progress, title: str, what: str, units: int) -> None:
 def _made(experiment: Experiment, record: Record) -> Record:
     """A whole record; what a baseline says of its own making goes before ours."""
     about = {
-        "format": 2,
+        "format": FORMAT,
         "experiment": experiment.experiment,
         "seed": experiment.seed,
         "model": experiment.model,
         "mesh": experiment.mesh,
         "device": jax.devices()[0].device_kind,
     }
-    provenance = _provenance() | record.get("provenance", {})
-    return about | record | {"provenance": provenance}
-
-
-def _provenance() -> Record:
-    if hasattr(records, "provenance"):
-        return records.provenance()["provenance"]
-    return records.made_by()
+    made = provenance()["provenance"] | record.get("provenance", {})
+    return about | record | {"provenance": made}
 
 
 def _forget() -> None:

@@ -93,6 +93,7 @@ def described(method: Method, planned: Plan) -> Record:
         "codec": method.codec,
         "schedule": config.schedule.phases,
         "budget": method.budget,
+        "budget_share": method.budget_share,
         "rope_positions": method.rope_positions,
         "batch_rule": method.batch_rule,
         "batch_size": planned.batch,

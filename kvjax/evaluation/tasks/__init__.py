@@ -13,10 +13,10 @@ import importlib
 from collections.abc import Callable
 
 from kvjax.evaluation.tasks.base import Task
-from kvjax.registry import imported
+from kvjax.registry import Registry
 from kvjax.types import UserError
 
-_REGISTERED: dict[str, Task | Callable[[], Task]] = {}
+_registry = Registry("task", Task)  # of the user's own
 
 # The first part of a task's name (bbh in bbh/snarks), and the module of this package
 # whose `TASKS: dict[str, Task]` holds all tasks of that first part.
@@ -37,50 +37,44 @@ MODULES = {
 }
 
 
-def register(name: str, task: Task | Callable[[], Task]) -> None:
-    """Lets `name` stand for a task, or for what a function makes when it is asked for.
+def register(name: str, task: Callable[[], Task]) -> Callable[[], Task]:
+    """Lets `name` stand for a task, or for what a function makes; returns it.
 
     Raises:
       UserError: the name is taken, or holds a colon.
     """
-    if ":" in name or name in names():
+    if _own(name):
         raise UserError(
-            f"task {name!r} cannot be registered: the name is taken, or holds a colon, "
-            "which is for module:attribute"
+            f"task {name!r} cannot be registered: kvjax has one, use another"
         )
-    _REGISTERED[name] = task
+    return _registry.register(name, task)
 
 
 def get(name: str) -> Task:
-    """The task of this name, or `module:attribute`, a task or a function returning one.
+    """The task of this name, or `module:name` of one's own: a Task, or what makes one.
 
     Raises:
-      UserError: there is none, or it is something else.
+      UserError: there is none, with the likeliest name; or it is something else.
     """
-    found = imported("task", name) if ":" in name else _known(name)
-    task = found() if callable(found) else found
-    if not isinstance(task, Task):
-        raise UserError(f"task {name!r}: expected a Task, got {task!r:.80}")
-    return task
+    if task := _own(name):
+        return task
+    if ":" in name or name in _registry.names():
+        return _registry.make(name)
+    known = names()
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise UserError(f"no task {name!r}; {hint}there are {', '.join(known)}")
 
 
 def names() -> list[str]:
     """The names of all tasks, sorted."""
     own = (name for module in set(MODULES.values()) for name in _tasks(module))
-    return sorted([*own, *_REGISTERED])
+    return sorted([*own, *_registry.names()])
 
 
-def _known(name: str) -> Task | Callable[[], Task]:
-    """By its name. Raises UserError, with the likeliest name, if none is."""
+def _own(name: str) -> Task | None:
     first = name.partition("/")[0]
-    task = _tasks(MODULES[first]).get(name) if first in MODULES else None
-    task = task or _REGISTERED.get(name)
-    if task is None:
-        known = names()
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise UserError(f"no task {name!r}; {hint}there are {', '.join(known)}")
-    return task
+    return _tasks(MODULES[first]).get(name) if first in MODULES else None
 
 
 def _tasks(module: str) -> dict[str, Task]:
