@@ -35,7 +35,7 @@ flags.DEFINE_string("model", "smollm2-135m-instruct", "a name that kvjax.load kn
 flags.DEFINE_string("baseline_python", sys.executable, "the interpreter that has torch")
 flags.DEFINE_integer("prompt", 128, "prompt tokens of the decoding cases")
 flags.DEFINE_integer("new", 32, "tokens to decode")
-flags.DEFINE_integer("block", 128, "p, prompt tokens that kvjax reads at once")
+flags.DEFINE_integer("prefill_chunk", 128, "p, prompt tokens that kvjax reads at once")
 flags.DEFINE_list("only", ["1", "16", "4"], "cases to run, by their batch")
 flags.DEFINE_integer("rounds", 5, "turns of each side, after one to warm up")
 flags.DEFINE_bool("worker", False, "be the transformers side: JSON lines in and out")
@@ -119,7 +119,7 @@ def kvjax_side(baseline: baselines.Baseline):
 
     model = kvjax.load(FLAGS.model)
     baseline.load(hub.fetch(FLAGS.model))
-    full = kvjax.Schedule("none", prefill_chunk=FLAGS.block)
+    full = kvjax.Schedule("none", prefill_chunk=FLAGS.prefill_chunk)
     config = make_config(model.spec, None, None, full)
     words = model.tokenizer(text.haystack(), verbose=False)["input_ids"]
 
@@ -204,7 +204,7 @@ def summary(figures, versions) -> dict[str, Any]:
     return {
         "cases": figures,
         "tokens_equal": all(row["tokens_equal"] for row in figures.values()),
-        "block": FLAGS.block,
+        "prefill_chunk": FLAGS.prefill_chunk,
         "rounds": FLAGS.rounds,
         "jax": jax.__version__,
         **versions,

@@ -16,7 +16,7 @@ from baselines.throughput import joined
 from ml_collections import config_flags
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, TimeRemainingColumn
+from rich.progress import Progress
 
 from kvjax.evaluation import report, run
 from kvjax.parallel import meshes
@@ -60,10 +60,9 @@ def main(_):
 @contextlib.contextmanager
 def _bar(units):
     """Shows what runs, and goes when it ends; nothing where stderr is no terminal."""
-    columns = [*Progress.get_default_columns()[:3], TimeRemainingColumn()]
     console = Console(stderr=True)
     quiet = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
+    with Progress(console=console, transient=True, disable=quiet) as bar:
         line = bar.add_task("", total=units)
         yield lambda what, units: bar.update(
             line, description=escape(what), advance=units

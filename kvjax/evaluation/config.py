@@ -9,6 +9,7 @@ from kvjax.cache import config
 from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.schedule import Schedule
 from kvjax.engine.planner import device_memory
+from kvjax.evaluation import tasks
 from kvjax.registry import Registry
 from kvjax.types import ModelSpec, UserError
 
@@ -146,6 +147,7 @@ class Experiment:
             if not names or len(set(names)) < len(names):
                 raise UserError(f"{what} {names}: give one or more, of different names")
         for task in self.tasks:
+            tasks.get(task.name)
             at_least(1, **{field: getattr(task, field) for field in OF_TASKS})
         at_least(0, seed=self.seed)
         device_memory(self.memory_gb)
@@ -191,7 +193,8 @@ def taken(fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 def method(fields: Fields, shared: Fields) -> Method:
     """A method from its fields and those that it shares with others.
 
-    The full cache is read in the same chunks; budget and eviction are none of its.
+    The full cache is read in the same chunks; budget, eviction and codec are none of
+    its.
     """
     if not fields.get("policy"):
         shared = {key: value for key, value in shared.items() if key == "prefill_chunk"}
