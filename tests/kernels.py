@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from testing.engine import decode
 
 from kvjax import cache
 from kvjax.attention import ops as attention
@@ -120,8 +121,8 @@ def generated(model, policy, phases, implementation, budget=32, dtype="float32")
         state = steps.compact(state, spec=spec, config=config, capacity=room)
     keys = jax.random.split(jax.random.key(0), 3)
     active = jnp.ones((3,), jnp.bool)
-    state, out, _ = steps.decode(
-        params, state, logits, active, keys, spec=spec, config=config, steps=24
+    state, out = decode(
+        params, state, logits, active, keys, spec=spec, config=config, count=24
     )
     cache.raise_errors(state)
     return np.asarray(out), cache.kept_positions(state), np.asarray(logits)
