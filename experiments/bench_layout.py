@@ -213,7 +213,7 @@ def keys():
     def way(call, k_axes, v_axes, length, count):
         def make():
             kept = [new_layer() for _ in range(count)]
-            q = new(shape().group, length, shape().head_dim)
+            q = new(shape().queries_per_kv_head, length, shape().head_dim)
             ks = [layer["k"].transpose(k_axes) for layer in kept]
             vs = [layer["v"].transpose(v_axes) for layer in kept]
             return q, ks, vs, kept[0]["pos"]
@@ -300,7 +300,7 @@ def step_way(read=False, ragged=False, count=4, **writing):
     def call(state, pair):
         def step(state, now):
             written = [write_pair(kept, pair, pair, now, **writing) for kept in state]
-            q = jnp.repeat(pair[:, :, None], shape().group, axis=2)
+            q = jnp.repeat(pair[:, :, None], shape().queries_per_kv_head, axis=2)
             out = [attend(q, k, v, kept["pos"]) for kept, k, v in written if read]
             return tuple(kept for kept, _, _ in written), out
 

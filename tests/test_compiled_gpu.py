@@ -155,10 +155,10 @@ def test_writing_compiles_for_h200_in_place(h200, h200_mesh):
 def test_a_decode_step_compiles_for_h200(h200, h200_mesh):
     """Eight layers of Llama-3-8B: the cache stays where it is, without a second one."""
     spec = dataclasses.replace(model_step.SPECS["llama-3.1-8b"], num_layers=8)
-    how = model_step.made(spec, 2048)
+    config = model_step.batch_max(spec, 2048)
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200)
-    arguments = jax.tree.map(place, model_step.shapes(spec, how, 64))
-    step = functools.partial(model_step.step, spec=spec, how=how)
+    arguments = jax.tree.map(place, model_step.shapes(spec, config, 64))
+    step = functools.partial(model_step.step, spec=spec, config=config)
     memory = compiled(jax.jit(step, donate_argnums=1).trace(*arguments))
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
     assert memory.alias_size_in_bytes >= size(arguments[1])

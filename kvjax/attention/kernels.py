@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -153,7 +154,8 @@ def _attend_error(attend: Callable, length: int) -> float:
     weights /= weights.sum(-1, keepdims=True)
     k[:, last + 1 :], v[:, last + 1 :] = np.nan, np.nan
     row = lambda x: jnp.asarray(x)[None]
-    found, observation = attend(
+    run = jax.jit(attend, static_argnums=(6, 7))
+    found, observation = run(
         *(row(q), row(k), row(v)),
         row(np.broadcast_to(pos, (2, slots)).astype(np.int32)),
         row(q_pos.astype(np.int32)),
@@ -161,8 +163,11 @@ def _attend_error(attend: Callable, length: int) -> float:
         frozenset({"attn_sum"}),
         PLAIN,
     )
-    out = np.asarray(found.out / found.denominator[..., None], np.float64)[0]
-    sums = np.asarray(observation.attn_sum, np.float64)[0]
+    out, denominator, sums = (
+        np.asarray(x, np.float64)[0]
+        for x in (found.out, found.denominator, observation.attn_sum)
+    )
+    out /= denominator[..., None]
     return max(
         _largest(out - np.einsum("kgtc,kcd->kgtd", weights, exact[2])),
         _largest(sums - weights.mean(1).sum(1)),
@@ -178,7 +183,7 @@ def _write_error(write_attend: Callable) -> float:
     one, zeros = jnp.ones((1,), jnp.int32), jnp.zeros((1, 2, 128), jnp.int32)
     slot = jnp.asarray([[37, 128]], jnp.int32)  # the second head's goes nowhere
     given = array(1, 2, 4, 1, 128), new_k, new_v, slot, k, v, zeros, one[:, None], one
-    found = write_attend(*given, NO_STATS, PLAIN)[2:]
+    found = jax.jit(write_attend, static_argnums=(9, 10))(*given, NO_STATS, PLAIN)[2:]
     wanted = k.at[0, 0, 37].set(new_k[0, 0]), v.at[0, 0, 37].set(new_v[0, 0])
     wide = lambda x: np.asarray(x, np.float64)
     pairs = zip(found, wanted, strict=True)
