@@ -72,7 +72,7 @@ def test_the_gpu_kernels_know_no_windows():
     window = Scoring(local_window=9)
     with on("gpu", "NVIDIA H200"):
         assert chosen(*arrays(), SUMS, window) == "reference"
-        with pytest.raises(UserError, match=r"neither caps scores .*local_window=9"):
+        with pytest.raises(UserError, match=r"neither caps logits .*local_window=9"):
             backends.select_backend(*arrays(), SUMS, "pallas_gpu", window)
     with on("tpu", "TPU v6 lite"):
         assert chosen(*arrays(), SUMS, window) == "pallas_tpu"

@@ -115,7 +115,7 @@ def plain_only(scoring: Scoring) -> str | None:
     """Why a backend that knows nothing but the softmax cannot run; None if it can."""
     if scoring == PLAIN:
         return None
-    return f"it neither caps scores nor limits their reach ({scoring})"
+    return f"it neither caps logits nor limits a query's window ({scoring})"
 
 
 def _over_rows(q, k, v, pos, q_pos, n, stats, scoring):
