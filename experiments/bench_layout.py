@@ -89,7 +89,7 @@ def layers():
 
 
 def model_way(run_layers, *, stacked=False, length=1, options=None, **writing):
-    """Steps of `length` tokens: make room, write, attend, add up each slot's weights."""
+    """Steps of `length` tokens: make room, write, attend, add up the weights."""
     spec, steps = shape(), 8 if length == 1 else 2
     write_new = write_pair if length == 1 else write_block
 

@@ -206,7 +206,7 @@ def test_picks_the_victims_of_the_policy(name):
 
 
 class _Spec:
-    num_kv_heads, group, head_dim = 2, 3, 64
+    num_kv_heads, queries_per_kv_head, head_dim = 2, 3, 64
 
 
 @pytest.mark.parametrize("kind", ["decode", "block", "write"])

@@ -71,28 +71,24 @@ class Kernels:
         self, q, k, v, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
     ) -> tuple[Partial, Observation]:
         """See `kvjax.attention.attend`."""
-        options = self._options(stats, scoring)
-        found = self._load().attend(q, k, v, pos, q_pos, n, **options)
-        return _partial(found), _observation(found, n, q_pos)
+        found = self._run("attend", stats, scoring, q, k, v, pos, q_pos, n)
+        return _in_words(found, n, q_pos)
 
     def attention_stats(
         self, q, k, pos, q_pos, n, whole: Partial, stats, scoring: Scoring
     ) -> Observation:
         """See `kvjax.attention.attention_stats`."""
-        options = self._options(stats, scoring)
-        known = whole.max_logit, whole.denominator
-        found = self._load().attention_stats(q, k, pos, q_pos, n, *known, **options)
+        given = q, k, pos, q_pos, n, whole.max_logit, whole.denominator
+        found = self._run("attention_stats", stats, scoring, *given)
         return Observation(num_tokens=n, positions=q_pos, **found)
 
     def write_attend(
         self, q, new_k, new_v, slot, k, v, pos, q_pos, n, stats, scoring: Scoring
     ) -> tuple[Partial, Observation, Array, Array]:
         """See `kvjax.attention.write_attend`."""
-        options = self._options(stats, scoring)
-        found, k, v, *_ = self._load().write_attend(
-            q, new_k, new_v, slot, k, v, pos, q_pos, n, **options
-        )
-        return _partial(found), _observation(found, n, q_pos), k, v
+        given = q, new_k, new_v, slot, k, v, pos, q_pos, n
+        found, k, v, *_ = self._run("write_attend", stats, scoring, *given)
+        return *_in_words(found, n, q_pos), k, v
 
     def write_grain(self, head_dim: int) -> int:
         """Slots that a fused write needs a multiple of."""
@@ -101,17 +97,15 @@ class Kernels:
     def _load(self) -> ModuleType:
         return importlib.import_module(self.module)
 
-    def _options(self, stats: frozenset[str], scoring: Scoring) -> dict[str, Any]:
+    def _run(self, name: str, stats: frozenset[str], scoring: Scoring, *arrays) -> Any:
         asked = scoring._asdict() if self.knows_scoring else {}
-        return {"stats": stats, "interpret": self.interpret, **asked}
+        kernel = getattr(self._load(), name)
+        return kernel(*arrays, stats=stats, interpret=self.interpret, **asked)
 
 
-def _partial(found: Scored) -> Partial:
-    return Partial(found.out, found.max_logit, found.denominator)
-
-
-def _observation(found: Scored, n: Array, q_pos: Array) -> Observation:
-    return Observation(
+def _in_words(found: Scored, n: Array, q_pos: Array) -> tuple[Partial, Observation]:
+    """What a kernel returns, in the words of the package."""
+    return Partial(found.out, found.max_logit, found.denominator), Observation(
         num_tokens=n,
         positions=q_pos,
         attn_sum=found.attn_sum,

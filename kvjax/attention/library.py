@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from kvjax.attention.reference import plain_only, visible
 from kvjax.types import Observation, Partial, Scoring
@@ -32,16 +32,7 @@ def unsupported_reason(
 
 
 def attend(
-    q: Float[Array, "B K G T D"],
-    k: Float[Array, "B K C D"],
-    v: Float[Array, "B K C D"],
-    pos: Int[Array, "B K C"],
-    q_pos: Int[Array, "B T"],
-    n: Int[Array, "B"],
-    stats: frozenset[str],
-    scoring: Scoring,
-    *,
-    name: str,
+    q, k, v, pos, q_pos, n, stats: frozenset[str], scoring: Scoring, *, name: str
 ) -> tuple[Partial, Observation]:
     """Attends by JAX's implementation `name`; see `kvjax.attention.attend`.
 

@@ -22,14 +22,7 @@ PIECE = 5 << 20  # bytes of logits at a time where some are
 
 
 def attend(
-    q: Float[Array, "B K G T D"],
-    k: Float[Array, "B K C D"],
-    v: Float[Array, "B K C D"],
-    pos: Int[Array, "B K C"],
-    q_pos: Int[Array, "B T"],
-    n: Int[Array, "B"],
-    stats: frozenset[str],
-    scoring: Scoring,
+    q, k, v, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
 ) -> tuple[Partial, Observation]:
     """All slots at once; see `kvjax.attention.attend`."""
     logits = _masked_logits(q, k, pos, q_pos, scoring)
@@ -44,14 +37,7 @@ def attend(
 
 
 def attend_in_tiles(
-    q: Float[Array, "B K G T D"],
-    k: Float[Array, "B K C D"],
-    v: Float[Array, "B K C D"],
-    pos: Int[Array, "B K C"],
-    q_pos: Int[Array, "B T"],
-    n: Int[Array, "B"],
-    stats: frozenset[str],
-    scoring: Scoring,
+    q, k, v, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
 ) -> tuple[Partial, Observation]:
     """`attend` in pieces whose logits stay in a processor's cache.
 
@@ -64,14 +50,7 @@ def attend_in_tiles(
 
 
 def attention_stats(
-    q: Float[Array, "B K G T D"],
-    k: Float[Array, "B K C D"],
-    pos: Int[Array, "B K C"],
-    q_pos: Int[Array, "B T"],
-    n: Int[Array, "B"],
-    whole: Partial,
-    stats: frozenset[str],
-    scoring: Scoring,
+    q, k, pos, q_pos, n, whole: Partial, stats: frozenset[str], scoring: Scoring
 ) -> Observation:
     """The statistics alone; see `kvjax.attention.attention_stats`."""
     logits = _masked_logits(q, k, pos, q_pos, scoring)
