@@ -213,14 +213,15 @@ def throughput_table(records: Sequence[Record]) -> Table:
 
 
 def _scores(records: Sequence[Record]) -> Columns:
-    """A column of each task's scores; of records without tasks, one of needles."""
-    metrics = groups.metrics_of(records)
+    """A column of each task's scores, unless needles are all that was looked for."""
+    score, metrics = groups.score_of(records), groups.metrics_of(records)
+    if score.column == "Needle":
+        return {score.column: _of("score")}
 
     def of_task(name):
         return lambda r: number((r.get("tasks") or {}).get(name, {}).get("score"))
 
-    each = {f"{name} ({metrics[name]})": of_task(name) for name in metrics}
-    return each or {groups.score_of(records).column: _of("score")}
+    return {f"{name} ({metric})": of_task(name) for name, metric in metrics.items()}
 
 
 def _methods(records: Sequence[Record]) -> Columns:
