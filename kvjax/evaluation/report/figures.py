@@ -7,6 +7,7 @@ style. matplotlib is imported where it is used: most who import us draw nothing.
 import itertools
 import math
 import os
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,25 +23,7 @@ from kvjax.evaluation.report.records import Record, survivor_shares
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _SHAPES = ("o", "s", "D", "^", "v", "P", "X")
 GREY = "#595959"
-_STYLE = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": GREY,
-    "axes.facecolor": "white",
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlesize": 12,
-    "figure.facecolor": "white",
-    "font.family": "DejaVu Sans",
-    "font.size": 11,
-    "grid.color": "#E6E6E6",
-    "legend.frameon": False,
-    "savefig.dpi": 200,
-    "savefig.facecolor": "white",
-    "text.usetex": False,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-}
+_STYLE = pathlib.Path(__file__).with_suffix(".mplstyle")
 _COLOUR_MAP = "cividis"  # looks alike to colour-blind readers; rises in lightness
 _MISSING = "#EEEEEE"
 MARKER = 10.0  # points across
@@ -56,9 +39,9 @@ class Mark(NamedTuple):
 
 def save(path: str | os.PathLike, figure_of: Callable[..., Any], *args: Any) -> None:
     """Writes the picture that a function returns, in the style that all have."""
-    import matplotlib
+    from matplotlib import style
 
-    with matplotlib.rc_context(_STYLE):
+    with style.context(_STYLE):
         figure_of(*args).savefig(path)
 
 
@@ -284,7 +267,9 @@ def survivor_columns(group: Quality) -> list[str]:
 
 def survivors(group: Quality, column: str) -> Any:
     """A panel per method and budget: the share of pairs kept, by layer and place."""
-    maps = {row: task.get("survivors") for row, task in _tasks(group, column).items()}
+    found = group.answers[group.answers["column"] == column]
+    rows = found[groups.ROW].itertuples(index=False, name=None)
+    maps = {r: t.get("survivors") for r, t in zip(rows, found["task"], strict=True)}
     maps = {row: maps[row] for row in group.rows if maps.get(row)}
     figure, panels = new_panels(len(maps), (3.4, 2.4))
     for axes, (row, drawn) in zip(panels, maps.items(), strict=True):
@@ -304,13 +289,6 @@ def survivors(group: Quality, column: str) -> Any:
         axes.set_ylabel("layer")
     figure.colorbar(shown, ax=panels, label="share of pairs kept")
     return figure
-
-
-def _tasks(group: Quality, column: str) -> dict[tuple, Record]:
-    """What methods say of one task."""
-    found = group.answers[group.answers["column"] == column]
-    rows = found[groups.ROW].itertuples(index=False, name=None)
-    return dict(zip(rows, found["task"], strict=True))
 
 
 def _title(axes: Any, row: tuple) -> None:
