@@ -134,36 +134,26 @@ def heat_map(records: Sequence[Record]) -> Any:
 
     frame, full = groups.sweep(records), groups.full_cache(records)
     settings = frame[["setting", "slots"]].drop_duplicates()
-    across = pd.MultiIndex.from_frame(settings)
+    means = frame.assign(kl=np.log(frame["kl"] + KL_ZERO)).groupby("series", sort=False)
+    means = means[["score", "kl"]].mean().round(9)  # sums of one size may end unlike
+    best = means.sort_values(["score", "kl"], ascending=[False, True], kind="stable")
+    names, across = best.index, list(map(tuple, settings.to_numpy()))
     cells = frame.drop_duplicates(["series", "setting", "slots"])
     cells = cells.set_index(["series", "setting", "slots"])[["score", "kl"]]
-    score, kl = (
-        cells[key].unstack(["setting", "slots"]).reindex(columns=across)
-        for key in ("score", "kl")
-    )
-    order = pd.DataFrame(
-        {
-            "score": score.mean(axis=1),
-            "kl": np.log(kl + KL_ZERO).mean(axis=1),
-            "place": pd.Series(
-                {s: i for i, s in enumerate(map(groups.series, records))}
-            ),
-        }
-    ).loc[score.index]
-    rising = [False, True, True]
-    names = order.sort_values(["score", "kl", "place"], ascending=rising).index
+    cells = cells.unstack(["setting", "slots"])
+    score, kl = (cells[key].loc[names, across].to_numpy() for key in ("score", "kl"))
     figure = new_figure((10, 1.9 + 0.29 * len(names)))
     left, right = figure.subplots(1, 2, sharey=True)
     known = full.get("score") is not None
     reference = f"; full cache {full['score']:.2f}" if known else ""
     title = {"loc": "left", "pad": 34, "fontsize": 11}
     left.set_title(groups.score_of(records).title + reference, **title)
-    _cells(left, score.loc[names].to_numpy(), Normalize(0, 1), "{:.2f}")
+    _cells(left, score, Normalize(0, 1), "{:.2f}")
     right.set_title("KL from full cache (nats per token)", **title)
-    above = kl.to_numpy()[kl.to_numpy() > 0]
+    above = kl[kl > 0]
     low, high = (above.min(), above.max()) if above.size else (0.1, 1.0)
     scale = LogNorm(max(low, 1e-3), max(high, 2 * max(low, 1e-3)), clip=True)
-    _cells(right, kl.loc[names].to_numpy(), scale, "{:.2g}", reverse=True)
+    _cells(right, kl, scale, "{:.2g}", reverse=True)
     for axes in (left, right):
         axes.tick_params(top=False, labeltop=True, labelbottom=False)
         axes.set_xticks(range(len(settings)), settings["slots"])
