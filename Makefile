@@ -35,7 +35,7 @@ newest:
 	.venv-newest/bin/python -m pip install --quiet --upgrade --editable '.[test]' jax
 	.venv-newest/bin/python -c 'import jax, sys; print("jax", jax.__version__, sys.version)'
 	.venv-newest/bin/python -m pytest tests/test_kernels_tpu.py tests/test_kernels_gpu.py \
-	  tests/test_compiled_gpu.py tests/test_attention.py tests/test_implementations.py
+	  tests/test_compiled_gpu.py tests/test_attention.py tests/test_backends.py
 
 lint: .venv/installed
 	$(PY) -m pip install --quiet ruff

@@ -112,7 +112,7 @@ def kvjax_side(baseline: baselines.Baseline):
     """Our side; imported here because the worker's environment need not have JAX."""
     import kvjax
     from kvjax.cache.config import make_config
-    from kvjax.engine import api
+    from kvjax.engine import runner
     from kvjax.engine.compiled import Job
     from kvjax.evaluation.tasks import text
     from kvjax.models.weights import hub
@@ -130,7 +130,8 @@ def kvjax_side(baseline: baselines.Baseline):
 
         def run(self, case, prompts):
             job = Job(model.spec, config, case.batch, case.prompt, case.new or 1)
-            done = api.run_batch(model.params, job, prompts, range(case.batch))
+            whole = runner.Whole(model.params, job)
+            done = runner.run_batch(whole, prompts, range(case.batch))
             seconds = done.decode_seconds if case.new else done.prefill_seconds
             return {"seconds": seconds, "tokens": done.tokens}
 

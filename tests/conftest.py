@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import kvjax
-from kvjax.engine.compiled import programs
+from kvjax.engine import compiled
 from kvjax.models import decoder
 from kvjax.types import Model, ModelSpec, UserError
 
@@ -71,5 +71,4 @@ def smollm2() -> Model:
 def _programs_go_with_their_module():
     """Thousands of small executables in one process exhaust its memory maps."""
     yield
-    programs.cache_clear()
-    jax.clear_caches()
+    compiled.clear()

@@ -15,10 +15,10 @@ run out of memory all the same. Over a mesh, batches are what its rows divide.
 import dataclasses
 from collections.abc import Sequence
 
-from kvjax.engine import api, staggered
+from kvjax.engine import staggered
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import Plan, check_one_row, plan_if_fits, plan_job
-from kvjax.types import PyTree, UserError
+from kvjax.types import UserError
 
 BATCH_RULES = ("full", "ed", "batch_max", "staggered")
 
@@ -87,7 +87,7 @@ def step_back(rule: str, planned: Plan, count: int) -> Plan:
     Raises:
       UserError: there is none.
     """
-    if isinstance(planned, staggered.StaggeredPlan) and planned.group > 1:
+    if planned.job.is_staggered and planned.prefill_groups[0] > 1:
         return dataclasses.replace(
             staggered.halved(planned), limited_by="out of memory"
         )
@@ -100,19 +100,6 @@ def step_back(rule: str, planned: Plan, count: int) -> Plan:
         )
     found = find_batch(rule, planned.job, planned.memory_bytes, count, fewer)
     return dataclasses.replace(found, limited_by="out of memory")
-
-
-def run_planned(
-    params: PyTree,
-    planned: Plan,
-    seed: int,
-    prompts: Sequence[Sequence[int]],
-    indices: Sequence[int],
-) -> api.BatchResult:
-    """One batch, as its plan says."""
-    if isinstance(planned, staggered.StaggeredPlan):
-        return staggered.run_batch(params, planned, prompts, indices, seed)
-    return api.run_batch(params, planned.job, prompts, indices, seed)
 
 
 def turns(count: int, batch: int, least: int) -> list[list[int]]:

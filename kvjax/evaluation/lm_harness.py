@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from kvjax.engine import api, compiled, likelihood, stop_texts
+from kvjax.engine import api, compiled, likelihood, runner, stop_texts
 from kvjax.engine.planner import device_memory
 from kvjax.engine.sampling import Sampling
 from kvjax.evaluation.config import Method
@@ -361,7 +361,7 @@ class Requests:
         ends = api.end_tokens(self.model)
         job = compiled.job_of(self.model, self.config, size, new, how, ends)
         job = dataclasses.replace(job, decode_chunk=min(new, _LOOK))
-        for chosen, result in api.generate_batches(
+        for chosen, result in runner.generate_batches(
             self.model.params,
             job,
             [prompts[i] for i in rows],

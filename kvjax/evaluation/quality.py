@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax import cache
 from kvjax.cache.config import CacheConfig, make_config
-from kvjax.engine import api, compiled, layerwise, stop_texts
+from kvjax.engine import api, compiled, layerwise, runner, stop_texts
 from kvjax.engine.compiled import Job
 from kvjax.engine.memory import peak_memory
 from kvjax.engine.planner import (
@@ -25,14 +25,13 @@ from kvjax.engine.planner import (
     state_bytes,
     weights_bytes,
 )
-from kvjax.engine.steps import NO_EOS, compact, prefill, score_tokens
+from kvjax.engine.steps import NO_EOS
 from kvjax.evaluation import config
 from kvjax.evaluation.config import Experiment, Method
 from kvjax.evaluation.report.records import Record, survivor_map
 from kvjax.evaluation.samples import Samples, graded, samples_of, summary
 from kvjax.evaluation.setting import Progress, Row, Setting, described
 from kvjax.evaluation.tasks import fidelity, text
-from kvjax.parallel import axes, meshes
 from kvjax.types import Model, UserError
 
 _LOOK = 32  # tokens generated between two looks for a stop text
@@ -180,36 +179,17 @@ class _Engine(NamedTuple):
 
     check: Callable[[Job, int], Any]  # raises where not even one row fits; instant
     plan: Callable[[Job, int, int], Plan]
-    run_batch: Callable[..., api.BatchResult]  # of job, seed, prompts, rows, stop
-    forced: Callable[..., np.ndarray]  # of windows, what is kept
+    runner: Callable[[Job], runner.Runner]
 
 
 def _whole(model: Model) -> _Engine:
-    def run_batch(job, seed, prompts, rows, stop):
-        return api.run_batch(model.params, job, prompts, rows, seed, stop)
-
-    forced = functools.partial(_forced_batch, model)
-    return _Engine(check_one_row, plan_job, run_batch, forced)
+    whole = functools.partial(runner.Whole, model.params)
+    return _Engine(check_one_row, plan_job, whole)
 
 
 def _layers(model: Model, methods: Iterable[CacheConfig]) -> _Engine:
-    readings = layerwise.Readings(model, methods)
-
-    def run_batch(job, seed, prompts, rows, stop):
-        reading = readings.after(job.config, prompts, job.max_new_tokens)
-        reading, tokens = layerwise.write(
-            model, job.config, reading, job.max_new_tokens, job.eos, stop
-        )
-        return api.BatchResult(tokens, layerwise.joined(reading), None, None)
-
-    def forced(windows, kept):
-        given = np.asarray([window.continuation for window in windows])
-        prompts = [window.prompt for window in windows]
-        reading = readings.after(kept, prompts, given.shape[1])
-        return layerwise.score_tokens(model, kept, reading, given[:, :-1])
-
     check = functools.partial(plan_by_shapes, max_batch=1)
-    return _Engine(check, plan_by_shapes, run_batch, forced)
+    return _Engine(check, plan_by_shapes, layerwise.Readings(model, methods).runner)
 
 
 def _answers(run: _Run, task: Samples, plan: Plan, say: Progress) -> None:
@@ -218,7 +198,7 @@ def _answers(run: _Run, task: Samples, plan: Plan, say: Progress) -> None:
     if done:
         say(f"{task.name}, taken up again", len(done))
     left = [i for i in range(len(task.examples)) if i not in done]
-    for rows in api.batches(left, plan.batch):
+    for rows in runner.batches(left, plan.batch):
         say(f"{task.name}, {len(rows)} prompts at once", 0)
         line = _batch(run, task, plan, rows)
         run.setting.batches.add({"method": run.method.name, **line})
@@ -231,8 +211,9 @@ def _batch(run: _Run, task: Samples, plan: Plan, rows: list[int]) -> Record:
     prompts = task.tokens(rows)
     stop = functools.partial(stop_texts.stops, model.tokenizer, task.task.stop)
     with peak_memory(plan.weights_bytes) as measured:
-        result = run.engine.run_batch(plan.job, seed, prompts, rows, stop)
-    live, allocated = cache.pair_bytes(result.state)
+        chosen = run.engine.runner(plan.job)
+        result = runner.run_batch(chosen, prompts, rows, seed, stop)
+    live, allocated = cache.stored_bytes(result.state)
     line = {
         "task": task.name,
         "examples": rows,
@@ -294,8 +275,8 @@ def _forced(run: _Run, kept: CacheConfig) -> np.ndarray:
     row = 2 * max(state_bytes(job).values())  # and as much again for temporaries
     rows = max(1, (setting.memory - weights_bytes(job)) // row * job.data_parallel)
     parts = [
-        run.engine.forced([windows[i] for i in part], kept)
-        for part in api.batches(range(len(windows)), rows)
+        _forced_batch(run.engine, job, [windows[i] for i in part])
+        for part in runner.batches(range(len(windows)), rows)
     ]
     return np.concatenate(parts)
 
@@ -303,31 +284,22 @@ def _forced(run: _Run, kept: CacheConfig) -> np.ndarray:
 def _window_job(model: Model, kept: CacheConfig, windows) -> Job:
     prompt, new = len(windows[0].prompt), len(windows[0].continuation)
     bucket = compiled.bucket(model.spec, kept, prompt, new)
-    return compiled.job_of(model, kept, bucket, new)
+    job = compiled.job_of(model, kept, bucket, new)
+    return dataclasses.replace(job, scored=True, keep_logits=True)
 
 
-def _forced_batch(model: Model, windows, kept: CacheConfig) -> np.ndarray:
-    """Teacher-forced logits of one batch, by whole programs."""
-    job, params = _window_job(model, kept, windows), model.params
+def _forced_batch(engine: _Engine, job: Job, windows) -> np.ndarray:
+    """Teacher-forced logits of one batch."""
     job = dataclasses.replace(
         job, batch=-(-len(windows) // job.data_parallel) * job.data_parallel
     )
-    tokens, lengths = api.pad_prompts(job, [window.prompt for window in windows])
-    given = np.zeros((job.batch, job.max_new_tokens - 1), np.int32)
-    given[: len(windows)] = [window.continuation[:-1] for window in windows]
-    state = compiled.compile_init(job, job.prefill_capacity)()
-    static = {"spec": job.spec, "config": kept}
-    with meshes.use(job.mesh):
-        state, first = prefill(params, state, tokens, lengths, **static)
-        if kept.schedule.compacts:
-            state = compact(state, capacity=job.decode_capacity, **static)
-        state, rest = score_tokens(
-            params, state, *meshes.shard_rows(job.mesh, given), **static
-        )
-    cache.raise_errors(state)
-    first, rest = axes.to_host((first, rest))
-    logits = np.concatenate([first[None], rest])
-    return np.swapaxes(logits, 0, 1)[: len(windows)]
+    run = engine.runner(job)
+    read = run.prefill([window.prompt for window in windows])
+    given = np.zeros((job.batch, job.max_new_tokens), np.int32)
+    given[: len(windows)] = [window.continuation for window in windows]
+    lengths = np.where(np.arange(job.batch) < len(windows), job.max_new_tokens, 0)
+    scores = run.score(read, given, lengths.astype(np.int32))
+    return np.swapaxes(scores.logits, 0, 1)[: len(windows)]
 
 
 def _record(run: _Run, plans: list[Plan]) -> Record:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 import jax
 from jax.experimental import multihost_utils
 
-from kvjax.engine import compiled, staggered
+from kvjax.engine import compiled
 from kvjax.engine.planner import device_memory
 from kvjax.evaluation import quality, throughput
 from kvjax.evaluation.config import Experiment, Fields
@@ -121,9 +121,7 @@ def _made(experiment: Experiment, record: Record) -> Record:
 
 def _forget() -> None:
     """Compiled programs go: those of many methods exhaust a process's memory maps."""
-    compiled.programs.cache_clear()
-    staggered.compile_programs.cache_clear()
-    jax.clear_caches()
+    compiled.clear()
 
 
 def opened(experiment: Experiment, workdir: pathlib.Path) -> pathlib.Path:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.engine import api, compiled
+from kvjax.engine import api, compiled, runner
 from kvjax.engine.compiled import Job
 from kvjax.engine.memory import peak_memory
 from kvjax.engine.planner import Plan, out_of_memory
@@ -255,9 +255,9 @@ def _batch(
     """The line of one batch; its state is gone by then: the next one needs the room."""
     model, prompts = setting.model, samples.tokens(rows)
     with peak_memory(planned.weights_bytes) as measured:
-        result = batch_rules.run_planned(
-            model.params, planned, setting.experiment.seed, prompts, rows
-        )
+        planned_run = runner.of_plan(model.params, planned)
+        seed = setting.experiment.seed
+        result = runner.run_batch(planned_run, prompts, rows, seed)
     return {
         "task": samples.name,
         "examples": rows,

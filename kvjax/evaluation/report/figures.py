@@ -7,6 +7,7 @@ style. matplotlib is imported where it is used: most who import us draw nothing.
 import itertools
 import math
 import os
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,25 +23,7 @@ from kvjax.evaluation.report.records import Record, survivor_shares
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _SHAPES = ("o", "s", "D", "^", "v", "P", "X")
 GREY = "#595959"
-_STYLE = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": GREY,
-    "axes.facecolor": "white",
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlesize": 12,
-    "figure.facecolor": "white",
-    "font.family": "DejaVu Sans",
-    "font.size": 11,
-    "grid.color": "#E6E6E6",
-    "legend.frameon": False,
-    "savefig.dpi": 200,
-    "savefig.facecolor": "white",
-    "text.usetex": False,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-}
+_STYLE = pathlib.Path(__file__).with_suffix(".mplstyle")
 _COLOUR_MAP = "cividis"  # looks alike to colour-blind readers; rises in lightness
 _MISSING = "#EEEEEE"
 MARKER = 10.0  # points across
@@ -56,9 +39,9 @@ class Mark(NamedTuple):
 
 def save(path: str | os.PathLike, figure_of: Callable[..., Any], *args: Any) -> None:
     """Writes the picture that a function returns, in the style that all have."""
-    import matplotlib
+    from matplotlib import style
 
-    with matplotlib.rc_context(_STYLE):
+    with style.context(_STYLE):
         figure_of(*args).savefig(path)
 
 
@@ -151,36 +134,26 @@ def heat_map(records: Sequence[Record]) -> Any:
 
     frame, full = groups.sweep(records), groups.full_cache(records)
     settings = frame[["setting", "slots"]].drop_duplicates()
-    across = pd.MultiIndex.from_frame(settings)
+    means = frame.assign(kl=np.log(frame["kl"] + KL_ZERO)).groupby("series", sort=False)
+    means = means[["score", "kl"]].mean().round(9)  # sums of one size may end unlike
+    best = means.sort_values(["score", "kl"], ascending=[False, True], kind="stable")
+    names, across = best.index, list(map(tuple, settings.to_numpy()))
     cells = frame.drop_duplicates(["series", "setting", "slots"])
     cells = cells.set_index(["series", "setting", "slots"])[["score", "kl"]]
-    score, kl = (
-        cells[key].unstack(["setting", "slots"]).reindex(columns=across)
-        for key in ("score", "kl")
-    )
-    order = pd.DataFrame(
-        {
-            "score": score.mean(axis=1),
-            "kl": np.log(kl + KL_ZERO).mean(axis=1),
-            "place": pd.Series(
-                {s: i for i, s in enumerate(map(groups.series, records))}
-            ),
-        }
-    ).loc[score.index]
-    rising = [False, True, True]
-    names = order.sort_values(["score", "kl", "place"], ascending=rising).index
+    cells = cells.unstack(["setting", "slots"])
+    score, kl = (cells[key].loc[names, across].to_numpy() for key in ("score", "kl"))
     figure = new_figure((10, 1.9 + 0.29 * len(names)))
     left, right = figure.subplots(1, 2, sharey=True)
     known = full.get("score") is not None
     reference = f"; full cache {full['score']:.2f}" if known else ""
     title = {"loc": "left", "pad": 34, "fontsize": 11}
     left.set_title(groups.score_of(records).title + reference, **title)
-    _cells(left, score.loc[names].to_numpy(), Normalize(0, 1), "{:.2f}")
+    _cells(left, score, Normalize(0, 1), "{:.2f}")
     right.set_title("KL from full cache (nats per token)", **title)
-    above = kl.to_numpy()[kl.to_numpy() > 0]
+    above = kl[kl > 0]
     low, high = (above.min(), above.max()) if above.size else (0.1, 1.0)
     scale = LogNorm(max(low, 1e-3), max(high, 2 * max(low, 1e-3)), clip=True)
-    _cells(right, kl.loc[names].to_numpy(), scale, "{:.2g}", reverse=True)
+    _cells(right, kl, scale, "{:.2g}", reverse=True)
     for axes in (left, right):
         axes.tick_params(top=False, labeltop=True, labelbottom=False)
         axes.set_xticks(range(len(settings)), settings["slots"])
@@ -284,7 +257,9 @@ def survivor_columns(group: Quality) -> list[str]:
 
 def survivors(group: Quality, column: str) -> Any:
     """A panel per method and budget: the share of pairs kept, by layer and place."""
-    maps = {row: task.get("survivors") for row, task in _tasks(group, column).items()}
+    found = group.answers[group.answers["column"] == column]
+    rows = found[groups.ROW].itertuples(index=False, name=None)
+    maps = {r: t.get("survivors") for r, t in zip(rows, found["task"], strict=True)}
     maps = {row: maps[row] for row in group.rows if maps.get(row)}
     figure, panels = new_panels(len(maps), (3.4, 2.4))
     for axes, (row, drawn) in zip(panels, maps.items(), strict=True):
@@ -304,13 +279,6 @@ def survivors(group: Quality, column: str) -> Any:
         axes.set_ylabel("layer")
     figure.colorbar(shown, ax=panels, label="share of pairs kept")
     return figure
-
-
-def _tasks(group: Quality, column: str) -> dict[tuple, Record]:
-    """What methods say of one task."""
-    found = group.answers[group.answers["column"] == column]
-    rows = found[groups.ROW].itertuples(index=False, name=None)
-    return dict(zip(rows, found["task"], strict=True))
 
 
 def _title(axes: Any, row: tuple) -> None:

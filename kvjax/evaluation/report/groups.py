@@ -77,10 +77,6 @@ def slots(record: Record) -> str:
     return f"{least:,}-{most:,} (mean {sum(budget) / len(budget):,.0f})"
 
 
-def new_tokens(record: Record) -> str:
-    return "-" if record.get("new_tokens") is None else f"{record['new_tokens']} new"
-
-
 def is_full(record: Record) -> bool:
     """Whether all pairs stay, and as they are."""
     return record.get("budget", ...) is None and codec(record) == "identity"
@@ -102,11 +98,8 @@ def ratio(record: Record, base: Record, key: str) -> float | None:
 class Score(NamedTuple):
     """What records' `score` is called.
 
-    Attributes:
-      column: in tables.
-      title: of a picture.
-      axis: what the picture's axis shows.
-      meaning: a clause for "how to read it".
+    That is, the `column` of a table, the `title` and the `axis` of a picture, and its
+    `meaning`, a clause for "how to read it".
     """
 
     column: str
@@ -136,13 +129,18 @@ def metrics_of(records: Iterable[Record]) -> dict[str, str]:
 
 def names_of(records: Sequence[Record]) -> list[str]:
     """A name of its own for each record: the method, and what sets it apart."""
-    forms = (lambda r: text(r.get("policy")), schedule, slots, codec, new_tokens)
-    told = pd.DataFrame([[form(r) for form in forms] for r in records])
-    methods = pd.Series([text(r.get("method")) for r in records])
-    varied = told.groupby(methods).nunique() > 1
+
+    def parts(record):
+        new = record.get("new_tokens")
+        told = text(record.get("policy")), schedule(record), slots(record)
+        return *told, codec(record), "-" if new is None else f"{new} new"
+
+    methods = [text(record.get("method")) for record in records]
+    frame = pd.DataFrame(map(parts, records), index=methods)
+    varied = frame.groupby(level=0).nunique() > 1
     names = []
-    for method, parts in zip(methods, told.to_numpy(), strict=True):
-        apart = ", ".join(parts[varied.loc[method].to_numpy()])
+    for method, told in zip(methods, frame.to_numpy(), strict=True):
+        apart = ", ".join(told[varied.loc[method].to_numpy()])
         names.append(f"{method} ({apart})" if apart else method)
     twins = [names[:i].count(name) for i, name in enumerate(names)]
     return [f"{n} #{i + 1}" if i else n for n, i in zip(names, twins, strict=True)]

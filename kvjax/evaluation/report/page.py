@@ -76,13 +76,26 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     return {"full_cache": next(named, None), "methods": methods}
 
 
+_REPORTS = {  # by what records are of: the table for a screen, the pictures
+    "throughput": (tables.throughput_table, [scatters.throughput_vs_batch]),
+    "sweep": (tables.best_table, [figures.heat_map, scatters.pareto]),
+    "run": (
+        tables.run_table,
+        [scatters.quality_vs_memory, scatters.throughput_vs_memory],
+    ),
+}
+
+
+def _kind(records: Sequence[Record]) -> str:
+    if groups.is_throughput(records):
+        return "throughput"
+    return "sweep" if groups.is_sweep(records) else "run"
+
+
 def overview(records: Sequence[Record]) -> str:
     """The table that fits on a screen, in Markdown: of a sweep, the best methods."""
-    if groups.is_throughput(records):
-        return tables.markdown(tables.throughput_table(records))
-    if groups.is_sweep(records):
-        return tables.markdown(tables.best_table(records))
-    return tables.markdown(tables.run_table(records))
+    table, _ = _REPORTS[_kind(records)]
+    return tables.markdown(table(records))
 
 
 def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathlib.Path:
@@ -103,45 +116,31 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
     """
     if not records:
         raise ValueError("there are no records to report")
-    workdir = pathlib.Path(workdir)
-    if throughput := groups.is_throughput(records):
-        pictures = [scatters.throughput_vs_batch]
-    elif sweep := groups.is_sweep(records):
-        pictures = [figures.heat_map, scatters.pareto]
-    else:
-        pictures = [scatters.quality_vs_memory, scatters.throughput_vs_memory]
-    for picture in pictures:
-        figures.save(workdir / f"{picture.__name__}.png", picture, records)
-    told = {"records": records, "overview": overview(records)}
-    if throughput:
-        page = _render("throughput.md", **told)
-    else:
-        least = min(
-            (r["num_examples"] for r in records if r.get("num_examples")), default=0
-        )
-        page = _render(
-            "run.md",
-            **told,
-            sweep=sweep,
-            score=groups.score_of(records),
-            least=least,
-            table=tables.run_table(records),
-            memory=tables.memory_table(records),
-        )
-    path = workdir / "report.md"
+    kind, path = _kind(records), pathlib.Path(workdir) / "report.md"
+    for picture in _REPORTS[kind][1]:
+        figures.save(path.with_name(f"{picture.__name__}.png"), picture, records)
+    template = "throughput.md" if kind == "throughput" else "run.md"
+    page = _render(
+        template,
+        records=records,
+        overview=overview(records),
+        score=groups.score_of(records),
+        sweep=kind == "sweep",
+    )
     path.write_text(page, encoding="utf-8")
     return path
 
 
-def _known(records: Sequence[Record], key: str, form: Any = None) -> str:
-    """The values of a field, each once."""
-    found = [r[key] for r in records if r.get(key) is not None]
-    told = dict.fromkeys(form(v) if form else _count(v) for v in found)
-    return " / ".join(told) or "unknown"
+def _known(records: Sequence[Record], key: str) -> str:
+    """The values of a field, each once; bytes in MB."""
 
+    def told(value):
+        if key.endswith("bytes"):
+            return tables.megabytes(value)
+        return f"{value:,}" if isinstance(value, int) else str(value)
 
-def _count(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    found = [record[key] for record in records if record.get(key) is not None]
+    return " / ".join(dict.fromkeys(map(told, found))) or "unknown"
 
 
 # --- several runs ---------------------------------------------------------------------
@@ -173,7 +172,10 @@ def write_comparison(
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}; name another folder") from None
     pictures = [_draw_quality(g, folder, n) for n, g in enumerate(qualities, 1)]
-    pictures += [_draw_rates(g, folder, n) for n, g in enumerate(speeds, 1)]
+    for number, group in enumerate(speeds, 1):
+        name = f"throughput_{number}.png"
+        figures.save(folder / name, scatters.throughput_vs_batch, group.records)
+        pictures.append({name: "Throughput against batch"})
     page = _comparison(sources, qualities, speeds, pictures)
     files = {
         "report.md": page,
@@ -242,12 +244,6 @@ def _draw_quality(group: Quality, folder: pathlib.Path, number: int) -> dict[str
     return told
 
 
-def _draw_rates(group: Throughput, folder: pathlib.Path, number: int) -> dict[str, str]:
-    name = f"throughput_{number}.png"
-    figures.save(folder / name, scatters.throughput_vs_batch, group.records)
-    return {name: "Throughput against batch"}
-
-
 def _plain(name: str) -> str:
     """A name that files may have."""
     return re.sub(r"[^\w-]+", "_", name)
@@ -266,16 +262,13 @@ def _told(group: Quality) -> dict[str, Any]:
 
 
 def _told_rates(group: Throughput) -> dict[str, Any]:
-    methods = {
-        name: {
+    records, methods = group.records, {}
+    for name, record in zip(groups.names_of(records), records, strict=True):
+        methods[name] = {
             "output_tokens_per_s": groups.finite(record.get("output_tokens_per_s")),
-            "times_ed": groups.times(record, group.records, "ed"),
-            "times_full": groups.times(record, group.records, "full"),
+            "times_ed": groups.times(record, records, "ed"),
+            "times_full": groups.times(record, records, "full"),
         }
-        for name, record in zip(
-            groups.names_of(group.records), group.records, strict=True
-        )
-    }
     return {"model": group.model, "device": group.device, "methods": methods}
 
 
@@ -333,5 +326,5 @@ def _render(template: str, **told: Any) -> str:
         "megabytes": tables.megabytes,
         "tex": escaped,
     }
-    shared = {"known": _known, "tables": tables, "megabytes": tables.megabytes}
+    shared = {"known": _known, "tables": tables}
     return environment.get_template(f"{template}.j2").render(**told, **shared)

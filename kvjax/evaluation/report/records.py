@@ -234,14 +234,12 @@ def _is_torn(last: bytes) -> bool:
 def _parse(path: pathlib.Path, number: int, line: bytes) -> Record:
     try:
         found = json.loads(line)
-    except ValueError as error:
-        raise UserError(
-            f"{path}, line {number}: not a JSON record: {error}; mend or remove it"
-        ) from None
-    try:
         return upgraded(found) if isinstance(found, dict) else found
+    except json.JSONDecodeError as error:
+        why = f"not a JSON record: {error}; mend or remove it"
     except ValueError as error:
-        raise UserError(f"{path}, line {number}: {error}") from None
+        why = str(error)
+    raise UserError(f"{path}, line {number}: {why}")
 
 
 def _plain(value: Any) -> Any:

@@ -1,11 +1,11 @@
 """The figures that are points: quality and rates against memory or the batch."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from kvjax.evaluation.report import groups
 from kvjax.evaluation.report.figures import (
@@ -317,16 +317,14 @@ def front(points: np.ndarray, sign: int) -> list[int]:
 
     Those on one spot are all on it. `sign` is 1 where large is good, -1 where small is.
     """
-    known = [i for i in range(len(points)) if np.isfinite(points[i]).all()]
-    found, best = [], -math.inf
-    by_memory = sorted(known, key=lambda i: (points[i, 0], -sign * points[i, 1]))
-    for _, group in itertools.groupby(by_memory, lambda i: points[i, 0]):
-        group = list(group)
-        value = sign * points[group[0], 1]
-        if value > best:
-            found += [i for i in group if sign * points[i, 1] == value]
-            best = value
-    return found
+    frame = pd.DataFrame(points, columns=["memory", "value"]).dropna() * [1, sign]
+    best = frame.groupby("memory")["value"].max()
+    before = best.cummax().shift(fill_value=-np.inf)  # with less memory
+    of_memory = frame["memory"]
+    on = (frame["value"] == of_memory.map(best)) & (
+        frame["value"] > of_memory.map(before)
+    )
+    return list(frame[on].sort_values("memory", kind="stable").index)
 
 
 def _crowd(axes: Any, points: np.ndarray, sign: int, star: np.ndarray) -> None:

@@ -97,9 +97,10 @@ def versions(records: Sequence[Record]) -> str:
     return ", ".join(sorted(found)) or "versions not recorded"
 
 
-def _of(key: str, form: Callable[[Any], str] = number) -> Callable[[Record], str]:
+def _of(key: str, form: Callable[[Any], str] | str = "{:.2f}"):
     """A cell that says one field."""
-    return lambda record: form(record.get(key))
+    shown = form if callable(form) else lambda value: number(value, form)
+    return lambda record: shown(record.get(key))
 
 
 def _batch(record: Record) -> str:
@@ -115,6 +116,36 @@ def _live(record: Record) -> str:
 
 # --- tables of one run ----------------------------------------------------------------
 
+_CELLS: Columns = {  # what a column says of a record
+    "As many": _of("equals", text),
+    "Batch (limited by)": _batch,
+    "Decode tok/s": _of("decode_tokens_per_s", rate),
+    "End-to-end tok/s": _of("output_tokens_per_s", rate),
+    "Engine": lambda r: r.get("engine", "kvjax"),
+    "KL": _of("kl", kl),
+    "KV MB live / allocated": _live,
+    "KV MB/prompt": _of("kv_bytes_peak_per_seq", megabytes),
+    "Limit MB": _of("memory_bytes", megabytes),
+    "Loss": _of("loss", "{:.3f}"),
+    "Loss of full cache": _of("reference_loss", "{:.3f}"),
+    "Measured MB": _of("measured_bytes", megabytes),
+    "New": _of("new_tokens", text),
+    "Planned MB": _of("planned_bytes", megabytes),
+    "Predicted": _of("predicted_tokens_per_s", rate),
+    "Prefill tok/s": _of("prefill_tokens_per_s", rate),
+    "Read at once": _of("prefill_batch", text),
+    "Seconds": _of("seconds", rate),
+    "Seed": _of("seed", text),
+    "Top-1": _of("top1_agreement"),
+    "decoding": _of("kv_bytes_decode", megabytes),
+    "of roofline": _of("prefill_roofline"),
+    "roofline": _of("decode_roofline"),
+}
+
+
+def _cells(*names: str) -> Columns:
+    return {name: _CELLS[name] for name in names}
+
 
 def run_table(records: Sequence[Record]) -> Table:
     """All methods of a run: quality, rates and memory."""
@@ -125,17 +156,10 @@ def run_table(records: Sequence[Record]) -> Table:
         shown = "" if times is None else f" ({times:.2f}x)"
         return rate(record.get("output_tokens_per_s")) + shown
 
-    columns: Columns = {
-        **_methods(records),
-        "Batch (limited by)": _batch,
-        groups.score_of(records).column: _of("score"),
-        "KL": _of("kl", kl),
-        "Top-1": _of("top1_agreement"),
-        "Prefill tok/s": _of("prefill_tokens_per_s", rate),
-        "Decode tok/s": _of("decode_tokens_per_s", rate),
-        "End-to-end tok/s": end_to_end,
-        "KV MB/prompt": _of("kv_bytes_peak_per_seq", megabytes),
-    }
+    columns = _methods(records) | _cells("Batch (limited by)")
+    columns[groups.score_of(records).column] = _of("score")
+    columns |= _cells("KL", "Top-1", "Prefill tok/s", "Decode tok/s")
+    columns |= {"End-to-end tok/s": end_to_end} | _cells("KV MB/prompt")
     return _table(records, columns, _row_names(records))
 
 
@@ -149,35 +173,19 @@ def best_table(records: Sequence[Record]) -> Table:
     peers = frame.groupby(["setting", "slots", "score"], dropna=False)
     frame["equals"] = peers["series"].transform("size") - 1
     best = frame.drop_duplicates(["setting", "slots"])
-    equals = [None, *best["equals"]] if full else list(best["equals"])
-    shown = [*([full] if full else []), *best["record"]]
-    columns: Columns = {
-        **_methods(shown),
-        groups.score_of(records).column: _of("score"),
-        "As many": _of("equals", text),
-        "KL": _of("kl", kl),
-        "Top-1": _of("top1_agreement"),
-        "Decode tok/s": _of("decode_tokens_per_s", rate),
-        "KV MB/prompt": _of("kv_bytes_peak_per_seq", megabytes),
-        "decoding": _of("kv_bytes_decode", megabytes),
-    }
-    told = [r | {"equals": n} for r, n in zip(shown, equals, strict=True)]
-    return _table(told, columns, list(map(series, shown)))
+    pairs = zip(best["record"], best["equals"], strict=True)
+    shown = [*([full] if full else []), *(r | {"equals": n} for r, n in pairs)]
+    columns = _methods(shown) | {groups.score_of(records).column: _of("score")}
+    columns |= _cells("As many", "KL", "Top-1", "Decode tok/s", "KV MB/prompt")
+    columns |= _cells("decoding")
+    return _table(shown, columns, list(map(series, shown)))
 
 
 def memory_table(records: Sequence[Record]) -> Table:
     """Bytes as planned and measured, losses, time."""
-    columns: Columns = {
-        **(_methods(records) if groups.is_sweep(records) else {}),
-        "KV MB live / allocated": _live,
-        "Planned MB": _of("planned_bytes", megabytes),
-        "Measured MB": _of("measured_bytes", megabytes),
-        "Limit MB": _of("memory_bytes", megabytes),
-        "Loss": lambda r: number(r.get("loss"), "{:.3f}"),
-        "Loss of full cache": lambda r: number(r.get("reference_loss"), "{:.3f}"),
-        "Seconds": _of("seconds", rate),
-        "Seed": _of("seed", text),
-    }
+    columns = _methods(records) if groups.is_sweep(records) else {}
+    columns |= _cells("KV MB live / allocated", "Planned MB", "Measured MB", "Limit MB")
+    columns |= _cells("Loss", "Loss of full cache", "Seconds", "Seed")
     return _table(records, columns, _row_names(records))
 
 
@@ -186,41 +194,28 @@ def throughput_table(records: Sequence[Record]) -> Table:
 
     `x ED` and `x FKV` are end-to-end rates relative to theirs at as many new tokens.
     """
-
-    def engine(record):
-        return record.get("engine", "kvjax")
-
-    other = any(engine(record) != "kvjax" for record in records)
-    columns: Columns = {
-        **({"Engine": engine} if other else {}),
-        "New": _of("new_tokens", text),
-        **{k: v for k, v in _methods(records).items() if k != "Schedule"},
-        "Batch (limited by)": _batch,
-        "Read at once": _of("prefill_batch", text),
-        "Prefill tok/s": _of("prefill_tokens_per_s", rate),
-        "of roofline": _of("prefill_roofline"),
-        "Decode tok/s": _of("decode_tokens_per_s", rate),
-        "roofline": _of("decode_roofline"),
-        "End-to-end tok/s": _of("output_tokens_per_s", rate),
-        "x ED": lambda r: number(groups.times(r, records, "ed")),
-        "x FKV": lambda r: number(groups.times(r, records, "full")),
-        "Predicted": _of("predicted_tokens_per_s", rate),
-        **_scores(records),
-        "Planned MB": _of("planned_bytes", megabytes),
-        "Measured MB": _of("measured_bytes", megabytes),
-    }
+    other = {record.get("engine", "kvjax") for record in records} != {"kvjax"}
+    columns = _cells("Engine", "New") if other else _cells("New")
+    columns |= {k: v for k, v in _methods(records).items() if k != "Schedule"}
+    columns |= _cells("Batch (limited by)", "Read at once", "Prefill tok/s")
+    columns |= _cells("of roofline", "Decode tok/s", "roofline", "End-to-end tok/s")
+    columns["x ED"] = lambda r: number(groups.times(r, records, "ed"))
+    columns["x FKV"] = lambda r: number(groups.times(r, records, "full"))
+    columns |= _cells("Predicted") | _scores(records)
+    columns |= _cells("Planned MB", "Measured MB")
     return _table(records, columns, [text(r.get("method")) for r in records])
 
 
 def _scores(records: Sequence[Record]) -> Columns:
-    """A column of each task's scores; of records without tasks, one of needles."""
-    metrics = groups.metrics_of(records)
+    """A column of each task's scores, unless needles are all that was looked for."""
+    score, metrics = groups.score_of(records), groups.metrics_of(records)
+    if score.column == "Needle":
+        return {score.column: _of("score")}
 
     def of_task(name):
         return lambda r: number((r.get("tasks") or {}).get(name, {}).get("score"))
 
-    each = {f"{name} ({metrics[name]})": of_task(name) for name in metrics}
-    return each or {groups.score_of(records).column: _of("score")}
+    return {f"{name} ({metric})": of_task(name) for name, metric in metrics.items()}
 
 
 def _methods(records: Sequence[Record]) -> Columns:
