@@ -54,7 +54,7 @@ def tiny():
 
 def answering(model, policy=None, phases="prefill_and_decode", **changes):
     given = {"policy": policy, "memory_gb": 0.05}
-    if policy and policy != "none":
+    if policy and policy != "full":
         given |= {"schedule": phases, "budget": 24, "prefill_chunk": 8}
     return Requests(model, **(given | changes))
 

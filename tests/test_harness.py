@@ -20,6 +20,7 @@ from asking import (
     words,
 )
 from conftest import tiny_model
+from testing.engine import run_batch
 
 from kvjax import Schedule, policies
 from kvjax.cache.config import make_config
@@ -54,32 +55,32 @@ def test_pauses_change_nothing(model, case, how):
     prompts = [ids(model, words(n, n)) for n in (3, 24, 61)]
     size = compiled.bucket(model.spec, config, 61, 18)
     whole = compiled.Job(model.spec, config, 4, size, 18, sampling=how, eos=(11, 17))
-    paused = dataclasses.replace(whole, steps=5)
+    paused = dataclasses.replace(whole, decode_chunk=5)
     at_once, by_fives = (
-        api.run_batch(model.params, job, prompts, range(3), seed=2)
+        run_batch(model.params, job, prompts, range(3), seed=2)
         for job in (whole, paused)
     )
     assert by_fives.tokens == at_once.tokens
     assert max(map(len, at_once.tokens)) > 5
     for a, b in zip(at_once.state.layers, by_fives.state.layers, strict=True):
-        np.testing.assert_array_equal(a.pos, b.pos)
+        np.testing.assert_array_equal(a.positions, b.positions)
 
 
 def test_stopped_rows_end_at_the_next_look(model):
     config = make_config(model.spec, None, None)
     prompts = [ids(model, words(n, n)) for n in (3, 24)]
     job = compiled.Job(model.spec, config, 2, 128, 18, decode_chunk=5)
-    whole = api.run_batch(model.params, job, prompts, range(2))
+    whole = run_batch(model.params, job, prompts, range(2))
     long = len(whole.tokens[1]) == 18 and whole.tokens[0][:5] != whole.tokens[1][:5]
     assert long, "choose other prompts"
-    found = api.run_batch(
+    found = run_batch(
         model.params,
         job,
         prompts,
         range(2),
         stop=lambda new: new[:5] == whole.tokens[0][:5],
     )
-    assert found.tokens == [whole.tokens[0][:5], whole.tokens[1]]
+    assert found.tokens == [whole.tokens[0][:6], whole.tokens[1]], "looks at 1 and 6"
 
 
 def plain(model, context, new, case=(None, "none"), **how):
@@ -218,7 +219,7 @@ def test_arguments(model):
     assert lm.config.policy is policies.streaming(sinks=7)
     assert lm.config.schedule == Schedule("decode_only", 8, 4)
     assert answering(model, "h2o", budget=[24, 32]).config.budget == (24, 32)
-    assert lm.get_model_info()["kv_schedule"] == "decode, 8, 4"
+    assert lm.get_model_info()["kv_schedule"] == "decode_only, 8, 4"
     for size, most in (
         (1, None),
         ("auto", None),

@@ -1,5 +1,6 @@
 """The counts against the compilers', the checkpoints' and the plan's; predictions."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,6 @@ from testing.engine import run_batch
 
 from kvjax import Schedule, policies
 from kvjax.cache.config import make_config
-from kvjax.engine import staggered
 from kvjax.engine.compiled import Job, init_state
 from kvjax.engine.planner import as_plan, state_bytes, weights_bytes
 from kvjax.engine.steps import forward
@@ -169,7 +169,8 @@ def test_windows_bound_what_is_read():
 def test_a_pool_reads_the_weights_for_every_group():
     config = make_config(SPEC, policies.recency(), 64, Schedule("after_prefill"))
     whole = plan_of(config, batch=6)
-    groups = staggered.StaggeredPlan(**vars(whole), group=2)
+    job = dataclasses.replace(whole.job, prefill_batch=2)
+    groups = dataclasses.replace(whole, job=job)
     once, thrice = (roofline.prefill(plan, 200) for plan in (whole, groups))
     flops = roofline.total(once).flops
     assert roofline.total(thrice).flops == pytest.approx(flops)
