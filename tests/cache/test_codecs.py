@@ -2,11 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import layer
 import numpy as np
 import pytest
 from conftest import tiny_spec
-from testing import toys
+from testing import layer, toys
 
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
