@@ -195,9 +195,10 @@ def test_answers_end_where_they_are_to(
     task = dataclasses.replace(experiment.tasks[1], ignore_eos=ignore_eos)
     one = {"methods": experiment.methods[:1], "tasks": (task,), "fidelity": Fidelity()}
     asked = dataclasses.replace(experiment, **one, layerwise=layerwise)
-    run.run(asked, tmp_path, lambda *step: None)
+    (record,) = run.run(asked, tmp_path, lambda *step: None)
     batches = read_records(tmp_path / "batches.jsonl")
     assert sum(b["new_tokens"] for b in batches) == (2 * 3 if ignore_eos else 2)
+    assert (record["seconds"] is None) == layerwise, "layer by layer nothing is timed"
 
 
 @pytest.mark.parametrize("change", [{"seed": -1}, {"fidelity": Fidelity(-1)}])

@@ -107,12 +107,12 @@ def test_a_config_names_the_user_s_own(command, tmp_path, name):
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     full, mine = read_records(tmp_path / "runs" / name / "records.jsonl")
-    assert told["methods"]["Mine" if name == "quality" else "Mine (4 new)"]
+    assert {"Full cache", "Mine"} == set(told["methods"])
     assert (full["policy"], mine["policy"]) == (None, "digits 2")
     assert (full["codec"], mine["codec"]) == ("identity", "my_rules:as_they_are")
     assert mine["budget"] == 24 and mine["experiment"] == name
     (task,) = mine["tasks"].values()
-    assert task["score"] == mine["score"] == 1 and task["num_examples"] == 3
+    assert 0 < task["score"] == mine["score"] and task["num_examples"] == 3
     assert mine["provenance"]["command"].endswith(f"--workdir=runs/{name}")
     assert "Full cache" in done.stdout and "\r" not in done.stderr
     again = command(name)

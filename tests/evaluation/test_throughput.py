@@ -16,7 +16,7 @@ from conftest import tiny_model
 from evaluation.test_tasks import HAYSTACK, make_tokenizer
 
 from kvjax import load
-from kvjax.engine import api, staggered
+from kvjax.engine import api, runner
 from kvjax.engine.planner import phase_bytes
 from kvjax.evaluation import batch_rules, report, roofline, run, tasks, throughput
 from kvjax.evaluation.batch_rules import (
@@ -61,12 +61,6 @@ CONFIG = {
     "min_timed_batches": 2,
 }
 SPEED = ("second", "_per_s", "measured", "roofline", "predicted")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _programs_go_with_this_module():
-    yield
-    staggered.compile_programs.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +110,7 @@ def test_batches_of_the_protocol(experiment, model):
     size = divisors(30)[divisors(30).index(found.batch) + 1]
     assert max(phase_bytes(dataclasses.replace(job, batch=size)).values()) > MEMORY
     pool = find_batch("staggered", job_of(experiment, model, 2), MEMORY, 12, 12)
-    assert pool.batch > ed.batch and pool.group < pool.batch
+    assert pool.batch > ed.batch and pool.prefill_groups[0] < pool.batch
 
 
 def test_a_divisor_only(experiment, model):
@@ -219,16 +213,16 @@ def check_record(record):
 
 def test_out_of_memory_steps_back(experiment, model, tmp_path, monkeypatch):
     """ED's batch fails twice, FKV follows it; a pool first reads fewer at a time."""
-    real, tried = batch_rules.run_planned, []
+    real, tried = runner.of_plan, []
 
-    def run_planned(params, planned, seed, prompts, indices):
+    def of_plan(params, planned):
         tried.append((planned.job.config.schedule.phases, planned.batch))
-        pooled = isinstance(planned, staggered.StaggeredPlan)
+        pooled = planned.job.config.schedule.phases == "after_prefill"
         if planned.prefill_groups[0] > (1 if pooled else 3):
             raise exhausted()
-        return real(params, planned, seed, prompts, indices)
+        return real(params, planned)
 
-    monkeypatch.setattr(batch_rules, "run_planned", run_planned)
+    monkeypatch.setattr(runner, "of_plan", of_plan)
     asked = short(experiment, methods=experiment.methods)
     full, ed, snap, batch_max = run.run(asked, tmp_path, lambda *step: None)
     assert ed["batch_size"] == 3 and ed["limited_by"] == "out of memory"
@@ -244,6 +238,10 @@ def test_out_of_memory_steps_back(experiment, model, tmp_path, monkeypatch):
         {snap["batch_size"]},
     )
     assert all(r["output_tokens_per_s"] > 0 for r in (full, ed, snap, batch_max))
+    (tmp_path / "records.jsonl").unlink()
+    monkeypatch.setattr(runner, "run_batch", None)  # killed, and all batches are there
+    again = run.run(asked, tmp_path, lambda *step: None)
+    assert again == [full, ed, snap, batch_max]
 
 
 def tried_first(tried):
@@ -251,10 +249,10 @@ def tried_first(tried):
 
 
 def test_other_errors_are_not_swallowed(experiment, tmp_path, monkeypatch):
-    def run_planned(*_):
+    def run_batch(*_):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
-    monkeypatch.setattr(batch_rules, "run_planned", run_planned)
+    monkeypatch.setattr(runner, "run_batch", run_batch)
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         run.run(experiment, tmp_path, lambda *step: None)
 
