@@ -8,6 +8,9 @@ os.environ["XLA_FLAGS"] = (
 
 import jax
 import pytest
+from jaxtyping import install_import_hook
+
+install_import_hook("kvjax", "array_hints.check")  # before kvjax is first imported
 
 import kvjax
 from kvjax.engine.compiled import programs

@@ -4,7 +4,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt32
 
 from kvjax.cache.config import CacheConfig
 from kvjax.cache.layouts import dense
@@ -28,7 +28,7 @@ class KVState:
     layers: tuple[dense.DenseLayer, ...]
     stats: tuple[Stats, ...]
     next_pos: Int[Array, "B"]
-    error: Int[Array, "B K"]
+    error: UInt32[Array, "B K"]
 
 
 def init(
