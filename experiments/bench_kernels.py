@@ -43,7 +43,7 @@ flags.DEFINE_bool("step", True, "also time the decode step of a whole model")
 flags.DEFINE_integer("tile_kib", 0, "TPU: bytes of K per tile; 0: the table's")
 flags.DEFINE_integer("tile_rows", 0, "TPU: query rows per tile; 0: the table's")
 
-MASS = frozenset({"attn_sum"})
+SCORED = frozenset({"attn_sum"})  # what a policy usually asks for
 COPIED = 2**29  # numbers, 1 GiB, to measure the memory's bandwidth
 
 
@@ -141,7 +141,7 @@ def predicted(target, shape):
     row, *whole = {}, 0.0, 0.0
     tiles = _tiles(targets.device(target).device_kind)
     grid = tpu.grid(*shape.arrays[:2], tiles)
-    for i, stats in enumerate((frozenset(), MASS)):
+    for i, stats in enumerate((frozenset(), SCORED)):
         name = "scored" if stats else "plain"
         run = functools.partial(tpu.attend, stats=stats, tiles=tiles)
         step, edges = targets.scheduled_cycles(target, tpu.NAME, run, *shape.arrays)
@@ -163,7 +163,7 @@ def compiled(target, shape):
     """What a compiler says of a kernel that cannot be run: its temporary memory."""
     module = gpu if target.startswith("cuda") else tpu
     row = {}
-    for name, stats in (("plain", frozenset()), ("scored", MASS)):
+    for name, stats in (("plain", frozenset()), ("scored", SCORED)):
         run = functools.partial(module.attend, stats=stats)
         memory = targets.compile_for(target, run, *shape.arrays).memory_analysis()
         row[f"{name} temporary MiB"] = memory.temp_size_in_bytes / 2**20
@@ -195,7 +195,7 @@ def timed(shapes):
                 row[f"{name} failed"] = str(error).splitlines()[0][:120]
                 continue
             row[f"{name} us"] = seconds * 1e6
-            moved = shape.bytes(MASS if "scored" in name else ())
+            moved = shape.bytes(SCORED if "scored" in name else ())
             row[f"{name} of bandwidth"] = moved / seconds / bandwidth
             row[f"{name} TFLOP/s"] = shape.flops / seconds / 1e12
         if "scored us" in row and "plain us" in row:
@@ -211,15 +211,15 @@ def ways():
     """Ours and the rivals, as functions of q, k, v, pos, q_pos, n."""
     ours = f"pallas_{'gpu' if jax.default_backend() == 'gpu' else 'tpu'}"
 
-    def by(name, needs=frozenset()):
+    def by(name, stats=frozenset()):
         def way(*arrays):
-            partial, seen = attention.attend(*arrays, needs, name)
+            partial, seen = attention.attend(*arrays, stats, name)
             return attention.normalize(partial), seen.attn_sum
 
         return way
 
-    found = {"plain": by(ours), "scored": by(ours, MASS)}
-    found |= {"reference": by("reference"), "reference scored": by("reference", MASS)}
+    found = {"plain": by(ours), "scored": by(ours, SCORED)}
+    found |= {"reference": by("reference"), "reference scored": by("reference", SCORED)}
     found["xla"] = by("xla")
     if jax.default_backend() == "gpu":
         found["cudnn"] = by("cudnn")

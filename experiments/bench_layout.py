@@ -70,8 +70,8 @@ def new_layer(ragged=False):
     k, v = new(FLAGS.slots, shape().head_dim), new(FLAGS.slots, shape().head_dim)
     slot = jnp.broadcast_to(jnp.arange(FLAGS.slots), k.shape[:3])
     pos = jnp.where(slot < length[:, None, None], slot, -1)  # -1: empty
-    mass = jax.random.normal(jax.random.key(0), pos.shape)
-    return {"k": k, "v": v, "pos": pos, "mass": mass, "length": length}
+    attn_sum = jax.random.normal(jax.random.key(0), pos.shape)
+    return {"k": k, "v": v, "pos": pos, "attn_sum": attn_sum, "length": length}
 
 
 # ---------------------------------------------------------------- layers of a model
@@ -89,7 +89,7 @@ def layers():
 
 
 def model_way(run_layers, *, stacked=False, length=1, options=None, **writing):
-    """Steps of `length` tokens: make room, write, attend, add up each slot's mass."""
+    """Steps of `length` tokens: make room, write, attend, add up the weights."""
     spec, steps = shape(), 8 if length == 1 else 2
     write_new = write_pair if length == 1 else write_block
 
@@ -130,7 +130,7 @@ def loop_layers(weights, x, angles, cache, write, wrap=lambda call: call):
 
 def carry_layers(weights, x, angles, cache, write):
     """Pairs are written straight into the stack, the small leaves as whole layers."""
-    small = "pos", "mass", "length"
+    small = "pos", "attn_sum", "length"
 
     def body(carry, inputs):
         (x, cache), (index, layer) = carry, inputs
@@ -162,8 +162,8 @@ def decoder_layer(weights, x, angles, kept, write):
     q, k, v = decoder._project(h, weights, shape())
     kept, k, v = write(kept, blocks.rotate(k, *angles), v)
     keys_first = FLAGS.target == "cpu"
-    out, mass = attend(blocks.rotate(q, *angles), k, v, kept["pos"], keys_first)
-    kept = {**kept, "mass": kept["mass"] + mass}
+    out, attn_sum = attend(blocks.rotate(q, *angles), k, v, kept["pos"], keys_first)
+    kept = {**kept, "attn_sum": kept["attn_sum"] + attn_sum}
     x = x + decoder._merge_heads(out, weights["out"])
     h = blocks.rms_norm(x, weights["mlp_norm"], eps)
     return x + decoder._mlp(weights, shape(), h), kept
@@ -173,10 +173,10 @@ def decoder_layer(weights, x, angles, kept, write):
 
 
 def attend(q, k, v, pos, keys_first=False, k_axes="cd"):
-    """Attention over the slots, and each slot's mass (mean over G, sum over T).
+    """Attention over the slots, and each slot's weights (mean over G, sum over T).
 
     Row and head axes are merged, so are G and T: one batched product, no transposes.
-    The mass is a product too: written as a sum, XLA computes the exponentials twice.
+    Their sum is a product too: written as a sum, XLA computes the exponentials twice.
     """
     batch, heads, group, length, depth = q.shape
     merge = lambda a: a.reshape(batch * heads, *a.shape[2:])
@@ -191,8 +191,8 @@ def attend(q, k, v, pos, keys_first=False, k_axes="cd"):
     p = jnp.exp(s - s.max(axis=-1, keepdims=True))  # [B * K, G * T, C]
     scale = 1 / p.sum(axis=-1)
     out = jnp.einsum("hnc,hcd->hnd", p.astype(v.dtype), v, **wide) * scale[..., None]
-    mass = jnp.einsum("hnc,hn->hc", p, scale / group)
-    return out.astype(q.dtype).reshape(q.shape), mass.reshape(pos.shape)
+    attn_sum = jnp.einsum("hnc,hn->hc", p, scale / group)
+    return out.astype(q.dtype).reshape(q.shape), attn_sum.reshape(pos.shape)
 
 
 def attend_textbook(q, k, v, pos, axes="bkcd"):
@@ -213,17 +213,17 @@ def keys():
     def way(call, k_axes, v_axes, length, count):
         def make():
             kept = [new_layer() for _ in range(count)]
-            q = new(shape().group, length, shape().head_dim)
+            q = new(shape().queries_per_kv_head, length, shape().head_dim)
             ks = [layer["k"].transpose(k_axes) for layer in kept]
             vs = [layer["v"].transpose(v_axes) for layer in kept]
             return q, ks, vs, kept[0]["pos"]
 
         def run(q, ks, vs, pos):
-            masses = []
+            sums = []
             for k, v in zip(ks, vs, strict=True):
-                q, mass = call(q, k, v, pos)
-                masses.append(mass)
-            return q, masses
+                q, attn_sum = call(q, k, v, pos)
+                sums.append(attn_sum)
+            return q, sums
 
         return Way(run, make, count)
 
@@ -300,7 +300,7 @@ def step_way(read=False, ragged=False, count=4, **writing):
     def call(state, pair):
         def step(state, now):
             written = [write_pair(kept, pair, pair, now, **writing) for kept in state]
-            q = jnp.repeat(pair[:, :, None], shape().group, axis=2)
+            q = jnp.repeat(pair[:, :, None], shape().queries_per_kv_head, axis=2)
             out = [attend(q, k, v, kept["pos"]) for kept, k, v in written if read]
             return tuple(kept for kept, _, _ in written), out
 
@@ -364,7 +364,7 @@ def mark(score, pos, full):
 def gather(kept, full):
     """Moves the kept pairs of full rows to the front, in order."""
     keep = FLAGS.slots - FLAGS.block
-    order = first(mark(kept["mass"], kept["pos"], full) >= 0, keep)  # [B, K, C - p]
+    order = first(mark(kept["attn_sum"], kept["pos"], full) >= 0, keep)  # [B, K, C - p]
     order = jnp.where(full[:, None, None], order, jnp.arange(keep)[None, None])
     rows, heads = jnp.indices(order.shape[:2], sparse=True)
     rows, heads = rows[..., None], heads[..., None]
@@ -376,7 +376,7 @@ def gather(kept, full):
 
 def reuse(kept, full):
     """Empties the victims' slots by their positions; keys and values stay."""
-    return {**kept, "pos": mark(kept["mass"], kept["pos"], full)}
+    return {**kept, "pos": mark(kept["attn_sum"], kept["pos"], full)}
 
 
 def gather_if_any(kept, full):
@@ -384,7 +384,7 @@ def gather_if_any(kept, full):
 
 
 def reuse_if_any(kept, full, by_keys=False):
-    score = lambda: keys_score(kept["k"]) if by_keys else kept["mass"]
+    score = lambda: keys_score(kept["k"]) if by_keys else kept["attn_sum"]
     change = lambda: mark(score(), kept["pos"], full)
     return {**kept, "pos": jax.lax.cond(full.any(), change, lambda: kept["pos"])}
 
@@ -395,7 +395,7 @@ def reuse_rows(kept, full, at_once=1, by_keys=False):
     def body(carry):
         pos, full = carry
         chosen, rows = jax.lax.top_k(full.astype(jnp.float32), at_once)
-        score = keys_score(kept["k"][rows]) if by_keys else kept["mass"][rows]
+        score = keys_score(kept["k"][rows]) if by_keys else kept["attn_sum"][rows]
         pos = pos.at[rows].set(mark(score, pos[rows], chosen > 0))
         return pos, full.at[rows].set(False)
 
@@ -444,7 +444,7 @@ def block_way(count=4, blocks=4, **writing):
 def room():
     select = {"top_k": lowest_by(by_top_k), "sort": lowest_by(by_sort)}
     select["bisection"] = lowest
-    scores = lambda: ((), new_layer()["mass"], new_layer()["pos"])
+    scores = lambda: ((), new_layer()["attn_sum"], new_layer()["pos"])
     victims = lambda choose: Way(lambda _, *given: ((), choose(*given)), scores)
     steps = {"never": never, "gather, if any is full": gather_if_any}
     for title, by_keys in (("reuse", False), ("reuse by keys", True)):

@@ -26,6 +26,7 @@ OPTIONS = {  # where a default is made for longer prompts
     "sliding_window": {"window": BUDGET},
 }
 NOTHING: Data = {"setting": {}, "policies": {}}
+RENAMED = {"group": "queries_per_kv_head", "prefill+decode": "prefill_and_decode"}
 
 
 def options_of(name: str, tokenizer: Any) -> dict[str, Any]:
@@ -84,32 +85,35 @@ def readings_of(
     model: Any, members: Sequence[policies.Policy], tokens: Sequence[int]
 ) -> Iterable[dict[str, tuple[list[list[np.ndarray]], list[int]]]]:
     """For every policy and schedule, what it keeps of the prompt, and what follows."""
-    made = [
-        [_made(model, policy, phases) for phases in SCHEDULES] for policy in members
+    configs = [
+        [make_config(model.spec, policy, BUDGET, schedule) for schedule in _schedules()]
+        for policy in members
     ]
-    readings = layerwise.Readings(model, [each for pair in made for each in pair])
-    for pair in made:
-        runs = {}
-        for phases, each in zip(SCHEDULES, pair, strict=True):
-            reading = readings.after(each, [tokens], NEW)
-            kept = cache.kept_positions(layerwise.joined(reading))[0]
-            eos = api.end_tokens(model)
-            _, (new,) = layerwise.write(model, each, reading, NEW, eos)
-            runs[phases] = kept, new
-        yield runs
+    readings = layerwise.Readings(model, [each for pair in configs for each in pair])
 
+    def run(config):
+        return _outcome(model, config, readings.after(config, [tokens], NEW))
 
-def _made(model: Any, policy: policies.Policy, phases: str) -> CacheConfig:
-    schedule = Schedule(phases, BLOCK, BLOCK)
-    return make_config(model.spec, policy, BUDGET, schedule)
+    for pair in configs:
+        yield {config.schedule.phases: run(config) for config in pair}
 
 
 def full_cache(model: Any, tokens: Sequence[int]) -> list[int]:
     """What follows if nothing goes."""
-    made = make_config(model.spec, None, None, Schedule("none", BLOCK))
-    reading = layerwise.read(model, made, [tokens], NEW)
+    config = make_config(model.spec, None, None, Schedule("none", BLOCK))
+    return _outcome(model, config, layerwise.read(model, config, [tokens], NEW))[1]
+
+
+def _schedules() -> list[Schedule]:
+    return [Schedule(phases, BLOCK, BLOCK) for phases in SCHEDULES]
+
+
+def _outcome(model: Any, config: CacheConfig, reading: Any):
+    """The positions kept of the prompt, by layer and head, and the tokens after it."""
+    kept = cache.kept_positions(layerwise.joined(reading))[0]
     eos = api.end_tokens(model)
-    return layerwise.write(model, made, reading, NEW, eos)[1][0]
+    _, (new,) = layerwise.write(model, config, reading, NEW, eos)
+    return kept, new
 
 
 def record(
@@ -157,8 +161,11 @@ def run(model: Any, names: Sequence[str], data: Data, path: pathlib.Path) -> Dat
 
 
 def read(path: pathlib.Path) -> Data:
-    """The data of earlier runs, if there are any."""
-    return json.loads(path.read_text()) if path.exists() else NOTHING
+    """The data of earlier runs, if there are any; old names as those of today."""
+    if not path.exists():
+        return NOTHING
+    renamed = lambda found: {RENAMED.get(key, key): found[key] for key in found}
+    return json.loads(path.read_text(), object_hook=renamed)
 
 
 def save(data: Data, path: pathlib.Path) -> None:

@@ -33,8 +33,8 @@ SPECS = {
 }
 
 
-def config(spec, slots, implementation=None):
-    """Batch-Max: average attention, 64 pairs at a time."""
+def batch_max(spec, slots, implementation=None):
+    """The config of Batch-Max: average attention, 64 pairs at a time."""
     return make_config(
         spec,
         policies.average_attention(),
@@ -44,9 +44,9 @@ def config(spec, slots, implementation=None):
     )
 
 
-def shapes(spec, how, rows):
+def shapes(spec, config, rows):
     """What a step takes: weights, state, and the last tokens; bfloat16."""
-    init = lambda: cache.init(spec, how, rows, how.budget, jnp.dtype("bfloat16"))
+    init = lambda: _empty(spec, config, rows)
     return (
         decoder.param_shapes(spec, jnp.bfloat16),
         jax.eval_shape(init),
@@ -54,10 +54,10 @@ def shapes(spec, how, rows):
     )
 
 
-def step(params, state, tokens, *, spec, how):
+def step(params, state, tokens, *, spec, config):
     """The next state and the next tokens, greedy."""
     n = jnp.ones(tokens.shape, jnp.int32)
-    hidden, state = forward(params, spec, tokens[:, None], n, state, how)
+    hidden, state = forward(params, spec, tokens[:, None], n, state, config)
     return state, jnp.argmax(decoder.logits(params, hidden[:, 0], spec), -1).astype(
         jnp.int32
     )
@@ -69,17 +69,17 @@ def timed(name, rows, slots, steps, implementation):
     The caches start `steps` pairs short of full and evict on the way.
     """
     spec = SPECS[name]
-    how = config(spec, slots, implementation)
+    config = batch_max(spec, slots, implementation)
     params = jax.jit(decoder.random_params, static_argnums=(0, 2))(
         spec, jax.random.key(0), jnp.bfloat16
     )
 
     @functools.partial(jax.jit, donate_argnums=1)
     def run(params, state, tokens):
-        body = lambda i, carry: step(params, *carry, spec=spec, how=how)
+        body = lambda i, carry: step(params, *carry, spec=spec, config=config)
         return jax.lax.fori_loop(0, steps, body, (state, tokens))
 
-    state, tokens = jax.jit(lambda: _nearly_full(spec, how, rows, steps))()
+    state, tokens = jax.jit(lambda: _nearly_full(spec, config, rows, steps))()
     read = sum(x.nbytes for x in jax.tree.leaves((params["layers"], params["head"])))
     read += sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
     state, tokens = run(params, state, tokens)
@@ -93,17 +93,22 @@ def timed(name, rows, slots, steps, implementation):
     return float(np.median(times)), read
 
 
-def _nearly_full(spec, how, rows, room):
+def _empty(spec, config, rows):
+    return cache.init(spec, config, rows, config.budget, jnp.dtype("bfloat16"))
+
+
+def _nearly_full(spec, config, rows, room):
     """Caches whose slots, but for `room`, hold random pairs."""
-    state = cache.init(spec, how, rows, how.budget, jnp.dtype("bfloat16"))
+    state = _empty(spec, config, rows)
 
     def fill(index, layer):
         keys = jax.random.split(jax.random.key(index))
         k, v = (jax.random.normal(key, layer.k.shape, jnp.bfloat16) for key in keys)
         slot = jnp.arange(layer.positions.shape[2], dtype=jnp.int32)
-        pos = jnp.where(slot < slot.size - room, slot, -1)[None, None]
-        return layer.replace(k=k, v=v, pos=jnp.broadcast_to(pos, layer.positions.shape))
+        held = jnp.where(slot < slot.size - room, slot, -1)[None, None]
+        positions = jnp.broadcast_to(held, layer.positions.shape)
+        return layer.replace(k=k, v=v, positions=positions)
 
     layers = tuple(fill(i, layer) for i, layer in enumerate(state.layers))
-    filled = jnp.full((rows,), how.budget[0] - room, jnp.int32)
+    filled = jnp.full((rows,), config.budget[0] - room, jnp.int32)
     return state.replace(layers=layers, next_pos=filled), jnp.zeros((rows,), jnp.int32)

@@ -74,8 +74,8 @@ _OVERVIEW = """\
 `{model}` reads a prompt of {tokens:,} tokens with room for {budget} pairs per head. A
 pass key, the needle, stands at positions {first} to {last} and is asked for at the end.
 A row shows what a policy still holds when the prompt has been read: at the left
-{block} pairs at a time went while it was read (`prefill_and_decode`), at the right all that
-had to go went at its end (`after_prefill`). The numbers are shares of the
+{block} pairs at a time went while it was read (`prefill_and_decode`), at the right all
+that had to go went at its end (`after_prefill`). The numbers are shares of the
 needle's tokens held, over all layers and heads; a dot says that the model then wrote
 the right key (with the full cache it {full}). One prompt is an illustration, not a
 score.
@@ -152,12 +152,11 @@ def _rules(spec: Shape, shared: Data, records: Sequence[Record]) -> str:
     rows = []
     for name in by_cost(spec):
         policy, doc = policies.make(name), doc_of(name)
-        cost = cost_of(policy, spec)
+        cost, asked = cost_of(policy, spec), sorted(policy.required_stats)
         row = {
             "policy": f"[`{name}`](#{name})",
             "keeps": markdown(doc.summary.rstrip(".")),
-            "needs": ", ".join(f"`{need}`" for need in sorted(policy.required_stats))
-            or "-",
+            "needs": ", ".join(f"`{each}`" for each in asked) or "-",
             "cost class": COSTS[cost.kind],
             "bytes per pair": f"{cost.pair_bytes:,}",
             "per row": f"{cost.row_bytes:,}",
@@ -215,7 +214,7 @@ def section(name: str, level: int, picture: str = "") -> str:
         f"```text\n{doc.formula}\n```" if doc.formula else "",
         *map(markdown, doc.text),
         table(rows) if rows else "",
-        f"*Needs* {markdown(doc.required_stats)}" if doc.required_stats else "",
+        f"*Needs* {markdown(doc.needs)}" if doc.needs else "",
         f"*Source* {markdown(doc.source)}" if doc.source else "",
         picture,
     ]
@@ -275,8 +274,9 @@ def best(records: Sequence[Record]) -> str:
     groups: dict[tuple[str, str], list[Record]] = {}
     for each in records:
         if each.get("budget") is not None:
-            key = str(each.get("schedule")), json.dumps(each["budget"])
-            groups.setdefault(key, []).append(each)
+            phases = str(each.get("schedule"))
+            phases = runs.RENAMED.get(phases, phases)
+            groups.setdefault((phases, json.dumps(each["budget"])), []).append(each)
     rows = [
         {
             "schedule": f"`{schedule}`",

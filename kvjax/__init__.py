@@ -6,9 +6,10 @@ done = kvjax.generate(
 )
 """
 
-from kvjax import policies
+from kvjax import cache, policies
 from kvjax.cache.schedule import Schedule
 from kvjax.engine.api import Completion, generate
+from kvjax.engine.compiled import clear as clear_programs
 from kvjax.engine.planner import Plan, plan
 from kvjax.models.weights import load
 from kvjax.types import Model, ModelSpec, UserError
@@ -22,6 +23,8 @@ __all__ = [
     "Plan",
     "Schedule",
     "UserError",
+    "cache",
+    "clear_programs",
     "generate",
     "load",
     "plan",

@@ -19,24 +19,29 @@ class Registry:
 
     Attributes:
       kind: what is made, for error messages: "policy", "codec".
+      product: its type, which is asked of the user's own factories as well.
     """
 
-    def __init__(self, kind: str):
-        self.kind = kind
+    def __init__(self, kind: str, product: type = object):
+        self.kind, self.product = kind, product
         self._factories: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str, factory: Callable[..., Any]) -> Callable[..., Any]:
         """Lets `name` stand for what `factory(**options)` makes; returns the factory.
 
         Raises:
-          UserError: the name is taken, by another factory, or holds a colon.
+          UserError: the name is taken, by another factory, or is none.
         """
-        if ":" in name or self._factories.get(name, factory) is not factory:
+        if not name or ":" in name:
             raise UserError(
-                f"{self.kind} {name!r} cannot be registered: the name is taken, or "
-                "holds a colon, which is for module:function"
+                f"{self.kind} {name!r} cannot be registered: give it a name without a "
+                "colon, which is for module:function"
             )
-        self._factories[name] = factory
+        if self._factories.setdefault(name, factory) is not factory:
+            raise UserError(
+                f"{self.kind} {name!r} cannot be registered: the name is taken, use "
+                "another"
+            )
         return factory
 
     def names(self) -> tuple[str, ...]:
@@ -50,7 +55,7 @@ class Registry:
           UserError: an unknown name, or a `module:function` that cannot be imported.
         """
         if ":" in name:
-            return _imported(self.kind, name)
+            return _imported(f"{self.kind} {name!r}", name)
         if name not in self._factories:
             close = difflib.get_close_matches(name, self.names(), 1)
             hint = f"did you mean {close[0]!r}? " if close else ""
@@ -61,32 +66,43 @@ class Registry:
         return self._factories[name]
 
     def make(self, name: str, **options: Any) -> Any:
-        """What the factory of this name makes.
+        """What the factory of this name makes, e.g. `make("streaming", sinks=8)`.
 
         Raises:
-          UserError: an unknown name, or options that the factory does not take.
+          UserError: an unknown name, options that the factory does not take, or a
+            factory that makes something else.
         """
         factory = self.factory(name)
         try:
             inspect.signature(factory).bind(**options)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # options, or no signature at all
             raise UserError(f"{self.kind} {name!r}: {error}") from None
-        return factory(**options)
+        made = factory(**options)
+        if not isinstance(made, self.product):
+            raise UserError(
+                f"{self.kind} {name!r} makes a {type(made).__name__}: its function has "
+                f"to return a {self.product.__name__}"
+            )
+        return made
 
 
-def _imported(kind: str, name: str) -> Callable[..., Any]:
+def _imported(where: str, name: str) -> Callable[..., Any]:
+    """The function that `module:function` names."""
     module, _, function = name.partition(":")
-    where = f"{kind} {name!r}"
-    sys.path.append("")  # the folder that the process was started in
+    if not all(part.isidentifier() for part in (*module.split("."), function)):
+        raise UserError(f"{where} is not a name: write it as module:function")
+    importlib.invalidate_caches()  # the file may be younger than the process
+    added = "" not in sys.path  # the folder that the process was started in
+    if added:
+        sys.path.append("")
     try:
         found = importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(f"{where} cannot be imported: {error}") from None
-    except (SyntaxError, ValueError) as error:
-        raise UserError(f"{where}: {error}; write it as module:function") from None
+    except (ImportError, SyntaxError) as error:
+        raise UserError(f"{where} cannot be imported: {error}") from error
     finally:
-        sys.path.remove("")
+        if added:
+            sys.path.remove("")
     factory = getattr(found, function, None)
     if not callable(factory):
-        raise UserError(f"{where}: {found.__name__} has no function {function!r}")
+        raise UserError(f"{where}: module {module} has no function {function!r}")
     return factory

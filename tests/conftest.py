@@ -13,7 +13,7 @@ from jaxtyping import install_import_hook
 install_import_hook("kvjax", "array_hints.check")  # before kvjax is first imported
 
 import kvjax
-from kvjax.engine.compiled import programs
+from kvjax.engine import compiled
 from kvjax.models import decoder
 from kvjax.types import Model, ModelSpec, UserError
 
@@ -74,5 +74,4 @@ def smollm2() -> Model:
 def _programs_go_with_their_module():
     """Thousands of small executables in one process exhaust its memory maps."""
     yield
-    programs.cache_clear()
-    jax.clear_caches()
+    compiled.clear()

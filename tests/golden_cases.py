@@ -54,7 +54,7 @@ class Layer(NamedTuple):
 def layer(per_query_head: bool = False) -> Layer:
     """Two KV heads with three query heads each, or those six with one each."""
     saved = golden()
-    queries, raw = saved["kvpress/queries"], saved["kvpress/pre_rope_queries"]
+    queries, raw = saved["kvpress/queries"], saved["kvpress/raw_queries"]
     keys, values = saved["kvpress/keys"], saved["kvpress/values"]
     added = np.einsum("bktd,kgdm->bkgtm", values, saved["kvpress/out"])
     size = np.abs(added).sum(-1).mean(2)
@@ -114,7 +114,9 @@ class Replay:
         """
         self.policy, self.layer = policy, layer(per_query_head)
         heads, group = self.layer.queries.shape[1:3]
-        spec = types.SimpleNamespace(num_kv_heads=heads, group=group, head_dim=DEPTH)
+        spec = types.SimpleNamespace(
+            num_kv_heads=heads, queries_per_kv_head=group, head_dim=DEPTH
+        )
         self.stats = policy.init(spec, 1, T)
         self.held = np.zeros((heads, T), bool)
         self.shown = self.held.copy()
@@ -173,19 +175,18 @@ class Replay:
             "attn_sum": mean.sum(2),
             "attn_sq_sum": (mean * mean).sum(2),
             "last_attn": mean[:, :, -1],
-            "weights": weights,
+            "attn_weights": weights,
             "queries": data.queries[:, :, :, rows],
             "pre_rope_queries": data.pre_rope_queries[:, :, :, rows],
             "output_norm": data.size[:, :, rows],
         }
-        found = {
-            name: every[name] for name in every if name in self.policy.required_stats
-        }
-        found = {name: value.astype(np.float32) for name, value in found.items()}
-        if "tokens" in self.policy.required_stats:
+        wanted = self.policy.required_stats
+        found = {name: every[name].astype(np.float32) for name in wanted & set(every)}
+        if "tokens" in wanted:
             found["tokens"] = golden()["kvpress/tokens"][rows][None]
         positions = rows.astype(np.int32)[None]
-        return {"n": np.full(1, len(rows), np.int32), "positions": positions, **found}
+        count = np.full(1, len(rows), np.int32)
+        return {"num_tokens": count, "positions": positions, **found}
 
     def _weights(self, rows: np.ndarray) -> np.ndarray:
         """f64[1, K, G, R, T], attention over what is held."""
@@ -311,7 +312,7 @@ def fastgen(make: Make, saved: str) -> np.ndarray:
     """The strategy of each head, or what it keeps."""
     row = Replay(make(share=ratio_of(saved))).read(T)
     if "strategy" in saved:
-        return np.asarray(row.stats.rows)[0]
+        return np.asarray(row.stats.per_row)[0]
     row.policy = make(share=SHARES[0])  # once chosen, a set does not depend on it
     return row.drop().held
 
@@ -329,9 +330,7 @@ def lag_kv_steps(make: Make, _) -> np.ndarray:
     settled, row, trace = 4, Replay(make(settled=4)), []
     for stop in range(64, T + 1):
         held = int(row.read(stop, tell=False).held[0].sum())
-        judged = max(
-            (held - settled) // 16 - 1, 0
-        )  # partitions that a whole one follows
+        judged = max((held - settled) // 16 - 1, 0)  # partitions a whole one follows
         row.policy = make(settled=settled)
         row.drop(held - 8 * judged)
         settled += 8 * judged

@@ -73,8 +73,8 @@ _jit = functools.partial(  # these programs are compiled once and run for millis
 )
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "config", "prompt"))
-def step(spec, config, state, data: Data, n, prompt):
+@functools.partial(jax.jit, static_argnames=("spec", "config", "is_prefill"))
+def step(spec, config, state, data: Data, n, is_prefill):
     """T tokens, of which each row's first n are real; outputs [B, K, G, T, D]."""
     positions = cache.next_positions(state, data.q.shape[3])
     ops = LayerOps(
@@ -92,7 +92,7 @@ def step(spec, config, state, data: Data, n, prompt):
         config=config,
         n=n,
         tokens=data.tokens,
-        prompt=prompt,
+        is_prefill=is_prefill,
     )
     return out, cache.advance(state, n)
 
@@ -106,7 +106,7 @@ def read(spec, config, state, data: Data, lengths, block):
     def one(i, state):
         part = _part(data, i * block, block)
         n = jnp.clip(lengths - i * block, 0, block)
-        return step(spec, config, state, part, n, prompt=True)[1]
+        return step(spec, config, state, part, n, is_prefill=True)[1]
 
     return jax.lax.fori_loop(0, data.tokens.shape[1] // block, one, state)
 
@@ -117,7 +117,7 @@ def write(spec, config, state, data: Data, active):
 
     def one(i, state):
         n = active.astype(jnp.int32)
-        return step(spec, config, state, _part(data, i, 1), n, prompt=False)[1]
+        return step(spec, config, state, _part(data, i, 1), n, is_prefill=False)[1]
 
     return jax.lax.fori_loop(0, data.tokens.shape[1], one, state)
 

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from testing.engine import decode, score_tokens
 
 from kvjax import Schedule, cache, policies
 from kvjax.cache.config import make_config
-from kvjax.engine.steps import compact, decode, prefill, score_tokens
+from kvjax.engine.steps import compact, prefill
 
 RULES = ("average_attention", "h2o", "streaming", "key_diff")
 STEPS = 21  # several select_evictions while decoding
@@ -36,8 +37,8 @@ def run(model, config, prompt, steps=STEPS):
         state = compact(state, spec=spec, config=config, capacity=capacity)
     kept.append(cache.kept_positions(state)[0])
     active, keys = jnp.ones((1,), bool), jax.random.split(jax.random.key(0), 1)
-    state, out, _ = decode(
-        model.params, state, logits, active, keys, spec=spec, config=config, steps=steps
+    state, out = decode(
+        model.params, state, logits, active, keys, spec=spec, config=config, count=steps
     )
     cache.raise_errors(state)
     return (*kept, cache.kept_positions(state)[0], out[0].tolist())

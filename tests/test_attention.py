@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.attention import backends
-from kvjax.attention import ops as attention
-from kvjax.attention.backends import PLAIN
-from kvjax.attention.ops import attend, merge, normalize
+from kvjax.attention import attend, backends, merge, normalize, reference
+from kvjax.attention.reference import NO_STATS, PLAIN
 from kvjax.types import ATTENTION_STATS, Scoring
 
 
@@ -28,7 +26,7 @@ def draw(seed, batch, heads, group, length, slots, depth):
 
 def by_hand(q, k, v, pos, q_pos, n):
     """Loops over everything, float64."""
-    out, mass = np.zeros(q.shape), np.zeros(pos.shape)
+    out, attn_sum = np.zeros(q.shape), np.zeros(pos.shape)
     for b, h, g, t in np.ndindex(q.shape[:4]):
         seen = (pos[b, h] >= 0) & (pos[b, h] <= q_pos[b, t])
         if not seen.any():
@@ -38,8 +36,8 @@ def by_hand(q, k, v, pos, q_pos, n):
         weights /= weights.sum()
         out[b, h, g, t] = weights @ v[b, h, seen]
         if t < n[b]:
-            mass[b, h, seen] += weights / q.shape[2]
-    return out, mass
+            attn_sum[b, h, seen] += weights / q.shape[2]
+    return out, attn_sum
 
 
 def arrays(q, k, v, pos, q_pos, n):
@@ -54,40 +52,40 @@ def arrays(q, k, v, pos, q_pos, n):
     length=st.sampled_from([1, 4]),
     slots=st.sampled_from([1, 7, 16]),
 )
-def test_attention_and_mass(seed, group, length, slots):
+def test_attention_and_its_sums(seed, group, length, slots):
     case = draw(seed, 2, 2, group, length, slots, 8)
     partial, seen = attend(*arrays(*case), frozenset({"attn_sum"}))
-    out, mass = by_hand(*case)
+    out, attn_sum = by_hand(*case)
     np.testing.assert_allclose(normalize(partial), out, atol=2e-6)
-    np.testing.assert_allclose(seen.attn_sum, mass, atol=1e-5)
+    np.testing.assert_allclose(seen.attn_sum, attn_sum, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "scoring", [PLAIN, Scoring(logits_soft_cap=2.0, local_window=5)]
 )
 @pytest.mark.parametrize(
-    "needs", [frozenset(), *map(frozenset, (["attn_sum"], ATTENTION_STATS))]
+    "stats", [NO_STATS, *map(frozenset, (["attn_sum"], ATTENTION_STATS))]
 )
 @pytest.mark.parametrize("batch", [1, 2, 5])
-def test_tiles_are_the_reference(monkeypatch, batch, needs, scoring):
+def test_tiles_are_the_reference(monkeypatch, batch, stats, scoring):
     """Tiles of 8 of 20 slots, rows two at a time; some rows hold nothing."""
-    monkeypatch.setattr(attention, "TILE", 8)
-    monkeypatch.setattr(attention, "PIECE", 2 * 4 * (2 * 3 * 4 * 20))
+    monkeypatch.setattr(reference, "TILE", 8)
+    monkeypatch.setattr(reference, "PIECE", 2 * 4 * (2 * 3 * 4 * 20))
     q, k, v, pos, q_pos, n = draw(3, batch, 2, 3, 4, 20, 8)
     pos[:, :, 14:] = -1  # the last slots are not in use
     pos[-1] = -1 if batch > 1 else pos[-1]
     case = arrays(q, k, v, pos, q_pos, n)
-    wanted, seen = attend(*case, needs, "reference", scoring)
+    wanted, seen = attend(*case, stats, "reference", scoring)
     found, also_seen = jax.jit(attend, static_argnums=(6, 7, 8))(
-        *case, needs, "tiles", scoring
+        *case, stats, "tiles", scoring
     )
     np.testing.assert_allclose(normalize(found), normalize(wanted), atol=2e-6)
     np.testing.assert_allclose(found.max_logit, wanted.max_logit, atol=1e-6)
     if scoring == PLAIN:
-        out, mass = by_hand(q, k, v, pos, q_pos, n)
+        out, attn_sum = by_hand(q, k, v, pos, q_pos, n)
         np.testing.assert_allclose(normalize(found), out, atol=2e-6)
-        if needs:
-            np.testing.assert_allclose(also_seen.attn_sum, mass, atol=1e-5)
+        if stats:
+            np.testing.assert_allclose(also_seen.attn_sum, attn_sum, atol=1e-5)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6)
     jax.tree.map(close, also_seen, seen)
 
@@ -95,11 +93,11 @@ def test_tiles_are_the_reference(monkeypatch, batch, needs, scoring):
 def test_tiles_are_what_a_cpu_reads_prompts_with():
     prompt, step = (jnp.zeros((1, 2, 3, length, 8)) for length in (4, 1))
     k = jnp.zeros((1, 2, 20, 8))
-    assert backends.select_backend(prompt, k, frozenset(), None) == "tiles"
-    assert backends.select_backend(step, k, frozenset(), None) == "reference"
+    assert backends.select_backend(prompt, k, NO_STATS, None).name == "tiles"
+    assert backends.select_backend(step, k, NO_STATS, None).name == "reference"
 
 
-def test_mass_only_when_needed():
+def test_sums_only_when_asked_for():
     assert attend(*arrays(*draw(0, 1, 1, 1, 1, 4, 8)))[1].attn_sum is None
 
 

@@ -43,7 +43,7 @@ def test_bytes_are_counted():
     shape = bench_kernels.BASE
     pairs = 2 * 64 * 8 * 2048 * 128 * 2
     assert pairs < shape.bytes() < 1.02 * pairs
-    assert shape.bytes(bench_kernels.MASS) - shape.bytes() == 64 * 8 * 2048 * 4
+    assert shape.bytes(bench_kernels.SCORED) - shape.bytes() == 64 * 8 * 2048 * 4
 
 
 def test_times_a_whole_step(monkeypatch):

@@ -140,9 +140,9 @@ def test_decode_step(target, name, layers, rows, slots=2048):
     """A whole model: no second cache, nor a copy of any layer's."""
     spec = model_step.SPECS[name]
     spec = dataclasses.replace(spec, num_layers=layers)
-    how = model_step.made(spec, slots)
-    shapes = model_step.shapes(spec, how, rows)
-    run = functools.partial(model_step.step, spec=spec, how=how)
+    config = model_step.batch_max(spec, slots)
+    shapes = model_step.shapes(spec, config, rows)
+    run = functools.partial(model_step.step, spec=spec, config=config)
     compiled = targets.compile_for(target, run, *shapes, donate=1)
     memory = compiled.memory_analysis()
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -13,6 +13,7 @@ import layer
 import numpy as np
 import pytest
 from conftest import often
+from testing import toys
 
 from kvjax import Schedule, cache, policies
 from kvjax.cache.config import make_config
@@ -49,18 +50,29 @@ OFTEN = (  # one of each kind of memory, where the same code serves all policies
     *("streaming", "snapkv", "scissorhands", "fastgen", "average_attention", "tova"),
     *("key_diff", "expected_attention", "lag_kv", "random"),
 )
-CASES = [(name, phases) for name in policies.names() for phases in SCHEDULES]
-CASES += [(name, SCHEDULES[0]) for name in VARIANTS]
+STORED = {  # how and where pairs are kept
+    "dense": {},
+    "halves": {"layout": toys.HALVES},
+    "halved": {"codec": toys.HALVED},
+    "halved_but_newest": {"codec": toys.HALVED_BUT_NEWEST},
+}
+CASES = [(name, phases, "dense") for name in policies.names() for phases in SCHEDULES]
+CASES += [(name, SCHEDULES[0], "dense") for name in VARIANTS]
 CASES = often(
     CASES,
     [each for each in CASES if each[0] in OFTEN or each[1] == SCHEDULES[0]],
 )
+CASES += [
+    pytest.param((name, SCHEDULES[i % 2], stored), marks=pytest.mark.e2e)
+    for stored in ("halves", "halved_but_newest")
+    for i, name in enumerate(POLICIES)
+]
 
 
 @functools.cache
-def compressed(policy, phases, spec=SPEC, **options):
+def compressed(policy, phases, spec=SPEC, stored="dense", **options):
     schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
-    return make_config(spec, policy, BUDGET, schedule, **options)
+    return make_config(spec, policy, BUDGET, schedule, **STORED[stored], **options)
 
 
 def run(config, data=DATA, lengths=LENGTHS, spec=SPEC, spoil=lambda state: state):
@@ -75,7 +87,9 @@ def run(config, data=DATA, lengths=LENGTHS, spec=SPEC, spoil=lambda state: state
         jnp.asarray(data.k).dtype,
     )
     read = layer.read(spec, config, state, prompts, lengths, BLOCK)
-    assert state.layers[0].k.is_deleted()  # a state that is not donated warns: an error
+    assert all(
+        x.is_deleted() for x in jax.tree.leaves(state.layers)
+    )  # a state that is not donated warns: an error
     small = read
     if config.schedule.compacts:
         small = layer.shrink(
@@ -83,7 +97,7 @@ def run(config, data=DATA, lengths=LENGTHS, spec=SPEC, spoil=lambda state: state
         )
     mine = jax.tree.map(jnp.copy, spoil(small))
     end = layer.write(spec, config, mine, new, lengths > 0)
-    assert mine.layers[0].k.is_deleted()
+    assert all(x.is_deleted() for x in jax.tree.leaves(mine.layers))
     cache.raise_errors(end)
     return read, small, end
 
@@ -104,8 +118,8 @@ def programs_compiled():
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
 def case(request):
     """One policy under one schedule, and what it keeps of the six rows together."""
-    name, phases = request.param
-    config = compressed(POLICIES[name], phases)
+    name, phases, stored = request.param
+    config = compressed(POLICIES[name], phases, stored=stored)
     return name, config, run(config)
 
 
@@ -113,12 +127,11 @@ def test_budget_shapes_and_dtypes(case):
     """Never over budget; as many pairs as the schedule says; as allocated."""
     name, config, (read, small, end) = case
     phases = config.schedule.phases
-    assert (
-        end.layers[0].positions.shape[2] == config.decode_capacity(SPEC, PROMPT, NEW)[0]
-    )
-    assert end.layers[0].k.shape == (*end.layers[0].positions.shape, SPEC.head_dim)
+    assert cache.capacities(end)[0] == config.decode_capacity(SPEC, PROMPT, NEW)[0]
+    shown = end.layout.positions(end.layers[0])
+    assert end.layout.keys(end.layers[0]).shape == (*shown.shape, SPEC.head_dim)
     like = jax.tree.map(lambda x: (x.shape, x.dtype), end.stats)
-    fresh = cache.init(SPEC, config, len(LENGTHS), (end.layers[0].positions.shape[2],))
+    fresh = cache.init(SPEC, config, len(LENGTHS), cache.capacities(end))
     assert like == jax.tree.map(lambda x: (x.shape, x.dtype), fresh.stats)
     for row, length in enumerate(LENGTHS):
         for state in (read, small, end):
@@ -149,7 +162,8 @@ def test_a_row_does_not_see_its_neighbours(case):
     name, config, states = case
     compiled = programs_compiled()
     if name in policies.names():  # a policy config again is the same policy
-        config = compressed(policies.make(name), config.schedule.phases)
+        again = compressed(policies.make(name), config.schedule.phases)
+        assert again.policy == config.policy
     order = np.asarray([3, 0, 5, 4, 1, 2])
     rows = {"q", "k", "v", "tokens"}
     moved = DATA._replace(**{f: getattr(DATA, f)[order] for f in rows})
@@ -183,24 +197,9 @@ def test_heads_permute(case):
 def test_empty_slots_are_never_looked_at(case):
     """Whatever lies in the empty slots changes nothing."""
     _, config, states = case
-    state = states[1]
-
-    def spoil(state):
-        held = state.layers[0]
-        empty = held.positions < 0
-
-        def junk(leaf):
-            mask = empty.reshape(empty.shape + (1,) * (leaf.ndim - 3))
-            return jnp.where(mask, jnp.ones((), leaf.dtype) * 77, leaf)
-
-        pairs = held.replace(k=junk(held.k), v=junk(held.v))
-        stats = state.stats[0]
-        stats = stats._replace(per_slot=jax.tree.map(junk, stats.per_slot))
-        return state.replace(layers=(pairs,), stats=(stats,))
-
-    *_, end = run(config, spoil=spoil)
+    *_, end = run(config, spoil=toys.spoiled)
     same(kept(end), kept(states[2]))
-    assert any(np.any(layer.positions < 0) for layer in state.layers)
+    assert np.any(end.layout.positions(states[1].layers[0]) < 0)
 
 
 @pytest.mark.parametrize("name", often(POLICIES, OFTEN[:6]))
@@ -211,7 +210,7 @@ def test_ways_to_make_room_agree(name):
     positions ties.
     """
     reuse = compressed(POLICIES[name], "prefill_and_decode")
-    gather = compressed(POLICIES[name], "prefill_and_decode", eviction="gather")
+    gather = compressed(POLICIES[name], "prefill_and_decode", eviction="compact")
     same(kept(run(gather)[2]), kept(run(reuse)[2]))
     alike = DATA._replace(
         q=np.ones_like(DATA.q), k=np.ones_like(DATA.k), v=np.ones_like(DATA.v)

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import tiny_spec
+from testing.engine import decode, run_batch
 
 import kvjax
 from kvjax import Schedule, cache, policies
 from kvjax.cache.config import make_config
-from kvjax.engine.api import run_batch
+from kvjax.engine import compiled
 from kvjax.engine.compiled import Job, bucket, programs, tree_bytes
-from kvjax.engine.steps import decode, prefill
+from kvjax.engine.steps import prefill
 
 BUDGET, BLOCK = 24, 8
 LENGTHS = (5, 24, 25, 40, 63, 90)  # below, at and above the budget; ragged
@@ -50,8 +51,7 @@ def same_pairs(a, b):
 def case(request):
     """One policy under one schedule; its programs go when its tests are done."""
     yield request.param
-    programs.cache_clear()
-    jax.clear_caches()
+    compiled.clear()
 
 
 def test_batched_equals_single(tiny, case):
@@ -141,7 +141,7 @@ def test_jit_equals_eager(tiny):
         state, logits = prefill(
             tiny.params, state, jnp.asarray(tokens), lengths, spec=spec, config=config
         )
-        state, out, _ = decode(
+        state, out = decode(
             tiny.params,
             state,
             logits,
@@ -149,7 +149,7 @@ def test_jit_equals_eager(tiny):
             rng_keys,
             spec=spec,
             config=config,
-            steps=4,
+            count=4,
         )
     assert out.tolist() == fast.tokens
     same_pairs(cache.kept_positions(state), cache.kept_positions(fast.state))
@@ -263,7 +263,7 @@ def test_live_bytes_fall_and_allocated_ones_do_not(tiny):
         [prompts()[5], prompts()[0]],
         (0, 1),
     )
-    live, allocated = cache.pair_bytes(result.state)
+    live, allocated = cache.stored_bytes(result.state)
     pair = 2 * 4 * tiny.spec.head_dim * tiny.spec.num_kv_heads * tiny.spec.num_layers
     assert live == (6 + 3 + 5 + 3) * pair
     assert allocated == 2 * (BUDGET + 4) * pair

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import often
 from safetensors.numpy import load_file, save_file
+from testing.engine import score_tokens
 
 import kvjax
 from kvjax import cache, policies
@@ -65,7 +66,7 @@ def run(model, data, policy=None, block=7, implementation=None):
     state, first = steps.prefill(
         model.params, state, padded, one, spec=spec, config=config
     )
-    state, rest = steps.score_tokens(
+    state, rest = score_tokens(
         model.params, state, fed[:, length:-1], spec=spec, config=config
     )
     return np.concatenate([first[None], rest]).swapaxes(0, 1)

@@ -52,7 +52,7 @@ def test_docstring_is_complete(name):
     assert "=" in doc.formula
     assert doc.source
     assert list(doc.args) == list(words.defaults(name))
-    assert bool(doc.required_stats) == bool(policies.make(name).needs)
+    assert bool(doc.needs) == bool(policies.make(name).required_stats)
 
 
 @pytest.mark.parametrize("name", gallery.COMBINATORS)
@@ -72,7 +72,7 @@ def test_parse():
         "second": "share one meaning: of two lines.",
         "third": "has another; the paper's 4.",
     }
-    assert doc.required_stats == "mass, the sums."
+    assert doc.needs == "mass, the sums."
     assert doc.source.endswith("section 2. The code differs.")
     assert doc.raises == "UserError: sometimes."
     assert gallery.short_source(doc.source) == "A Paper (Somebody et al. 2024)"
@@ -125,6 +125,13 @@ def test_runs_are_those_of_kvjax(tiny, monkeypatch):
         )
         jax.tree.map(np.testing.assert_array_equal, kept, alone.kept_positions)
         assert new[:1] == alone.tokens
+
+
+def test_data_of_earlier_runs_are_read():
+    data = runs.read(ROOT / "docs" / "data" / "gallery.json")
+    assert tuple(data["setting"]["shape"]) == words.Shape._fields
+    for each in data["policies"].values():
+        assert tuple(each["runs"]) == pictures.SCHEDULES
 
 
 def test_pack():

@@ -204,11 +204,11 @@ def test_heavy_hitters_of_cold_compress_count_a_prompt_as_one_query():
         row = Replay(case.make()).read(prompt)
         row.held[:] = [np.isin(position, head) for head in theirs[0]]
         row.shown[:] = row.held
-        average = np.asarray(row.stats.slots) / np.maximum(prompt - position, 1)
+        average = np.asarray(row.stats.per_slot) / np.maximum(prompt - position, 1)
         row.stats = Stats(per_slot=average.astype(np.float32))
         for step, now in enumerate(range(prompt, T)):
             ratio = np.where(position < prompt, (now - position) / (step + 1), 1.0)
-            own = np.asarray(row.stats.slots)
+            own = np.asarray(row.stats.per_slot)
             row.stats = Stats(per_slot=(own * ratio).astype(np.float32))
             row.drop(39).stats = Stats(per_slot=own)
             np.testing.assert_array_equal(row.read(now + 1).kept, theirs[step + 1])
@@ -262,7 +262,7 @@ def test_fastgen_recovers_what_cold_compress_recovers(past):
     share = recovered.max() + MARGIN if past else recovered.min() - MARGIN
     case = CASES["fastgen"]
     row = Replay(case.make(share=float(share))).read(T)
-    assert (np.asarray(row.stats.rows)[0] == int(past)).all()
+    assert (np.asarray(row.stats.per_row)[0] == int(past)).all()
 
 
 def test_fastgen_of_hybrid_yaml_has_another_ladder():

@@ -12,7 +12,7 @@ MAY = {  # from the ground up: a room imports itself and those named here
     "parallel": {"types"},
     "pallas": {"types"},
     "policies": {"types", "registry"},
-    "attention": {"types", "pallas"},
+    "attention": {"types", "registry", "pallas"},
     "models": {"types", "parallel"},
     "cache": {"types", "registry", "parallel", "policies", "attention"},
     "engine": {

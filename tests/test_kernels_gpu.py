@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import by_hand, shapes
 
-from kvjax.attention.ops import attend as reference
-from kvjax.attention.ops import normalize
+from kvjax.attention import attend, normalize
 from kvjax.pallas import gpu, gpu_launch
 from kvjax.pallas.common import STATS
 from kvjax.types import Partial
 
 ALL = frozenset(STATS)
+SOFTMAX = Partial._fields
 CHIP = gpu.CHIPS["H200"]
 WINDOW = 5
 
@@ -148,16 +148,16 @@ def test_copies_and_their_readers_do_not_race(t, settings_of_the_interpreter):
 def test_agrees_with_the_reference(t, dtype):
     case = Case(2, 2, 3, t, 136, 64, dtype, seed=1)
     scored = case.run()
-    needs = ALL - {"window"}
+    stats = ALL - {"window_sum"}
     arrays = map(jnp.asarray, (case.q, case.k, case.v, case.pos, case.q_pos, case.n))
-    want, seen = reference(*arrays, needs)
-    for name in ("o", "m", "l"):
+    want, seen = attend(*arrays, stats, "reference")
+    for name in SOFTMAX:
         have, expected = getattr(scored, name), getattr(want, name)
         assert have.shape == expected.shape and have.dtype == expected.dtype
-        scale = {"o": 100, "m": 1, "l": 100}[name]  # sums of as many terms
+        scale = 1 if name == "max_logit" else 100  # the others are sums of many terms
         atol = OUTPUT[dtype] * scale
         np.testing.assert_allclose(have, expected, atol=atol, err_msg=name)
-    for name in needs:
+    for name in stats:
         have, expected = getattr(scored, name), getattr(seen, name)
         np.testing.assert_allclose(have, expected, atol=STATISTIC[dtype], err_msg=name)
 
@@ -192,7 +192,7 @@ def test_rows_with_no_real_query_have_no_statistics(t):
 @pytest.mark.parametrize("window", [0, 1, 1000])
 def test_window(window):
     case = Case(1, 1, 3, 64, 64, 64, n=50)
-    every = np.asarray(case.run(window=window).window)
+    every = np.asarray(case.run(window=window).window_sum)
     per_query = []
     for length in (50 - min(window, 50), 50):
         case.n[:] = length
@@ -202,7 +202,7 @@ def test_window(window):
 
 def test_window_of_one_query():
     case = Case(1, 1, 3, 1, 64, 64)
-    assert not np.any(case.run(window=0).window)
+    assert not np.any(case.run(window=0).window_sum)
     np.testing.assert_array_equal(case.run(window=1).window_sum, case.run().attn_sum)
 
 
@@ -213,7 +213,7 @@ def test_only_the_statistics_asked_for(t):
     for stats in (frozenset(), frozenset({"attn_sq_sum", "last_attn"})):
         some = case.run(stats)
         assert {name for name in STATS if getattr(some, name) is not None} == stats
-        for name in {"o", "m", "l"} | stats:
+        for name in {*SOFTMAX, *stats}:
             assert bits(getattr(some, name)) == bits(getattr(full, name)), name
 
 
@@ -226,7 +226,7 @@ def test_split_segments(monkeypatch):
     monkeypatch.setitem(gpu.CHIPS, "H200", CHIP._replace(processors=1))
     assert gpu.cut(2, 776, 64, gpu.CHIPS["H200"])[:2] == (1, 13)
     whole = case.check()
-    for name in ("o", "m", "l", *STATS):
+    for name in (*SOFTMAX, *STATS):
         have, want = getattr(split, name), getattr(whole, name)
         np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-5, err_msg=name)
 
@@ -257,7 +257,7 @@ def test_rows_do_not_depend_on_their_neighbours():
     for name in ("q", "k", "v", "pos", "q_pos", "n"):
         setattr(case, name, getattr(case, name)[1:2])
     alone = case.run()
-    for name in ("o", "m", "l", *STATS):
+    for name in (*SOFTMAX, *STATS):
         have, want = getattr(together, name)[1:2], getattr(alone, name)
         np.testing.assert_allclose(have, want, rtol=1e-6, atol=1e-6, err_msg=name)
 
@@ -303,7 +303,7 @@ def test_writes_then_attends(c):
     np.testing.assert_array_equal(k, case.k)
     np.testing.assert_array_equal(v, case.v)
     want = case.run(window=0)
-    for name in ("o", "m", "l", *STATS):
+    for name in (*SOFTMAX, *STATS):
         have, expected = getattr(scored, name), getattr(want, name)
         np.testing.assert_allclose(have, expected, rtol=1e-6, err_msg=name)
 

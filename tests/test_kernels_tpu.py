@@ -13,8 +13,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from kernels import STATS, TOLERANCE, by_hand, check, draw, finite, generated
 
-from kvjax import policies
-from kvjax.attention import ops as attention
+from kvjax import attention, policies
 from kvjax.pallas import tpu
 from kvjax.policies.base import select_evictions
 from kvjax.types import Scoring, View
@@ -41,7 +40,7 @@ def run(case, stats=STATS, window=0, tiles=SMALL, interpret=True):
 def test_agrees_with_float64(seed, heads, group, length, slots, depth, dtype):
     """Any shape; empty slots hold NaN, some rows see nothing, some queries pad."""
     case = draw(seed, heads, group, length, slots, depth, dtype)
-    stats = STATS | {"window"}
+    stats = STATS | {"window_sum"}
     check(run(case, stats, window=3), case, stats, window=3)
 
 
@@ -207,7 +206,7 @@ def test_picks_the_victims_of_the_policy(name):
 
 
 class _Spec:
-    num_kv_heads, group, head_dim = 2, 3, 64
+    num_kv_heads, queries_per_kv_head, head_dim = 2, 3, 64
 
 
 @pytest.mark.parametrize("kind", ["decode", "block", "write"])

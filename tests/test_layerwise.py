@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing.engine import run_batch, score_tokens
 
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.config import make_config
-from kvjax.engine import layerwise
-from kvjax.engine.api import run_batch
+from kvjax.engine import layerwise, runner
 from kvjax.engine.compiled import Job, bucket
-from kvjax.engine.steps import compact, prefill, score_tokens
+from kvjax.engine.steps import compact, prefill, score
 
 NEW = 9
 RNG = np.random.default_rng(0)
@@ -41,6 +41,11 @@ def readings(tiny):
     return layerwise.Readings(tiny, compressions(tiny.spec))
 
 
+def written(tiny, readings, config, **changes):
+    job = Job(tiny.spec, config, len(PROMPTS), 64, NEW, **changes)
+    return runner.run_batch(readings.runner(job), PROMPTS, range(len(PROMPTS)))
+
+
 @pytest.mark.parametrize("index", range(len(METHODS)))
 def test_same_tokens_and_pairs(tiny, readings, index):
     config = compressions(tiny.spec)[index]
@@ -48,12 +53,11 @@ def test_same_tokens_and_pairs(tiny, readings, index):
     whole = run_batch(
         tiny.params, Job(tiny.spec, config, 3, size, NEW), PROMPTS, range(3)
     )
-    reading = readings.after(config, PROMPTS, NEW)
-    reading, tokens = layerwise.write(tiny, config, reading, NEW, (-1,))
-    assert tokens == whole.tokens
+    found = written(tiny, readings, config)
+    assert found.tokens == whole.tokens
     jax.tree.map(
         np.testing.assert_array_equal,
-        cache.kept_positions(layerwise.joined(reading)),
+        cache.kept_positions(found.state),
         cache.kept_positions(whole.state),
     )
 
@@ -75,9 +79,24 @@ def test_same_logits(tiny, readings, index):
     forced = jnp.asarray(given, jnp.int32)
     _, rest = score_tokens(tiny.params, state, forced, spec=spec, config=config)
     whole = np.concatenate([np.asarray(first)[None], np.asarray(rest)])[:, 0]
-    reading = readings.after(config, prompts, NEW)
-    found = layerwise.score_tokens(tiny, config, reading, given)
-    np.testing.assert_allclose(found[0], whole, atol=1e-5)
+    more = np.concatenate([given, [[0]]], axis=1)  # judged last, and never fed
+    job = Job(spec, config, 1, 64, NEW)
+    alone = readings.runner(job)
+    found = alone.score(alone.prefill(prompts), more, np.asarray([NEW + 1]))
+    np.testing.assert_allclose(found.logits[:, 0], whole, atol=1e-5)
+    state, same = score(
+        tiny.params,
+        state,
+        first,
+        jnp.asarray(more, jnp.int32),
+        jnp.asarray([NEW + 1], jnp.int32),
+        spec=spec,
+        config=config,
+        keep_logits=True,
+    )
+    np.testing.assert_allclose(same.logits[:, 0], whole, atol=1e-5)
+    np.testing.assert_allclose(same.logprob, found.logprob, atol=1e-5)
+    np.testing.assert_array_equal(same.greedy, found.greedy)
 
 
 def test_the_prompt_is_read_once(tiny, monkeypatch):
@@ -106,13 +125,9 @@ def test_readings_are_shared_by_what_reads_alike(tiny):
 
 def test_an_end_token_stops_a_row(tiny, readings):
     config = compressions(tiny.spec)[1]
-    free = layerwise.write(
-        tiny, config, readings.after(config, PROMPTS, NEW), NEW, (-1,)
-    )
-    end = free[1][0][3]
-    cut = layerwise.write(
-        tiny, config, readings.after(config, PROMPTS, NEW), NEW, (end,)
-    )
-    for whole, short in zip(free[1], cut[1], strict=True):
+    free = written(tiny, readings, config)
+    end = free.tokens[0][3]
+    cut = written(tiny, readings, config, eos=(end,))
+    for whole, short in zip(free.tokens, cut.tokens, strict=True):
         stop = whole.index(end) + 1 if end in whole else NEW
         assert short == whole[:stop]

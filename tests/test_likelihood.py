@@ -19,11 +19,12 @@ from asking import (
     requests,
     words,
 )
+from testing.engine import score_tokens
 
 from kvjax import cache
 from kvjax.cache.config import make_config
-from kvjax.engine import api, likelihood
-from kvjax.engine.steps import compact, prefill, score_tokens
+from kvjax.engine import likelihood
+from kvjax.engine.steps import compact, prefill
 from kvjax.models import decoder
 from kvjax.types import UserError
 
@@ -153,13 +154,13 @@ def by_hand(model, config, head, tail):
 
 def test_memory_decides_the_batch_and_not_the_answer(model, monkeypatch):
     sizes = []
-    real = api.read
+    real = runner.Whole.prefill
 
-    def read(params, job, prompts):
-        sizes.append((len(prompts), job.batch))
-        return real(params, job, prompts)
+    def prefill(self, prompts):
+        sizes.append((len(prompts), self.job.batch))
+        return real(self, prompts)
 
-    monkeypatch.setattr(api, "read", read)
+    monkeypatch.setattr(runner.Whole, "prefill", prefill)
     texts = [(words(i, 20 + i), " " + words(i, 2)) for i in range(12)]
     asked = requests(texts)
     much = answering(model, memory_gb=0.05).loglikelihood(asked, disable_tqdm=True)

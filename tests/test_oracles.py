@@ -29,7 +29,7 @@ from kvjax.models import decoder
 from kvjax.types import LayerOps
 
 SPEC = tiny_spec(num_layers=1, num_heads=4)  # K=2, G=2, D=8
-K, G, D = SPEC.num_kv_heads, SPEC.group, SPEC.head_dim
+K, G, D = SPEC.num_kv_heads, SPEC.queries_per_kv_head, SPEC.head_dim
 ROWS, STEPS, IDS = 4, 24, 12
 EXAMPLES = 2  # batches per case
 SHARP = 2.5  # scales the queries: attention on random keys is peaked
@@ -86,7 +86,7 @@ def over(name, parts, *shape_and_phases, options=(), **how):
     return Case(policy, rule, *shape_and_phases, options=options)
 
 
-FEW = (("rows", 3),)  # fewer rows at once than the batch has
+FEW = (("rows_per_eviction", 3),)  # fewer rows at once than the batch has
 GATHER = (("eviction", "compact"),)
 SLOTS = (("rope_positions", "cache"),)
 
@@ -222,7 +222,7 @@ def run(q, k, v, out, tokens, lengths, stops, *, config, room):
 
     state = cache.init(spec, config, ROWS, config.prefill_capacity(spec, room, STEPS))
     state, prefilled = jax.lax.scan(read, state, jnp.arange(room // block))
-    noted = state.stats[0].rows
+    noted = state.stats[0].per_row
     if config.schedule.compacts:
         capacity = config.decode_capacity(spec, room, STEPS)
         state = cache.compact(state, config, capacity, decoder.rotations(spec))

@@ -1,5 +1,6 @@
 """The rules with arrays alone, and the choice that scores lead to."""
 
+import functools
 import types
 
 import jax
@@ -10,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import policies
-from kvjax.types import Observation, Stats, View
+from kvjax.policies.base import check_params
+from kvjax.types import Observation, Stats, UserError, View
+
+jit = functools.partial(  # small arrays: compiling takes longer than running
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+)
 
 
 def view(pos, keep, keys=None):
@@ -48,7 +54,7 @@ def test_evictions_are_a_stable_sort(seed, ties, slots):
 def test_a_rule_in_somebody_elses_code():
     """No model, cache or layout of ours: arrays in, arrays out, under jit."""
     policy = policies.average_attention()
-    spec = types.SimpleNamespace(num_kv_heads=2, group=1, head_dim=4)
+    spec = types.SimpleNamespace(num_kv_heads=2, queries_per_kv_head=1, head_dim=4)
     weights = jax.nn.softmax(jax.random.normal(jax.random.key(0), (1, 2, 6, 6)))
     causal = weights * jnp.tril(jnp.ones((6, 6)))[None, None]
 
@@ -119,5 +125,239 @@ def test_factories_give_one_policy():
     assert [policies.make(name).name for name in policies.names()] == list(
         policies.names()
     )
-    with pytest.raises(policies.UserError):
+    with pytest.raises(UserError):
         policies.make("")
+
+
+# ------------------------------------------------------------------- heads split up
+
+
+def noted(policy, queries, keys, heads, gather_heads=lambda x: x, first_head=0):
+    """Scores [B, K, C] of C tokens that were read at once, by `heads` of the heads."""
+    spec = types.SimpleNamespace(
+        num_kv_heads=heads, queries_per_kv_head=3, head_dim=keys.shape[-1]
+    )
+    batch, _, count, _ = keys.shape
+    positions = jnp.broadcast_to(jnp.arange(count), (batch, heads, count))
+    seen = View(
+        positions,
+        jnp.full(batch, count - 1),
+        jnp.full((batch, heads), 5),
+        keys=lambda: keys,
+        gather_heads=gather_heads,
+        first_head=first_head,
+    )
+    observation = Observation(
+        jnp.full(batch, count),
+        positions[:, 0],
+        queries=queries,
+        last_attn=jnp.sum(queries, axis=(2, 4)),
+    )
+    stats = policy.observe(policy.init(spec, batch, count), seen, observation)
+    return policy.score(stats, seen)
+
+
+LOOK_ACROSS = {
+    "shared_heads": policies.shared_heads(policies.key_norm()),
+    "per_head": policies.per_head(policies.key_norm(), total=0.7),
+    "tova": policies.tova(),
+    "simlayerkv": policies.simlayerkv(threshold=0.5, sinks=1, recent=3, queries=4),
+    "mix": policies.mix(policies.tova(), policies.key_norm()),
+    "random": policies.random(),  # asks for nothing but the numbers of its heads
+}
+
+
+@pytest.mark.parametrize("name", LOOK_ACROSS)
+def test_heads_may_be_split(name):
+    """Two halves that ask each other say what the whole says."""
+    policy = LOOK_ACROSS[name]
+    assert policy.needs_all_heads == (name != "random")
+    rng = np.random.default_rng(0)
+    queries = jnp.asarray(rng.normal(size=(3, 4, 3, 9, 8)), jnp.float32)
+    keys = jnp.asarray(rng.normal(size=(3, 4, 9, 8)), jnp.float32)
+
+    def half(queries, keys):
+        gather = lambda x: jax.lax.all_gather(x, "heads", axis=1, tiled=True)
+        first = jax.lax.axis_index("heads") * 2
+        return noted(policy, queries, keys, 2, gather, first)
+
+    split = [jnp.stack(jnp.split(x, 2, axis=1)) for x in (queries, keys)]
+    both = jit(jax.vmap(half, axis_name="heads"))(*split)
+    whole = jit(lambda *pairs: noted(policy, *pairs, 4))(queries, keys)
+    np.testing.assert_array_equal(jnp.concatenate(list(both), axis=1), whole)
+
+
+def test_rules_made_of_rules_say_who_looks_across():
+    for build in (policies.protect, policies.smooth, policies.criticalkv):
+        assert build(policies.tova()).needs_all_heads
+        assert not build(policies.h2o()).needs_all_heads
+
+
+# ------------------------------------------------------------------- a learned rule
+
+
+def told(stats, view, observation):
+    """Every pair's score, from what attention read when the pair came."""
+    new = jnp.einsum("btm,mk->bkt", observation.hidden, view.params)
+    new = policies.own_heads(view, new)
+    return Stats(policies.scatter_new(view, observation, new, stats.per_slot))
+
+
+LINEAR = policies.Policy(
+    init=lambda *shape: Stats(policies.zeros_per_slot(*shape)),
+    observe=told,
+    score=lambda stats, view: stats.per_slot,
+    required_stats=frozenset({"hidden"}),
+    name="linear",
+)
+LAYERS, ROWS, HEADS, COUNT, WIDTH, BLOCK, BUDGET = 2, 3, 2, 24, 5, 8, 7
+LENGTHS = (24, 13, 6)
+programs = []  # one entry for each time that `choose` is traced
+
+
+@functools.partial(jit, static_argnames=("policy", "heads"))
+def choose(policy, layers, hidden, heads=HEADS, first_head=0):
+    """bool[L, B, K, C], the positions kept of rows that are read block by block."""
+    programs.append(policy)
+    spec = types.SimpleNamespace(num_kv_heads=heads)
+    lengths = jnp.asarray(LENGTHS)
+
+    def layer(index):
+        # Pairs lie in slots from the last to the first.
+        place = jnp.broadcast_to(jnp.arange(COUNT)[::-1], (ROWS, heads, COUNT))
+        kept = jnp.zeros(place.shape, bool)
+        stats = policy.init(spec, ROWS, COUNT)
+        for start in range(0, COUNT, BLOCK):
+            n = jnp.clip(lengths - start, 0, BLOCK)
+            end = (start + n)[:, None, None]
+            kept = kept | ((place >= start) & (place < end))
+            live = jnp.sum(kept, axis=-1)
+            positions = jnp.where(kept, place, -1)
+            most = jnp.minimum(live, BUDGET)
+            seen = View(
+                positions,
+                jnp.minimum(lengths, start + BLOCK) - 1,
+                most,
+                params=layers[index],
+                first_head=first_head,
+            )
+            at = jnp.broadcast_to(start + jnp.arange(BLOCK), (ROWS, BLOCK))
+            here = hidden[index, :, start : start + BLOCK]
+            stats = policy.observe(stats, seen, Observation(n, at, hidden=here))
+            scores = policy.score(stats, seen)
+            kept &= ~policies.select_evictions(scores, positions, live - most)
+        return kept[..., ::-1]
+
+    return jnp.stack([layer(index) for index in range(LAYERS)])
+
+
+def by_hand(weights, hidden):
+    """The same in NumPy: per head a list of positions, of which the worst go."""
+    kept = np.zeros((LAYERS, ROWS, HEADS, COUNT), bool)
+    for index, row, head in np.ndindex(LAYERS, ROWS, HEADS):
+        score = hidden[index, row] @ weights[index][:, head]
+        held = []
+        for start in range(0, LENGTHS[row], BLOCK):
+            held += range(start, min(start + BLOCK, LENGTHS[row]))
+            held = sorted(held, key=lambda p: score[p])[-BUDGET:]
+        kept[index, row, head, held] = True
+    return kept
+
+
+@pytest.fixture(scope="module")
+def hidden():
+    shape = (LAYERS, ROWS, COUNT, WIDTH)
+    return np.random.default_rng(1).normal(size=shape).astype(np.float32)
+
+
+def weights(seed):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=(WIDTH, HEADS)).astype(np.float32) for _ in range(LAYERS)]
+
+
+def run(policy, hidden, **options):
+    return np.asarray(choose(policy, policy.params.layers, hidden, **options))
+
+
+def test_learned_rule(hidden):
+    """Its weights are arguments of the program: others need no other program."""
+    programs.clear()
+    choices = []
+    for seed in (0, 1):
+        policy = policies.with_params(LINEAR, weights(seed))
+        choices.append(run(policy, hidden))
+        np.testing.assert_array_equal(choices[-1], by_hand(weights(seed), hidden))
+    assert not np.array_equal(*choices)
+    assert len(programs) == 1
+
+
+def test_learned_rule_takes_its_own_heads(hidden):
+    policy = policies.with_params(LINEAR, weights(0))
+    part = run(policy, hidden, heads=1, first_head=1)
+    np.testing.assert_array_equal(part, run(policy, hidden)[:, :, 1:])
+
+
+def test_weights_differ_by_kind_alone():
+    plain, same, wider, half = (
+        policies.with_params(LINEAR, [np.ones((WIDTH, size), dtype)] * LAYERS)
+        for size, dtype in ((2, "f4"), (2, "f4"), (3, "f4"), (2, "f2"))
+    )
+    other = policies.with_params(LINEAR, weights(0))
+    assert plain == same == other and hash(plain) == hash(same) == hash(other)
+    assert len({LINEAR, plain, wider, half}) == 4
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        policies.protect,
+        policies.smooth,
+        policies.chunked,
+        policies.shared_heads,
+        policies.per_head,
+        policies.criticalkv,
+    ],
+)
+def test_weights_go_along(build):
+    """Also those of a rule that only differs by its weights."""
+    first, second = (policies.with_params(LINEAR, weights(seed)) for seed in (0, 1))
+    made = build(first), build(second)
+    assert [each.params for each in made] == [first.params, second.params]
+    for each, policy in zip(made, (first, second), strict=True):
+        assert each.params is policy.params
+    assert made[0].score is made[1].score  # the same program
+    assert build(LINEAR).params is None
+
+
+def test_mix_hands_each_its_own_weights(hidden):
+    first, second = (policies.with_params(LINEAR, weights(seed)) for seed in (0, 1))
+    for share, policy in ((1.0, first), (0.0, second)):
+        both = policies.mix(first, second, weight=share)
+        np.testing.assert_array_equal(run(both, hidden), run(policy, hidden))
+    beside = policies.mix(policies.recency(), second, weight=0.0)
+    np.testing.assert_array_equal(run(beside, hidden), run(second, hidden))
+    nested = policies.protect(policies.mix(beside, first, weight=0.0), 0, 0)
+    np.testing.assert_array_equal(run(nested, hidden), run(first, hidden))
+
+
+def test_numbers_of_layers_must_agree():
+    policy = policies.with_params(LINEAR, weights(0))
+    check_params(policy, LAYERS)
+    check_params(policies.recency(), 30)
+    with pytest.raises(UserError, match=r"'linear' has weights for 2 .* has 30"):
+        check_params(policy, 30)
+    short = policies.with_params(LINEAR, weights(0)[:1])
+    with pytest.raises(UserError, match="weights for 1 and 2 layers"):
+        policies.mix(policy, short)
+
+
+def test_factories_take_arrays():
+    """What cannot be compared is made anew, with its own weights."""
+
+    @policies.memoized
+    def scorer(layers):
+        return policies.with_params(LINEAR, layers)
+
+    for seed in (0, 1):
+        found = scorer(weights(seed)).params.layers
+        jax.tree.map(np.testing.assert_array_equal, found, tuple(weights(seed)))

@@ -1,5 +1,6 @@
 """The attention layer of docs/policies_alone.md, run as it stands there."""
 
+import functools
 import pathlib
 import re
 import types
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax import policies
+from kvjax.types import Observation, View
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "policies_alone.md"
 BLOCKS = re.findall(
@@ -58,9 +60,9 @@ def done(layer, data):
     return layer.run(*data)
 
 
-def test_block_is_short():
+def test_blocks_are_short():
     assert len(BLOCKS[0].splitlines()) <= 60
-    assert max(map(len, BLOCKS[0].splitlines())) <= 88
+    assert max(len(line) for block in BLOCKS for line in block.splitlines()) <= 88
 
 
 def test_keeps_what_snapkv_keeps(data, done):
@@ -116,7 +118,7 @@ def test_observed_is_what_other_rules_need(other, data):
     @jax.jit
     def observe():
         at = jnp.broadcast_to(jnp.arange(x.shape[1])[None], x.shape[:2])
-        q, k, v = other.value_contribution(w, x, at)
+        q, k, v = other.project(w, x, at)
         pos = jnp.broadcast_to(at[:, None], k.shape[:3])
         _, weights = other.attend(w, q, at, k, v, pos)
         return other.observed(n, at, q, weights)
@@ -154,6 +156,29 @@ def test_other_rules(name, other, data):
             assert kept == [best(head) for head in score]
         if name == "tova":
             assert kept == [best(weights[:, -1].mean(axis=0))] * len(k)
+
+
+def test_learned_rule(data):
+    """The page's rule scores each pair by what attention read when it came."""
+    w, x, n, _ = data
+    layer = page(4)
+    at = jnp.broadcast_to(jnp.arange(x.shape[1])[None], x.shape[:2])
+    weights = w["k"][..., 0]  # [M, K]
+    policy = policies.with_params(layer.linear, [weights])
+
+    @functools.partial(jax.jit, static_argnames="policy")
+    def scores(policy, layers):
+        pos = jnp.broadcast_to(at[:, None], (len(x), weights.shape[1], x.shape[1]))
+        view = View(pos, n - 1, jnp.sum(pos >= 0, axis=-1), params=layers[0])
+        stats = policy.init(layer.SHAPE, len(x), x.shape[1])
+        stats = policy.observe(stats, view, Observation(n, at, hidden=x))
+        return policy.score(stats, view)
+
+    got = scores(policy, policy.params.layers)
+    for row, length in enumerate(LENGTHS):
+        want = np.asarray(x[row, :length]) @ np.asarray(weights)
+        np.testing.assert_allclose(got[row, :, :length], want.T, rtol=0, atol=1e-5)
+        assert not np.any(got[row, :, length:])  # of tokens that are none
 
 
 # --- The same in NumPy: one row, no padding, no slots ---------------------------------

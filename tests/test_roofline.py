@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conftest import tiny_spec
+from testing.engine import run_batch
 
 from kvjax import Schedule, policies
 from kvjax.cache.config import make_config
@@ -148,12 +149,11 @@ def test_pairs_held(tiny, schedule, budget, blocks, steps):
     config = make_config(SPEC, policies.recency(), budget, schedule)
     read, written = held(config, 256, new=4)
     assert read == blocks and written == steps
-    from kvjax.engine import api
 
     config = make_config(tiny.spec, policies.recency(), budget, schedule)
     context = tiny.spec.__class__(**(vars(tiny.spec) | {"context_length": 512}))
     job = Job(context, config, 1, 256, 4)
-    state = api.run_batch(tiny.params, job, [[1] * 256], [0]).state
+    state = run_batch(tiny.params, job, [[1] * 256], [0]).state
     assert int((state.layers[0].positions[0, 0] >= 0).sum()) == steps[-1]
 
 

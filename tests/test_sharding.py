@@ -23,6 +23,7 @@ import kvjax
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache import sharded
 from kvjax.cache.config import make_config
+from kvjax.engine import compiled
 from kvjax.engine.compiled import Job, job_of, programs
 from kvjax.engine.planner import device_memory, plan_job, state_bytes, weights_bytes
 from kvjax.models import decoder, placement
@@ -57,8 +58,7 @@ CASES = often(
 def _programs_go():
     """Those of eight devices map eight times the memory."""
     yield
-    programs.cache_clear()
-    jax.clear_caches()
+    compiled.clear()
 
 
 def of_layer(config, over):

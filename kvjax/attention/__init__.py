@@ -1,21 +1,23 @@
 """Masked attention that also adds up importance: one meaning, several backends."""
 
+from kvjax.attention.backends import Backend, register
 from kvjax.attention.ops import (
     attend,
     attend_segments,
     attention_stats,
     fuses_write,
-    merge,
-    normalize,
     write_attend,
 )
+from kvjax.attention.reference import merge, normalize
 
 __all__ = [
+    "Backend",
     "attend",
     "attend_segments",
     "attention_stats",
     "fuses_write",
     "merge",
     "normalize",
+    "register",
     "write_attend",
 ]

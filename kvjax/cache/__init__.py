@@ -1,22 +1,26 @@
 """What is kept of the KV cache, and its one transition.
 
 `config` says what is kept, `state` holds it, `update` takes it from one block of tokens
-to the next. `layouts` say where pairs lie, `codecs` how they are stored.
+to the next. `schedule` says when pairs go, `budgets` how many each layer keeps,
+`layouts` where pairs lie, `codecs` how they are stored.
 """
 
+from kvjax.cache import budgets, codecs, layouts
 from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.schedule import Schedule
 from kvjax.cache.state import (
     OVERFLOW,
     KVState,
     advance,
+    capacities,
     init,
+    insert,
     kept_positions,
     next_positions,
-    pair_bytes,
     raise_errors,
+    stored_bytes,
 )
-from kvjax.cache.update import compact, step_layer
+from kvjax.cache.update import compact, measure, step_layer
 
 __all__ = [
     "OVERFLOW",
@@ -24,12 +28,18 @@ __all__ = [
     "KVState",
     "Schedule",
     "advance",
+    "budgets",
+    "capacities",
+    "codecs",
     "compact",
     "init",
+    "insert",
     "kept_positions",
+    "layouts",
     "make_config",
+    "measure",
     "next_positions",
-    "pair_bytes",
     "raise_errors",
     "step_layer",
+    "stored_bytes",
 ]

@@ -1,9 +1,10 @@
 """What is kept of a KV cache, and how: parts that are checked and joined."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from kvjax.attention import backends
-from kvjax.cache import codecs
+from kvjax.cache import budgets, codecs, layouts
 from kvjax.cache.schedule import Schedule
 from kvjax.policies import base
 from kvjax.types import ModelSpec, UserError
@@ -23,16 +24,20 @@ class CacheConfig:
       schedule: when pairs go.
       budget: |kv|, pairs per head, one per layer; None only for the full cache.
       codec: how pairs are stored.
-      eviction: how a layer makes room. `in_place` marks victims empty and lets new pairs move
-        into their slots; `compact` moves the kept pairs to the front. The same pairs
-        stay either way.
-      rope_positions: where a key stands for its rotary angle. `original`: where it stood in the text;
-        keys are stored rotated. `cache`: where it stands among the pairs kept, counted
-        from 0, as StreamingLLM has it (section 3.2); keys are stored as they come and
-        rotated at every use, and `eviction` has to be `compact`, which keeps slots in order.
-      rows: rows whose select_evictions are worked out together while decoding. Rows of a
-        ragged batch fill up at different steps; handling only those that are full, a
-        few at a time, makes the cost of a row's select_evictions independent of the others.
+      layout: where they lie.
+      budget_rule: what `budget` came from, and may change it once the prompt is read.
+      eviction: how a layer makes room. `in_place` marks victims empty and lets new
+        pairs move into their slots; `compact` moves the kept pairs to the front. The
+        same pairs stay either way.
+      rope_positions: where a key stands for its rotary angle. `original`: where it
+        stood in the text; keys are stored rotated. `cache`: where it stands among the
+        pairs kept, counted from 0, as StreamingLLM has it (section 3.2); keys are
+        stored as they come and rotated at every use, and `eviction` has to be
+        `compact`, which keeps slots in order.
+      rows_per_eviction: rows whose evictions are worked out together while decoding.
+        Rows of a ragged batch fill up at different steps; handling only those that are
+        full, a few at a time, makes the cost of a row's evictions independent of the
+        others.
       implementation: which attention runs, see `kvjax.attention.backends`; None is the
         best there is.
     """
@@ -41,16 +46,23 @@ class CacheConfig:
     schedule: Schedule
     budget: tuple[int, ...] | None
     codec: codecs.Codec = codecs.identity
+    layout: layouts.Layout = layouts.DEFAULT
+    budget_rule: budgets.BudgetRule | None = None
     eviction: str = "in_place"
     rope_positions: str = "original"
     rows_per_eviction: int = 4
     implementation: str | None = None
 
     def required_stats(self, is_prefill: bool) -> frozenset[str]:
-        """What attention must hand over; nothing once no more select_evictions come."""
+        """What attention must hand over; nothing once no more evictions come."""
         if not self.policy or not (is_prefill or self.schedule.evicts_in_decode):
             return frozenset()
         return self.policy.required_stats
+
+    @property
+    def measures(self) -> bool:
+        """Whether layers are measured while the prompt is read."""
+        return self.budget_rule is not None and self.budget_rule.measure is not None
 
     def prefill_capacity(
         self, spec: ModelSpec, prompt: int, new: int
@@ -74,8 +86,12 @@ class CacheConfig:
 def make_config(
     spec: ModelSpec,
     policy: base.Policy | None,
-    budget: int | tuple[int, ...] | None,
+    budget: int | Sequence[int] | None,
     schedule: Schedule | None = None,
+    *,
+    budget_rule: budgets.BudgetRule | str | None = None,
+    codec: codecs.Codec | str = codecs.identity,
+    layout: layouts.Layout | str = layouts.DEFAULT,
     **options,
 ) -> CacheConfig:
     """Checks the parts against each other and joins them.
@@ -85,16 +101,23 @@ def make_config(
       policy: None is the full cache.
       budget: |kv| per head: one int for all layers or one int per layer.
       schedule: None is Batch-Max's Algorithm 1, or the full cache without a policy.
-      **options: `codec`, `eviction`, `rope_positions`, `rows_per_eviction`, `implementation` of `CacheConfig`.
-        With `rope_positions="cache"` the default of `eviction` is `compact`.
+      budget_rule: shares out `budget`, then the mean, between layers; None is the same
+        for all.
+      codec, layout: as in `CacheConfig`, or names.
+      **options: `eviction`, `rope_positions`, `rows_per_eviction`, `implementation` of
+        `CacheConfig`. With `rope_positions="cache"` the default of `eviction` is
+        `compact`.
 
     Raises:
       UserError: a budget of 0, not larger than one block, or filled by pinned pairs; a
-        number of budgets other than the layers; a policy without a budget; a rule that
-        looks at past queries with `rope_positions="cache"`, which turns the keys under them.
+        number of budgets other than the layers; a policy without a budget; a codec that
+        does not fit the layout; a rule that looks at past queries with
+        `rope_positions="cache"`, which turns the keys under them.
     """
     if options.get("rope_positions") == "cache":
         options = {"eviction": "compact"} | options
+    options |= {"codec": codecs.make(codec), "layout": layouts.make(layout)}
+    options["layout"].check(options["codec"])
     if policy is None:
         schedule = schedule or Schedule("none")
         if schedule.phases != "none" or budget is not None:
@@ -112,17 +135,43 @@ def make_config(
             f"evicts (got {schedule.phases!r})"
         )
     base.validate(policy)
-    budgets = (budget,) * spec.num_layers if isinstance(budget, int) else tuple(budget)
-    if len(budgets) != spec.num_layers:
-        raise UserError(
-            f"{len(budgets)} budgets for the {spec.num_layers} layers of {spec.name}: "
-            "give one int, or one per layer"
-        )
-    for budget in set(budgets):
-        check_budget(budget, policy, schedule)
-    config = CacheConfig(policy, schedule, budgets, **options)
+    base.check_params(policy, spec.num_layers)
+    rule, sizes = _sizes(spec, budget, budget_rule, schedule)
+    for size in set(sizes):
+        check_budget(size, policy, schedule)
+    config = CacheConfig(policy, schedule, sizes, budget_rule=rule, **options)
     _check_options(config)
     return config
+
+
+def _sizes(
+    spec: ModelSpec,
+    budget: int | Sequence[int],
+    rule: budgets.BudgetRule | str | None,
+    schedule: Schedule,
+) -> tuple[budgets.BudgetRule, tuple[int, ...]]:
+    """The rule that shares out a budget, and the sizes that it begins with."""
+    if isinstance(budget, int):
+        rule = budgets.make(rule or "uniform")
+        if rule.reallocate and not schedule.compacts:
+            raise UserError(
+                f"budget rule {rule.name!r} changes sizes once the prompt is in, where "
+                f"the schedule {schedule.phases!r} moves nothing: use 'after_prefill' "
+                "or 'decode_only'"
+            )
+        return rule, budgets.allocated(rule, spec, budget)
+    if rule is not None:
+        raise UserError(
+            f"budget {tuple(budget)} says every layer's size already: give one int for "
+            "the budget rule to share out, or no rule"
+        )
+    if len(budget) != spec.num_layers:
+        raise UserError(
+            f"{len(budget)} budgets for the {spec.num_layers} layers of {spec.name}: "
+            "give one int, or one per layer"
+        )
+    rule = budgets.explicit(tuple(budget))
+    return rule, tuple(budget)
 
 
 def _check_options(config: CacheConfig) -> None:
@@ -145,7 +194,7 @@ def _check_options(config: CacheConfig) -> None:
         raise UserError(
             f"rope_positions='cache' needs eviction='compact', got {eviction!r}"
         )
-    past = config.required_stats(True) & {"queries", "pre_rope_queries"}
+    past = config.required_stats(is_prefill=True) & {"queries", "pre_rope_queries"}
     if past:
         raise UserError(
             f"rope_positions='cache' moves the keys under past queries, which policy "

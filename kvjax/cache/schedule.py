@@ -12,15 +12,15 @@ class Schedule:
     """When pairs are evicted.
 
     phases:
-      `none`                never: the full cache (FKV).
-      `prefill_and_decode`  whenever a row's pairs and the incoming tokens would exceed the
-                        budget, `evict_size` pairs per head go first. Batch-Max, Algorithm 1.
-      `after_prefill`   one compaction to the budget once the whole prompt is in; what
-                        is decoded stays. SnapKV's schedule.
-      `decode_only`     full prefill, one compaction to `budget - evict_size`, then as many
-                        pairs per head go whenever the budget is full. With a budget of
-                        2, `evict_size=1` and the recency policy this is Batch-Max's ED
-                        (Algorithm 2: only the newest pair is kept).
+      `none`  never: the full cache (FKV).
+      `prefill_and_decode`  whenever a row's pairs and the incoming tokens would exceed
+        the budget, `evict_size` pairs per head go first. Batch-Max, Algorithm 1.
+      `after_prefill`  one compaction to the budget once the whole prompt is in; what is
+        decoded stays. SnapKV's schedule.
+      `decode_only`  full prefill, one compaction to `budget - evict_size`, then
+        `evict_size` pairs per head go whenever the budget is full. With a budget of 2,
+        `evict_size=1` and the recency policy this is Batch-Max's ED (Algorithm 2: only
+        the newest pair is kept).
 
     prefill_chunk: prompt tokens per prefill step (p).
     evict_size: pairs per head that one eviction drops (p in Algorithm 1).

@@ -1,8 +1,8 @@
 """One model on many devices: its KV state and every step, split.
 
-The mesh is one of `kvjax.models.placement`. Every device holds the pairs of its own rows and
-heads only, from the moment they are config; policies score and evict them there, and what
-they do is what one device would do. The compiler splits the model's matrix products by
+The mesh is one of `kvjax.parallel.meshes`. Every device holds the pairs of its own rows
+and heads only, from the moment they are made; policies score and evict them there, and
+what they do is what one device would do. The compiler splits the model's matrix products by
 the weights' shardings; the KV cache is handed to each shard as it is (`jax.shard_map`),
 so that no compiler can decide to gather it.
 """
@@ -15,8 +15,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from kvjax import cache
+from kvjax.cache import update
 from kvjax.cache.config import CacheConfig
+from kvjax.cache.state import KVState, capacities, init
 from kvjax.parallel import axes
 from kvjax.types import LayerOps, ModelSpec, PyTree
 
@@ -49,8 +50,8 @@ def state_specs(
             num_heads=more * spec.num_heads,
             num_kv_heads=more * spec.num_kv_heads,
         )
-        init = functools.partial(cache.init, wider, config, batch, capacity)
-        return jax.eval_shape(init)
+        make = functools.partial(init, wider, config, batch, capacity)
+        return jax.eval_shape(make)
 
     def axis(size, rows, heads):
         if size != rows:
@@ -71,69 +72,88 @@ def step_layer(
     k: Array,
     v: Array,
     ops: LayerOps,
-    state: cache.KVState,
+    state: KVState,
     *,
     config: CacheConfig,
     n: Array,
     tokens: Array | None = None,
-    prompt: bool,
-) -> tuple[Array, cache.KVState]:
-    """`cache.step_layer`, by every shard for its own rows and heads."""
-    options = {"n": n, "tokens": tokens}
+    is_prefill: bool,
+    policy_params: PyTree = None,
+) -> tuple[Array, KVState]:
+    """`update.step_layer`, by every shard for its own rows and heads.
+
+    A learned rule's weights are whole on every shard: it takes the part of its heads.
+    """
     if axes.mesh() is None:
-        step = functools.partial(cache.step_layer, config=config, prompt=prompt)
-        return step(index, q, k, v, ops, state, **options)
+        return update.step_layer(
+            *(index, q, k, v, ops, state),
+            config=config,
+            n=n,
+            tokens=tokens,
+            is_prefill=is_prefill,
+            policy_params=policy_params,
+        )
     part, alone = _layer_of(state, config, index)
     heads, rows = PartitionSpec(axes.DATA, axes.HEADS), PartitionSpec(axes.DATA)
     specs = _specs(spec, alone, part)
+    hidden = ops.hidden if "hidden" in config.required_stats(is_prefill) else None
+    by_row = {"n": n, "tokens": tokens, "hidden": hidden}
 
-    def body(q, k, v, rotate, project, part, options):
-        own = LayerOps(rotate, project, ops.scoring)
-        step = functools.partial(cache.step_layer, config=alone, prompt=prompt)
-        return step(0, q, k, v, own, part, **options)
+    def body(q, k, v, apply_rope, value_contribution, part, policy_params, by_row):
+        hidden = by_row.pop("hidden")
+        own = LayerOps(apply_rope, value_contribution, ops.scoring, hidden)
+        return update.step_layer(
+            *(0, q, k, v, own, part),
+            config=alone,
+            is_prefill=is_prefill,
+            policy_params=policy_params,
+            layer_number=index,
+            **by_row,
+        )
 
-    lent = rows, PartitionSpec(axes.HEADS)  # of rotate and project
-    step = axes.per_shard(
-        body, (heads, heads, heads, *lent, specs, rows), (heads, specs)
-    )
-    out, part = step(q, k, v, ops.apply_rope, ops.value_contribution, part, options)
+    lent = rows, PartitionSpec(axes.HEADS)  # of apply_rope and value_contribution
+    given = heads, heads, heads, *lent, specs, PartitionSpec(), rows
+    step = axes.per_shard(body, given, (heads, specs))
+    lent = ops.apply_rope, ops.value_contribution
+    out, part = step(q, k, v, *lent, part, policy_params, by_row)
     return out, _put_back(state, part, index)
 
 
 def compact(
     spec: ModelSpec,
-    state: cache.KVState,
+    state: KVState,
     config: CacheConfig,
     capacity: tuple[int, ...],
-    rotates: Sequence[Callable[..., Array]],
-) -> cache.KVState:
-    """`cache.compact`, by every shard for its own rows and heads."""
-    shrink = functools.partial(
-        cache.compact, config=config, capacity=capacity, rotates=rotates
-    )
+    apply_ropes: Sequence[Callable[..., Array]],
+    policy_params: Sequence[PyTree] | None = None,
+) -> KVState:
+    """`update.compact`, by every shard for its own rows and heads."""
+
+    def shrink(state, policy_params):
+        return update.compact(state, config, capacity, apply_ropes, policy_params)
+
     if axes.mesh() is None:
-        return shrink(state)
-    before = _specs(spec, config, state)
-    after = state_specs(spec, config, capacity)
-    return axes.per_shard(shrink, (before,), after)(state)
+        return shrink(state, policy_params)
+    before, after = _specs(spec, config, state), state_specs(spec, config, capacity)
+    specs = before, PartitionSpec()
+    return axes.per_shard(shrink, specs, after)(state, policy_params)
 
 
 def _layer_of(
-    state: cache.KVState, config: CacheConfig, index: int
-) -> tuple[cache.KVState, CacheConfig]:
+    state: KVState, config: CacheConfig, index: int
+) -> tuple[KVState, CacheConfig]:
     """One layer's part of the state, as the state of a model with that layer alone."""
     layers, stats = (state.layers[index],), (state.stats[index],)
     budget = config.budget and config.budget[index : index + 1]
-    alone = dataclasses.replace(config, budget=budget)
-    return state.replace(layers=layers, stats=stats), alone
+    alone = dataclasses.replace(config, budget=budget, budget_rule=None)
+    return state.replace(layers=layers, stats=stats, measured=None), alone
 
 
-def _put_back(state: cache.KVState, part: cache.KVState, index: int) -> cache.KVState:
+def _put_back(state: KVState, part: KVState, index: int) -> KVState:
     layers, stats = list(state.layers), list(state.stats)
     layers[index], stats[index] = part.layers[0], part.stats[0]
     return state.replace(layers=tuple(layers), stats=tuple(stats), error=part.error)
 
 
-def _specs(spec: ModelSpec, config: CacheConfig, state: cache.KVState) -> PyTree:
-    capacity = tuple(layer.positions.shape[2] for layer in state.layers)
-    return state_specs(spec, config, capacity)
+def _specs(spec: ModelSpec, config: CacheConfig, state: KVState) -> PyTree:
+    return state_specs(spec, config, capacities(state))

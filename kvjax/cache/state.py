@@ -4,31 +4,37 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Int
 
+from kvjax.cache import layouts
 from kvjax.cache.config import CacheConfig
-from kvjax.cache.layouts import dense
+from kvjax.cache.layouts import Layout
 from kvjax.parallel import axes
-from kvjax.types import ModelSpec, Stats
+from kvjax.types import ModelSpec, PyTree, Stats
 
 OVERFLOW = 1  # sticky error bit: a pair found no empty slot
 
 
 @flax.struct.dataclass
 class KVState:
-    """Everything that generation remembers of a batch.
+    """Everything that is remembered of a batch's tokens.
 
     Attributes:
-      layers: one `DenseLayer` per layer; their capacities may differ.
+      layers: the layout's, one per layer; their capacities may differ.
       stats: the policy's statistics, one per layer.
       next_pos: i32[B], tokens each row has seen; the position of its next token.
       error: u32[B, K], sticky bits; see `raise_errors`.
+      measured: f32[B, L], sums over the prompt's tokens of what the budget rule
+        measures in every layer; None where it measures nothing.
+      layout: of the layers.
     """
 
-    layers: tuple[dense.DenseLayer, ...]
+    layers: tuple[PyTree, ...]
     stats: tuple[Stats, ...]
-    next_pos: Int[Array, "B"]
-    error: UInt32[Array, "B K"]
+    next_pos: Array
+    error: Array
+    measured: Array | None = None
+    layout: Layout = flax.struct.field(pytree_node=False, default=layouts.DEFAULT)
 
 
 def init(
@@ -42,17 +48,22 @@ def init(
 
     With `jax.eval_shape` this gives the exact bytes without allocating them.
     """
-    layers = tuple(dense.init(spec, batch, c, config.codec, dtype) for c in capacity)
-    stats = tuple(
-        config.policy.init(spec, batch, c) if config.policy else Stats()
-        for c in capacity
-    )
+    layout, policy = config.layout, config.policy
+    layers = tuple(layout.init(spec, batch, c, config.codec, dtype) for c in capacity)
+    stats = tuple(policy.init(spec, batch, c) if policy else Stats() for c in capacity)
     return KVState(
         layers=layers,
         stats=stats,
         next_pos=jnp.zeros((batch,), jnp.int32),
         error=jnp.zeros((batch, spec.num_kv_heads), jnp.uint32),
+        measured=jnp.zeros((batch, len(capacity))) if config.measures else None,
+        layout=layout,
     )
+
+
+def capacities(state: KVState) -> tuple[int, ...]:
+    """Slots per head of every layer."""
+    return tuple(state.layout.capacity(layer) for layer in state.layers)
 
 
 def next_positions(state: KVState, count: int) -> Int[Array, "B T"]:
@@ -65,16 +76,29 @@ def advance(state: KVState, n: Int[Array, "B"]) -> KVState:
     return state.replace(next_pos=state.next_pos + n)
 
 
+def insert(state: KVState, other: KVState, row: Int[Array, ""]) -> KVState:
+    """The rows of `other` in the place of the state's own from `row` on."""
+
+    def put(whole, part):
+        return jax.lax.dynamic_update_slice_in_dim(whole, part, row, axis=0)
+
+    layers = zip(state.layers, other.layers, strict=True)
+    rest = jax.tree.map(put, state.replace(layers=()), other.replace(layers=()))
+    return rest.replace(
+        layers=tuple(state.layout.insert(mine, new, row) for mine, new in layers)
+    )
+
+
 def kept_positions(state: KVState) -> list[list[list[np.ndarray]]]:
     """Positions of the kept pairs in rising order: `[row][layer][head]`."""
-    held = [axes.to_host(layer.positions) for layer in state.layers]
+    held = [axes.to_host(state.layout.positions(layer)) for layer in state.layers]
     return [
         [[np.sort(head[head >= 0]) for head in layer[row]] for layer in held]
         for row in range(held[0].shape[0])
     ]
 
 
-def pair_bytes(state: KVState) -> tuple[int, int]:
+def stored_bytes(state: KVState) -> tuple[int, int]:
     """Bytes of the keys and values that are live, and those allocated for them.
 
     A rule that keeps fewer pairs than the budget in some heads leaves slots empty: they
@@ -82,9 +106,10 @@ def pair_bytes(state: KVState) -> tuple[int, int]:
     """
     live, allocated = 0, 0
     for layer in state.layers:
-        stored = sum(leaf.nbytes for leaf in jax.tree.leaves((layer.k, layer.v)))
+        leaves = jax.tree.leaves(state.layout.stored(layer))
+        stored, positions = sum(x.nbytes for x in leaves), state.layout.positions(layer)
         allocated += stored
-        live += int(jnp.sum(layer.positions >= 0)) * stored // layer.positions.size
+        live += int(jnp.sum(positions >= 0)) * stored // positions.size
     return live, allocated
 
 
@@ -95,9 +120,9 @@ def raise_errors(state: KVState) -> None:
       RuntimeError: the state was driven past its capacity.
     """
     if int(jnp.max(state.error)) & OVERFLOW:
-        capacity = [layer.positions.shape[2] for layer in state.layers]
         raise RuntimeError(
-            f"a pair found no empty slot (slots per layer {sorted(set(capacity))}, "
-            f"tokens seen {jax.device_get(state.next_pos).tolist()}): the state was "
-            "allocated for fewer tokens than it was given"
+            "a pair found no empty slot (slots per layer "
+            f"{sorted(set(capacities(state)))}, tokens seen "
+            f"{jax.device_get(state.next_pos).tolist()}): the state was allocated for "
+            "fewer tokens than it was given"
         )

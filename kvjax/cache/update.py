@@ -1,7 +1,8 @@
-"""The compressed KV state and its one transition: make room, append, attend, observe.
+"""The one transition of a KV state: make room, append, attend, observe.
 
 Shapes never change, so the state is carried through `lax` loops and donated. How much
-each layer holds, when it evicts and by which policy is a `CacheConfig`, static.
+each layer holds, when it evicts and by which policy is a `CacheConfig`, static; where
+and how pairs lie is the business of its layout and codec.
 """
 
 import functools
@@ -12,13 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import attention
-from kvjax.cache import codecs
 from kvjax.cache.config import CacheConfig
-from kvjax.cache.layouts import dense
 from kvjax.cache.state import OVERFLOW, KVState, next_positions
 from kvjax.parallel import axes
 from kvjax.policies import base
-from kvjax.types import EMPTY, LayerOps, Stats, View
+from kvjax.types import LayerOps, PyTree, Stats, View
 
 
 def step_layer(
@@ -32,16 +31,18 @@ def step_layer(
     config: CacheConfig,
     n: Int[Array, "B"],
     tokens: Int[Array, "B T"] | None = None,
-    prompt: bool,
+    is_prefill: bool,
+    policy_params: PyTree = None,
+    layer_number: int | Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B K G T D"], KVState]:
     """One layer's transition for T new tokens, of which each row's first `n` are real.
 
     Algorithm 1 (Batch-Max): where a head's live pairs and the new ones would exceed the
-    budget, it drops `evict` pairs; then the new pairs are appended; then the queries
-    see the kept pairs and, causally, their own block; then the policy observes.
+    budget, it drops `evict_size` pairs; then the new pairs are appended; then the
+    queries see the kept pairs and, causally, their own block; then the policy observes.
 
     Args:
-      index: the layer.
+      index: the layer's place in the state.
       q: queries, before rotary positions.
       k: keys, before rotary positions.
       v: values.
@@ -50,35 +51,44 @@ def step_layer(
       config: what is kept, and when.
       n: real tokens per row.
       tokens: their ids; only for policies that need them.
-      prompt: whether the tokens are the prompt's: schedules treat them differently.
+      is_prefill: whether the tokens are the prompt's: schedules treat them differently.
+      policy_params: this layer's weights of a learned rule.
+      layer_number: the layer's index in the model; None is `index`.
     """
-    layer, stats, error = state.layers[index], state.stats[index], state.error
-    last = state.next_pos - 1
-    schedule = config.schedule
-    if schedule.evicts_in_prefill if prompt else schedule.evicts_in_decode:
-        held = dense.live(layer)
+    layer, stats = state.layers[index], state.stats[index]
+    last, layout, schedule = state.next_pos - 1, config.layout, config.schedule
+    view = functools.partial(
+        _view,
+        apply_rope=ops.apply_rope,
+        config=config,
+        number=index if layer_number is None else layer_number,
+        params=policy_params,
+    )
+    evicts = schedule.evicts_in_prefill if is_prefill else schedule.evicts_in_decode
+    if evicts:
+        held = layout.live(layer)
         full = (held + n[:, None] > config.budget[index]) & (n > 0)[:, None]
         drop = jnp.where(full, schedule.evict_size, 0)
         rows = config.rows_per_eviction if q.shape[3] == 1 else q.shape[0]
-        layer, stats = make_room(layer, stats, drop, last, ops.apply_rope, config, rows)
+        layer, stats = make_room(layer, stats, drop, last, view, config, rows)
     positions = next_positions(state, q.shape[3])
-    raw = q
+    before_rope = q
     if config.rope_positions == "original":
         q, k = ops.apply_rope(q), ops.apply_rope(k)
     else:
-        q = ops.apply_rope(q, _slots_of_new(layer, q.shape[3]))
-    layer, stats, slots, overflow = dense.claim(layer, stats, positions, n)
-    needs = config.required_stats(prompt)
+        q = ops.apply_rope(q, _slots_of_new(layout.live(layer), q.shape[3]))
+    layer, per_slot, slots, overflow = layout.claim(layer, stats.per_slot, positions, n)
+    stats = stats._replace(per_slot=per_slot)
+    wanted = config.required_stats(is_prefill)
     layer, partial, seen = _attended(
-        layer, q, k, v, slots, positions, n, needs, ops, config
+        layer, q, k, v, slots, positions, n, wanted, ops, config
     )
-    view = _view(layer, ops.apply_rope, config, last + n, dense.live(layer))
-    if config.policy and (prompt or schedule.evicts_in_decode):
-        extra = _observed(needs, q, raw, v, tokens, ops)
-        stats = config.policy.observe(
-            stats, view, seen._replace(is_prefill=prompt, **extra)
-        )
-    error = error | jnp.where(overflow, jnp.uint32(OVERFLOW), jnp.uint32(0))
+    if config.policy and (is_prefill or schedule.evicts_in_decode):
+        extra = _observed(wanted, q, before_rope, v, tokens, ops)
+        now = view(layer, last + n, layout.live(layer))
+        seen = seen._replace(is_prefill=is_prefill, **extra)
+        stats = config.policy.observe(stats, now, seen)
+    error = state.error | jnp.where(overflow, jnp.uint32(OVERFLOW), jnp.uint32(0))
     state = state.replace(
         layers=_set(state.layers, index, layer),
         stats=_set(state.stats, index, stats),
@@ -88,165 +98,194 @@ def step_layer(
 
 
 def _attended(
-    layer, q, k, v, slots, positions, n, needs, ops: LayerOps, config: CacheConfig
+    layer, q, k, v, slots, positions, n, wanted, ops: LayerOps, config: CacheConfig
 ):
     """Writes the new pairs to their slots and attends, in one kernel where it can be.
 
     Returns the layer, the partial attention and the observation.
     """
-    plain = config.codec is codecs.identity and config.rope_positions == "original"
-    how = needs, config.implementation, ops.scoring
-    if plain and attention.fuses_write(q, layer.k, *how):
-        partial, seen, keys, values = attention.write_attend(
-            q,
-            k[:, :, 0],
-            v[:, :, 0],
-            slots[..., 0],
-            layer.k,
-            layer.v,
-            layer.positions,
-            positions,
-            n,
-            *how,
-        )
-        return layer.replace(k=keys, v=values), partial, seen
-    layer = dense.write(layer, config.codec, k, v, slots)
-    view = _view(layer, ops.apply_rope, config, positions[:, -1], dense.live(layer))
-    pairs = view.keys(), view.values(), layer.positions
-    return layer, *attention.attend(q, *pairs, positions, n, *how)
+    layout, how = config.layout, (wanted, config.implementation, ops.scoring)
+    if layout.write_attend and config.rope_positions == "original":
+        given = q, k, v, slots, positions, n
+        if both := layout.write_attend(layer, *given, *how):
+            return both
+    layer = layout.write(layer, k, v, slots, positions)
+    turned = functools.partial(_turned, apply_rope=ops.apply_rope, config=config)
+    return layer, *layout.attend(layer, q, positions, n, *how, turned)
 
 
 def make_room(
-    layer: dense.DenseLayer,
+    layer: PyTree,
     stats: Stats,
     drop: Int[Array, "B K"],
     now: Int[Array, "B"],
-    rotate: Callable[..., Array],
+    view: Callable[..., View],
     config: CacheConfig,
     rows: int,
-) -> tuple[dense.DenseLayer, Stats]:
+) -> tuple[PyTree, Stats]:
     """Drops the `drop` least important pairs of every head of every row.
 
     Heads that drop any also lose what the policy would not keep at any budget. Works
     through the rows that drop anything, `rows` of them at a time, and costs next to
     nothing when there are none.
     """
-    view = functools.partial(_view, rotate=rotate, config=config)
     busy = jnp.any(drop > 0, axis=1)
-    if (
-        config.policy.needs_all_heads
-    ):  # whoever asks for the others' scores must be answered
+    if config.policy.needs_all_heads:  # whoever asks for the others' must be answered
         busy = axes.any_head(busy)
-    pos = _victims_gone(layer, stats, drop, busy, now, config.policy, view, rows)
-    layer = layer.replace(positions=pos)
+    gone = _victims(layer, stats, drop, busy, now, view, config, rows)
+    layer = config.layout.evict(layer, gone)
     if config.eviction == "in_place":
         return layer, stats
-    return jax.lax.cond(
-        jnp.any(drop > 0),
-        lambda: dense.compact(layer, stats, layer.positions.shape[2]),
-        lambda: (layer, stats),
-    )
+    capacity = gone.shape[2]
+
+    def moved():
+        tidy, per_slot = config.layout.compact(layer, stats.per_slot, capacity)
+        return tidy, stats._replace(per_slot=per_slot)
+
+    return jax.lax.cond(jnp.any(drop > 0), moved, lambda: (layer, stats))
 
 
 def compact(
     state: KVState,
     config: CacheConfig,
     capacity: tuple[int, ...],
-    rotates: Sequence[Callable[..., Array]],
+    apply_ropes: Sequence[Callable[..., Array]],
+    policy_params: Sequence[PyTree] | None = None,
+    first_layer: int | Int[Array, ""] = 0,
 ) -> KVState:
     """Shrinks (or grows) the state between prefill and decode.
 
     Heads that hold more than the schedule lets into decoding drop their least important
     pairs first: to the budget (`after_prefill`), or to the room that the first decoded
-    token would make (`decode`). What the policy would not keep at any budget goes too.
+    token would make (`decode_only`). What the policy would not keep at any budget goes
+    too.
+
+    Args:
+      state: after the prompt.
+      config: what is kept, and when.
+      capacity: slots per head of every layer afterwards.
+      apply_ropes: `LayerOps.apply_rope` of every layer.
+      policy_params: every layer's weights of a learned rule.
+      first_layer: the number in the model of the state's first layer.
     """
-    layers, stats = [], []
+    layout, layers, stats = config.layout, [], []
     for index, (layer, stat) in enumerate(zip(state.layers, state.stats, strict=True)):
         if config.policy:
-            budget, held = config.budget[index], dense.live(layer)
+            budget, held = config.budget[index], layout.live(layer)
             if config.schedule.evicts_in_decode:
-                target = jnp.where(
-                    held >= budget, budget - config.schedule.evict_size, held
-                )
+                fewer = budget - config.schedule.evict_size
+                target = jnp.where(held >= budget, fewer, held)
             else:
                 target = jnp.minimum(held, budget)
-            view = _view(layer, rotates[index], config, state.next_pos - 1, target)
+            view = _view(
+                layer,
+                state.next_pos - 1,
+                target,
+                apply_rope=apply_ropes[index],
+                config=config,
+                number=first_layer + index,
+                params=policy_params and policy_params[index],
+            )
             score = config.policy.score(stat, view)
-            gone = base.select_evictions(score, layer.positions, held - target)
-            layer = layer.replace(positions=jnp.where(gone, EMPTY, layer.positions))
-        layer, stat = dense.compact(layer, stat, capacity[index])
+            gone = base.select_evictions(score, view.positions, held - target)
+            layer = layout.evict(layer, gone)
+        layer, per_slot = layout.compact(layer, stat.per_slot, capacity[index])
         layers.append(layer)
-        stats.append(stat)
+        stats.append(stat._replace(per_slot=per_slot))
     return state.replace(layers=tuple(layers), stats=tuple(stats))
 
 
-def _victims_gone(
-    layer: dense.DenseLayer,
+def measure(
+    index: int,
+    before: Float[Array, "B T M"],
+    after: Float[Array, "B T M"],
+    state: KVState,
+    *,
+    config: CacheConfig,
+    n: Int[Array, "B"],
+) -> KVState:
+    """Adds up what the budget rule sees in one layer's attention of n real tokens."""
+    found = config.budget_rule.measure(before, after).astype(jnp.float32)
+    real = jnp.arange(found.shape[1], dtype=jnp.int32)[None] < n[:, None]
+    total = jnp.sum(found, axis=1, where=real)
+    return state.replace(measured=state.measured.at[:, index].add(total))
+
+
+def _victims(
+    layer: PyTree,
     stats: Stats,
     drop: Int[Array, "B K"],
     busy: Bool[Array, "B"],
     now: Int[Array, "B"],
-    policy: base.Policy,
     view: Callable[..., View],
+    config: CacheConfig,
     rows: int,
-) -> Int[Array, "B K C"]:
-    """The layer's positions with those of the victims set to empty."""
-    batch = drop.shape[0]
+) -> Bool[Array, "B K C"]:
+    """The slots whose pairs go."""
+    layout, batch = config.layout, drop.shape[0]
 
     def choose(layer, stats, drop, now):
-        seen = view(layer, now=now, keep=dense.live(layer) - drop)
-        gone = base.select_evictions(policy.score(stats, seen), layer.positions, drop)
-        return jnp.where(gone & (drop > 0)[..., None], EMPTY, layer.positions)
+        seen = view(layer, now, layout.live(layer) - drop)
+        score = config.policy.score(stats, seen)
+        gone = base.select_evictions(score, seen.positions, drop)
+        return gone & (drop > 0)[..., None]
 
+    none = jnp.zeros((*drop.shape, layout.capacity(layer)), bool)
     if rows >= batch:
         return jax.lax.cond(
-            jnp.any(busy),
-            lambda: choose(layer, stats, drop, now),
-            lambda: layer.positions,
+            jnp.any(busy), lambda: choose(layer, stats, drop, now), lambda: none
         )
 
     def some_rows(carry):
-        pos, drop, busy = carry
-        chosen = jnp.argsort(~busy, stable=True)[:rows]
+        gone, drop, busy = carry
+        chosen = jnp.argsort(~busy, stable=True)[:rows]  # some may be done already
         held, seen = jax.tree.map(lambda leaf: leaf[chosen], (layer, stats))
-        new = choose(
-            held.replace(positions=pos[chosen]), seen, drop[chosen], now[chosen]
-        )
+        more = gone[chosen] | choose(held, seen, drop[chosen], now[chosen])
         done = drop.at[chosen].set(0), busy.at[chosen].set(False)
-        return pos.at[chosen].set(new), *done
+        return gone.at[chosen].set(more), *done
 
     return jax.lax.while_loop(
-        lambda carry: jnp.any(carry[2]), some_rows, (layer.positions, drop, busy)
+        lambda carry: jnp.any(carry[2]), some_rows, (none, drop, busy)
     )[0]
 
 
-def _view(layer, rotate, config: CacheConfig, now: Array, keep: Array) -> View:
-    """What attention and policy see of a layer."""
-
-    def keys():
-        stored = config.codec.decode(layer.k)
-        if config.rope_positions == "original":
-            return stored
-        batch, _, capacity = layer.positions.shape
-        slots = jnp.arange(capacity, dtype=jnp.int32)[None]
-        return rotate(stored, jnp.broadcast_to(slots, (batch, capacity)))
-
+def _view(
+    layer: PyTree, now: Array, keep: Array, *, apply_rope, config, number, params
+) -> View:
+    """What a policy sees of a layer."""
+    layout = config.layout
+    positions = layout.positions(layer)
     return View(
-        positions=layer.positions,
+        positions=positions,
         query_position=now,
         num_keep=keep,
-        keys=keys,
-        values=lambda: config.codec.decode(layer.v),
-        apply_rope=rotate,
+        keys=lambda: _turned(layout.keys(layer), apply_rope, config),
+        values=lambda: layout.values(layer),
+        apply_rope=apply_rope,
+        layer=number,
+        params=params,
+        gather_heads=axes.all_heads,
+        first_head=axes.first_head(positions.shape[1]),
     )
 
 
-def _slots_of_new(layer: dense.DenseLayer, count: int) -> Int[Array, "B K T"]:
+def _turned(
+    keys: Float[Array, "B K C D"], apply_rope: Callable[..., Array], config: CacheConfig
+) -> Float[Array, "B K C D"]:
+    """Keys as attention sees them: turned by their slots if they lie there unturned."""
+    if config.rope_positions == "original":
+        return keys
+    batch, _, capacity = keys.shape[:3]
+    slots = jnp.arange(capacity, dtype=jnp.int32)[None]
+    return apply_rope(keys, jnp.broadcast_to(slots, (batch, capacity)))
+
+
+def _slots_of_new(held: Int[Array, "B K"], count: int) -> Int[Array, "B K T"]:
     """The slots that the next `count` pairs of an ordered layer will take."""
-    return dense.live(layer)[..., None] + jnp.arange(count, dtype=jnp.int32)[None, None]
+    return held[..., None] + jnp.arange(count, dtype=jnp.int32)[None, None]
 
 
-def _observed(needs, q, raw, v, tokens, ops: LayerOps) -> dict[str, Array]:
+def _observed(wanted, q, before_rope, v, tokens, ops: LayerOps) -> dict[str, Array]:
     """The parts of an observation that attention does not know."""
 
     def output_norm():
@@ -255,11 +294,12 @@ def _observed(needs, q, raw, v, tokens, ops: LayerOps) -> dict[str, Array]:
 
     known = {
         "queries": lambda: q,
-        "pre_rope_queries": lambda: raw,
+        "pre_rope_queries": lambda: before_rope,
         "output_norm": output_norm,
         "tokens": lambda: tokens,
+        "hidden": lambda: ops.hidden,
     }
-    return {name: known[name]() for name in needs & known.keys()}
+    return {name: known[name]() for name in wanted & known.keys()}
 
 
 def _set(items: tuple, index: int, item) -> tuple:

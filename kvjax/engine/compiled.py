@@ -1,13 +1,17 @@
 """The compiled programs of a job: all that runs on the device for one shape of batch.
 
-A `Job` is everything that decides a program's shape. Its programs are compiled once a
-process, ahead of their first use, so that the plan can read what memory they take; the
-persistent compilation cache keeps them for the next process.
+A `Job` is everything that decides a program's shape. Its programs are compiled ahead of
+their first use, so that the plan can read what memory they take. A few jobs' programs
+are kept in this process (`programs`, `clear`), all of them on disk by JAX's persistent
+compilation cache, for the next one.
 """
 
+import collections
 import dataclasses
 import functools
 import math
+import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,14 +22,16 @@ from jaxtyping import Array, Int
 from kvjax import cache
 from kvjax.cache import sharded
 from kvjax.cache.config import CacheConfig
+from kvjax.engine import steps
 from kvjax.engine.sampling import Sampling
-from kvjax.engine.steps import GREEDY, NO_EOS, compact, decode, prefill, score
+from kvjax.engine.steps import GREEDY, NO_EOS
 from kvjax.models import decoder, placement
 from kvjax.models.weights import param_cache
 from kvjax.parallel import axes, meshes
 from kvjax.types import Model, ModelSpec, PyTree, UserError
 
 _GRAIN = 128  # prompts are padded to multiples of this many tokens
+_KEPT = 4  # jobs whose programs stay in memory: a whole model's take 200 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +41,20 @@ class Job:
     Attributes:
       spec: the model's shape.
       config: what is kept of the KV cache.
-      batch: B, rows.
+      batch: B, rows that decode together.
       max_prompt_len: most prompt tokens per row, see `bucket`.
       max_new_tokens: most tokens to generate per row, or to be given it.
       dtype: of weights and stored pairs, a name ("float32").
       sampling: the sampling rule.
       eos: tokens that end a row.
-      mesh: the devices it runs on, see `kvjax.cache.sharded`; None is the default device.
-      decode_chunk: most tokens that one call generates, so that somebody can look at them in
-        between; None for all.
+      mesh: the devices it runs on, see `kvjax.cache.sharded`; None is the default
+        device.
+      decode_chunk: most tokens that one call generates, so that somebody can look at
+        them in between; None for all.
       scored: whether the new tokens are given, and asked how likely they are.
+      keep_logits: of a scored job, whether all logits are wanted.
+      prefill_batch: rows whose prompts are read together; None for all. Fewer, and the
+        prompts are read group by group into a pool of `batch` rows (staggered prefill).
     """
 
     spec: ModelSpec
@@ -58,12 +68,15 @@ class Job:
     mesh: Mesh | None = None
     decode_chunk: int | None = None
     scored: bool = False
+    keep_logits: bool = False
+    prefill_batch: int | None = None
 
     def __post_init__(self):
         if self.batch % self.data_parallel:
             raise UserError(
-                f"a batch of {self.batch} does not divide over the {self.data_parallel} groups "
-                "of devices that the mesh's data axis makes: take a multiple"
+                f"a batch of {self.batch} does not divide over the "
+                f"{self.data_parallel} groups of devices that the mesh's data axis "
+                "makes: take a multiple"
             )
 
     @property
@@ -73,15 +86,24 @@ class Job:
 
     @property
     def prefill_capacity(self) -> tuple[int, ...]:
-        return self.config.prefill_capacity(
-            self.spec, self.max_prompt_len, self.max_new_tokens
-        )
+        sizes = self.max_prompt_len, self.max_new_tokens
+        return self.config.prefill_capacity(self.spec, *sizes)
 
     @property
     def decode_capacity(self) -> tuple[int, ...]:
-        return self.config.decode_capacity(
-            self.spec, self.max_prompt_len, self.max_new_tokens
-        )
+        sizes = self.max_prompt_len, self.max_new_tokens
+        return self.config.decode_capacity(self.spec, *sizes)
+
+    @property
+    def group(self) -> "Job":
+        """The job of the rows that are read together."""
+        batch = self.prefill_batch or self.batch
+        return dataclasses.replace(self, batch=batch, prefill_batch=None)
+
+    @property
+    def is_staggered(self) -> bool:
+        """Whether prompts are read into a pool, group by group."""
+        return self.prefill_batch is not None and self.prefill_batch < self.batch
 
 
 def job_of(
@@ -99,15 +121,25 @@ def job_of(
 
 
 class Programs(NamedTuple):
-    """Compiled executables.
+    """Compiled executables, see `kvjax.engine.steps`.
 
-    `compact` is None where the state keeps its capacity. `decode` is `generate.score`
-    in a job whose tokens are given.
+    Attributes:
+      init: () -> an empty state of the rows that are read together.
+      prefill: (params, state, tokens, lengths) -> (state, logits).
+      compact: (state, policy's params) -> state; None where it keeps its capacity.
+      begin: (state, logits, active, keys) -> DecodeState; None in a scored job.
+      pool: () -> a DecodeState with no row in use; None where all rows are read at once.
+      insert: (pool, part, row) -> pool; likewise.
+      decode: (params, DecodeState, limit) -> (DecodeState, tokens); in a scored job
+        `steps.score`, (params, state, logits, tokens, lengths) -> (state, Scores).
     """
 
     init: jax.stages.Compiled
     prefill: jax.stages.Compiled
     compact: jax.stages.Compiled | None
+    begin: jax.stages.Compiled | None
+    pool: jax.stages.Compiled | None
+    insert: jax.stages.Compiled | None
     decode: jax.stages.Compiled
 
 
@@ -143,72 +175,145 @@ def size_class(config: CacheConfig, longest: int) -> int:
     return max(longest - 1, _GRAIN - 1).bit_length()
 
 
-@functools.cache
+_known: collections.OrderedDict[Job, Programs] = collections.OrderedDict()
+_lock = threading.Lock()
+
+
 def programs(job: Job) -> Programs:
-    """Compiles everything that the job runs."""
-    return Programs(
-        init=compile_init(job, job.prefill_capacity),
-        prefill=compile_prefill(job),
-        compact=compile_compact(job) if job.config.schedule.compacts else None,
-        decode=compile_decode(job),
+    """The job's programs, compiled if they are not among those that are kept."""
+    return _kept(job, functools.partial(compile_job, job))
+
+
+def decoding(job: Job, reading: Programs) -> Programs:
+    """Programs of a job that reads as another one does, and keeps other sizes then."""
+    return _kept(job, functools.partial(_compile_decoding, job, reading))
+
+
+def _kept(job: Job, make: Callable[[], Programs]) -> Programs:
+    with _lock:
+        found = _known.pop(job, None)
+    found = found or make()
+    with _lock:
+        _known[job] = found
+        while len(_known) > _KEPT:
+            _known.popitem(last=False)
+    return found
+
+
+def clear() -> None:
+    """Forgets all compiled programs; those that somebody still holds go on working."""
+    with _lock:
+        _known.clear()
+    jax.clear_caches()
+
+
+def compile_job(job: Job) -> Programs:
+    """Compiles everything that the job runs, and keeps nothing."""
+    keep_compiled()
+    group = job.group
+    given, pooled = arguments(group), arguments(job)
+    alike = {"spec": job.spec, "config": job.config}
+    with meshes.use(job.mesh):
+        return Programs(
+            init=_compile_init(group),
+            prefill=_compiled(
+                steps.prefill,
+                *(given.params, given.prefill_state, given.tokens, given.rows),
+                **alike,
+            ),
+            compact=_compile_compact(group) if job.config.schedule.compacts else None,
+            begin=None if job.scored else _compile_begin(group),
+            pool=_compile_pool(job) if job.is_staggered else None,
+            insert=_compiled(
+                *(steps.insert, pooled.decode_state, given.decode_state),
+                jax.ShapeDtypeStruct((), jnp.int32),
+            )
+            if job.is_staggered
+            else None,
+            decode=_compile_score(job) if job.scored else _compile_decode(job),
+        )
+
+
+def _compile_decoding(job: Job, reading: Programs) -> Programs:
+    keep_compiled()
+    with meshes.use(job.mesh):
+        return reading._replace(
+            compact=_compile_compact(job.group),
+            begin=None if job.scored else _compile_begin(job.group),
+            decode=_compile_score(job) if job.scored else _compile_decode(job),
+        )
+
+
+def _compiled(function, *args, **static) -> jax.stages.Compiled:
+    return function.lower(*args, **static).compile()
+
+
+def _compile_init(job: Job) -> jax.stages.Compiled:
+    placed = None
+    if job.mesh:
+        sizes = job.config, job.prefill_capacity
+        placed = sharded.state_partitions(job.spec, *sizes, job.mesh)
+    init = functools.partial(init_state, job, job.prefill_capacity)
+    return jax.jit(init, out_shardings=placed).lower().compile()
+
+
+def _compile_compact(job: Job) -> jax.stages.Compiled:
+    given = arguments(job)
+    return _compiled(
+        *(steps.compact, given.prefill_state, given.params.get("policy")),
+        spec=job.spec,
+        config=job.config,
+        capacity=job.decode_capacity,
     )
 
 
-def compile_init(job: Job, capacity: tuple[int, ...]) -> jax.stages.Compiled:
-    """() -> an empty state."""
-    keep_compiled()
-    placed = None
-    if job.mesh:
-        over = job.mesh
-        placed = sharded.state_partitions(job.spec, job.config, capacity, over)
-    with meshes.use(job.mesh):
-        init = functools.partial(init_state, job, capacity)
-        return jax.jit(init, out_shardings=placed).lower().compile()
-
-
-def compile_prefill(job: Job) -> jax.stages.Compiled:
-    """(params, state, tokens, lengths) -> (state, logits), see `generate.prefill`."""
-    keep_compiled()
+def _compile_begin(job: Job) -> jax.stages.Compiled:
     given = arguments(job)
-    with meshes.use(job.mesh):
-        return prefill.lower(
-            given.params,
-            given.prefill_state,
-            given.tokens,
-            given.rows,
-            spec=job.spec,
-            config=job.config,
-        ).compile()
+    state = given.decode_state
+    return _compiled(
+        *(steps.begin, state.cache, given.logits, given.active, state.keys),
+        sampling=job.sampling,
+        eos=job.eos,
+    )
 
 
-def compile_compact(job: Job) -> jax.stages.Compiled:
-    """state -> state, see `generate.compact`."""
-    keep_compiled()
-    before, after = arguments(job).prefill_state, job.decode_capacity
-    with meshes.use(job.mesh):
-        return compact.lower(
-            before, spec=job.spec, config=job.config, capacity=after
-        ).compile()
+def _compile_pool(job: Job) -> jax.stages.Compiled:
+    """A pool that no row of is in use."""
+
+    def make():
+        shape = arguments(job).decode_state
+        idle = jnp.zeros((job.batch,), jnp.int32)
+        state = init_state(job, job.decode_capacity)
+        keys = row_keys(jnp.int32(0), idle)
+        return shape.replace(
+            cache=state, token=idle, done=idle == 0, step=idle, keys=keys
+        )
+
+    return jax.jit(make).lower().compile()
 
 
-def compile_decode(job: Job) -> jax.stages.Compiled:
-    """`generate.decode` from its state on, or `generate.score`."""
-    keep_compiled()
-    given, alike = arguments(job), {"spec": job.spec, "config": job.config}
-    start = given.params, given.decode_state, given.logits
-    with meshes.use(job.mesh):
-        if job.scored:
-            return score.lower(*start, given.new, given.rows, **alike).compile()
-        return decode.lower(
-            *start,
-            given.active,
-            given.keys,
-            jax.ShapeDtypeStruct((), jnp.int32),
-            steps=job.decode_chunk or job.max_new_tokens,
-            how=job.sampling,
-            eos=job.eos,
-            **alike,
-        ).compile()
+def _compile_decode(job: Job) -> jax.stages.Compiled:
+    given = arguments(job)
+    return _compiled(
+        *(steps.decode, given.params, given.decode_state),
+        jax.ShapeDtypeStruct((), jnp.int32),
+        spec=job.spec,
+        config=job.config,
+        steps=max(1, job.decode_chunk or job.max_new_tokens - 1),
+        sampling=job.sampling,
+        eos=job.eos,
+    )
+
+
+def _compile_score(job: Job) -> jax.stages.Compiled:
+    given = arguments(job)
+    return _compiled(
+        *(steps.score, given.params, given.decode_state.cache, given.logits),
+        *(given.new, given.rows),
+        spec=job.spec,
+        config=job.config,
+        keep_logits=job.keep_logits,
+    )
 
 
 class Arguments(NamedTuple):
@@ -216,46 +321,60 @@ class Arguments(NamedTuple):
 
     params: PyTree
     prefill_state: cache.KVState
-    decode_state: cache.KVState
+    decode_state: steps.DecodeState
     tokens: jax.ShapeDtypeStruct
     rows: jax.ShapeDtypeStruct
     logits: jax.ShapeDtypeStruct
     active: jax.ShapeDtypeStruct
-    keys: jax.ShapeDtypeStruct
     new: jax.ShapeDtypeStruct
 
 
 def arguments(job: Job) -> Arguments:
     """The shapes of everything that the job's programs are given."""
     spec, array = job.spec, jax.ShapeDtypeStruct
-    rows = array((job.batch,), jnp.int32)
+    rows, active = array((job.batch,), jnp.int32), array((job.batch,), jnp.bool)
+    shape = lambda make, *args: jax.eval_shape(functools.partial(make, *args))
+    params = decoder.param_shapes(spec, jnp.dtype(job.dtype))
+    like = lambda leaf: array(leaf.shape, leaf.dtype)
+    params = jax.tree.map(like, steps.with_policy(params, job.config))
+    keys = jax.eval_shape(row_keys, array((), jnp.int32), rows)
+    after = shape(init_state, job, job.decode_capacity)
     given = Arguments(
-        params=decoder.param_shapes(spec, jnp.dtype(job.dtype)),
-        prefill_state=jax.eval_shape(
-            functools.partial(init_state, job, job.prefill_capacity)
-        ),
-        decode_state=jax.eval_shape(
-            functools.partial(init_state, job, job.decode_capacity)
-        ),
+        params=params,
+        prefill_state=shape(init_state, job, job.prefill_capacity),
+        decode_state=steps.DecodeState(after, rows, active, rows, keys),
         tokens=array((job.batch, job.max_prompt_len), jnp.int32),
         rows=rows,
         logits=array((job.batch, spec.vocab_size), jnp.float32),
-        active=array((job.batch,), jnp.bool),
-        keys=jax.eval_shape(row_keys, array((), jnp.int32), rows),
+        active=active,
         new=array((job.batch, job.max_new_tokens), jnp.int32),
     )
-    if job.mesh is None:
-        return given
+    return _split(job, given) if job.mesh else given
+
+
+def _split(job: Job, given: Arguments) -> Arguments:
+    """The same with how every array is split over the job's mesh."""
     by_row = NamedSharding(job.mesh, PartitionSpec(axes.DATA))
-    state = functools.partial(sharded.state_partitions, spec, job.config, over=job.mesh)
+    whole = NamedSharding(job.mesh, PartitionSpec())
+    state = functools.partial(
+        sharded.state_partitions, job.spec, job.config, over=job.mesh
+    )
+    params = decoder.param_partitions(job.spec, job.mesh)
+    if "policy" in given.params:
+        params["policy"] = jax.tree.map(lambda _: whole, given.params["policy"])
+    after = state(job.decode_capacity)
     splits = Arguments(
-        decoder.param_partitions(spec, job.mesh),
+        params,
         state(job.prefill_capacity),
-        state(job.decode_capacity),
-        *(by_row,) * 6,
+        steps.DecodeState(after, *(by_row,) * 4),
+        *(by_row,) * 5,
     )
     return jax.tree.map(
-        lambda leaf, split: array(leaf.shape, leaf.dtype, sharding=split), given, splits
+        lambda leaf, split: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=split
+        ),
+        given,
+        splits,
     )
 
 

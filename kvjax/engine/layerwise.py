@@ -2,15 +2,14 @@
 
 A whole model takes half a minute to compile for every method, one layer a second or
 two. Running layer by layer costs a dispatch per layer instead of one per batch, so this
-is for sweeps over methods, not for throughput; `kvjax.generate` gives the same tokens
-and keeps the same pairs. Rules that only work once the prompt is in watch it together:
-it is read once for all of them.
+is for sweeps over methods, not for throughput; whole models give the same tokens and
+keep the same pairs. Rules that only work once the prompt is in watch it together: it is
+read once for all of them.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +19,13 @@ from jaxtyping import Array, Float
 from kvjax import cache
 from kvjax.cache.config import CacheConfig
 from kvjax.cache.schedule import Schedule
-from kvjax.engine.steps import compact
+from kvjax.engine import runner, steps
+from kvjax.engine.compiled import Job
+from kvjax.engine.runner import Prefilled, Prompts
+from kvjax.engine.sampling import sample
 from kvjax.models import decoder
 from kvjax.policies import Policy
 from kvjax.types import Model, ModelSpec, PyTree, Stats, UserError
-
-Prompts = Sequence[Sequence[int]]
-_LOOK = 16  # tokens between two questions whether a row may stop
-
-
-class Reading(NamedTuple):
-    """What is remembered of a batch.
-
-    Attributes:
-      states: a `KVState` of one layer for every layer.
-      logits: those after each row's last token.
-    """
-
-    states: tuple[cache.KVState, ...]
-    logits: Float[Array, "B V"]
 
 
 class Readings:
@@ -47,7 +34,8 @@ class Readings:
     Holds the full caches of what it has read once, and the statistics of every rule.
 
     Raises:
-      UserError: a method whose budgets differ between layers: all run one program.
+      UserError: a method whose budgets differ between layers, or may: all run one
+        program.
     """
 
     def __init__(self, model: Model, methods: Iterable[CacheConfig]):
@@ -57,18 +45,23 @@ class Readings:
                 f"layers of {model.spec.name} rotate in two ways, and layer by layer "
                 "all share one: run whole models"
             )
-        for budget in (config.budget for config in methods if config.budget):
-            if len(set(budget)) > 1:
+        for config in methods:
+            if config.measures or len(set(config.budget or ())) > 1:
                 raise UserError(
-                    f"layer by layer, all layers share one program: give one budget, "
-                    f"not {budget}, or run whole models"
+                    "layer by layer, all layers share one program: give one budget, "
+                    f"not {config.budget} from the rule {config.budget_rule.name!r}, "
+                    "or run whole models"
                 )
-        self._model = model
+        self.model = model
         late = (config for config in methods if _is_late(config))
         self._watching = tuple(dict.fromkeys(config.policy for config in late))
-        self._known: dict[tuple, Reading] = {}
+        self._known: dict[tuple, Prefilled] = {}
 
-    def after(self, config: CacheConfig, prompts: Prompts, new: int) -> Reading:
+    def runner(self, job: Job) -> "LayerByLayer":
+        """A runner whose prompts are read here."""
+        return LayerByLayer(self, job)
+
+    def after(self, config: CacheConfig, prompts: Prompts, new: int) -> Prefilled:
         """The prompts read and compressed, with room for `new` tokens.
 
         Args:
@@ -77,20 +70,94 @@ class Readings:
           new: tokens that may follow.
         """
         if not _is_late(config):
-            alone = read(self._model, config, prompts, new)
-            return _shrunk(self._model, config, alone, new)
-        alike = dataclasses.replace(config, policy=None, budget=None)
-        key = (alike, *map(tuple, prompts))
+            alone = read(self.model, config, prompts, new)
+            return _shrunk(self.model, config, alone, new)
+        alike = dataclasses.replace(config, policy=None, budget=None, budget_rule=None)
+        key = (alike, new, *map(tuple, prompts))
         if key not in self._known:
-            all_of_them = dataclasses.replace(config, policy=_together(self._watching))
-            self._known[key] = read(self._model, all_of_them, prompts, new)
+            all_of_them = dataclasses.replace(alike, policy=_together(self._watching))
+            self._known[key] = read(self.model, all_of_them, prompts, new)
         shared, index = self._known[key], self._watching.index(config.policy)
-        states = tuple(_part(state, index) for state in shared.states)
-        return _shrunk(self._model, config, Reading(states, shared.logits), new)
+        states = tuple(_part(state, index) for state in shared.state)
+        return _shrunk(self.model, config, Prefilled(states, shared.logits), new)
 
 
-def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Reading:
-    """The prompts block by block, with select_evictions if the schedule has them."""
+class LayerByLayer:
+    """The runner; its states hold a `KVState` of one layer for every layer."""
+
+    def __init__(self, readings: Readings, job: Job):
+        self.job = job
+        self._readings, self._model = readings, readings.model
+        self._writing = _without_watching(job.config)
+
+    def prefill(self, prompts: Prompts) -> Prefilled:
+        found = self._readings.after(self.job.config, prompts, self.job.max_new_tokens)
+        if self._writing is self.job.config:
+            return found
+        return Prefilled(
+            tuple(state.replace(stats=(Stats(),)) for state in found.state),
+            found.logits,
+        )
+
+    def begin(
+        self, read: Prefilled, prompt_ids: Sequence[int], seed: int
+    ) -> steps.DecodeState:
+        keys, active = runner.row_keys(self.job, prompt_ids, seed)
+        token = self._drawn(read, keys)
+        done = ~active | np.isin(token, self.job.eos)
+        return steps.DecodeState(
+            read.state, token, done, active.astype(jnp.int32), keys
+        )
+
+    def insert(self, pool, part: steps.DecodeState, row: int) -> steps.DecodeState:
+        return part
+
+    def decode(
+        self, state: steps.DecodeState, limit: int
+    ) -> tuple[steps.DecodeState, np.ndarray]:
+        read, token, done = Prefilled(state.cache, None), state.token, state.done
+        step, drawn = state.step, []
+        for _ in range(limit):
+            if np.all(done):
+                break
+            n = 1 - np.asarray(done, np.int32)
+            read = _step(self._model, self._writing, read, token[:, None], n, False)
+            token = self._drawn(read, state.keys)
+            drawn.append(np.where(done, -1, token))
+            done, step = done | np.isin(token, self.job.eos), step + n
+        tokens = np.stack(drawn, axis=1) if drawn else np.zeros((len(token), 0), int)
+        return steps.DecodeState(read.state, token, done, step, state.keys), tokens
+
+    def score(
+        self, read: Prefilled, tokens: np.ndarray, lengths: np.ndarray
+    ) -> steps.Scores:
+        """All logits are kept: texts are few here."""
+        logits = [np.asarray(read.logits)]
+        for i in range(tokens.shape[1] - 1):
+            n = (lengths > i + 1).astype(np.int32)
+            given = tokens[:, i : i + 1]
+            read = _step(self._model, self._writing, read, given, n, False)
+            logits.append(np.asarray(read.logits))
+        _raise_errors(read.state)
+        every = np.stack(logits)
+        chosen = np.take_along_axis(every, tokens.T[..., None], axis=-1)[..., 0]
+        top = every.max(axis=-1, keepdims=True)
+        total = np.log(np.exp(every - top).sum(axis=-1)) + top[..., 0]
+        beyond = np.arange(tokens.shape[1])[None] >= lengths[:, None]
+        greedy = (every.argmax(axis=-1).T == tokens) | beyond
+        return steps.Scores(np.where(beyond, 0.0, (chosen - total).T), greedy, every)
+
+    def finished(self, state: steps.DecodeState) -> cache.KVState:
+        _raise_errors(state.cache)
+        return joined(state.cache)
+
+    def _drawn(self, read: Prefilled, keys: Array) -> np.ndarray:
+        position = read.state[0].next_pos
+        return np.asarray(_sample(read.logits, keys, position, self.job.sampling))
+
+
+def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Prefilled:
+    """The prompts block by block, with evictions if the schedule has them."""
     spec, block = model.spec, config.schedule.prefill_chunk
     lengths = np.asarray([len(prompt) for prompt in prompts])
     room = -(-lengths.max() // block) * block
@@ -98,96 +165,59 @@ def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Readi
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     dtype = model.params["embed"].dtype
-    reading = Reading(
-        tuple(
-            cache.init(spec, config, len(prompts), (capacity,), dtype)
-            for capacity in config.prefill_capacity(spec, int(room), new)
-        ),
-        jnp.zeros((len(prompts), spec.vocab_size), jnp.float32),
+    states = tuple(
+        cache.init(spec, config, len(prompts), (capacity,), dtype)
+        for capacity in config.prefill_capacity(spec, int(room), new)
     )
+    logits = jnp.zeros((len(prompts), spec.vocab_size), jnp.float32)
+    found = Prefilled(states, logits)
     for start in range(0, room, block):
         n = np.clip(lengths - start, 0, block)
         part = tokens[:, start : start + block]
-        reading = _step(model, config, reading, part, n, prompt=True)
-    return reading
+        found = _step(model, config, found, part, n, is_prefill=True)
+    return found
 
 
-def write(
-    model: Model,
-    config: CacheConfig,
-    reading: Reading,
-    steps: int,
-    eos: tuple,
-    stop: Callable[[list[int]], bool] = lambda tokens: False,
-) -> tuple[Reading, list[list[int]]]:
-    """Greedy tokens after the prompts, at most `steps`, an end token included.
-
-    `stop` is asked now and then whether a row's tokens are all that is wanted of it.
-    """
-    config, reading = _without_watching(config, reading)
-    new = [[] for _ in range(reading.logits.shape[0])]
-    active = np.ones(len(new), bool)
-    for i in range(steps):
-        drawn = np.asarray(jnp.argmax(reading.logits, axis=-1))
-        for row in np.flatnonzero(active):
-            new[row].append(int(drawn[row]))
-        active &= ~np.isin(drawn, eos)
-        if i % _LOOK == _LOOK - 1:
-            active &= ~np.array([stop(tokens) for tokens in new])
-        if not active.any() or i + 1 == steps:
-            break
-        n = active.astype(np.int32)
-        reading = _step(model, config, reading, drawn[:, None], n, prompt=False)
-    _raise_errors(reading)
-    return reading, new
-
-
-def score_tokens(
-    model: Model, config: CacheConfig, reading: Reading, given: np.ndarray
-) -> np.ndarray:
-    """Teacher forcing: logits [B, N + 1, V] before and after each of N given tokens."""
-    config, reading = _without_watching(config, reading)
-    logits, ones = [np.asarray(reading.logits)], np.ones(len(given), np.int32)
-    for token in given.T:
-        reading = _step(model, config, reading, token[:, None], ones, prompt=False)
-        logits.append(np.asarray(reading.logits))
-    _raise_errors(reading)
-    return np.stack(logits, axis=1)
-
-
-def joined(reading: Reading) -> cache.KVState:
+def joined(states: Sequence[cache.KVState]) -> cache.KVState:
     """The states of all layers as one."""
-    first = reading.states[0]
-    return first.replace(
-        layers=tuple(state.layers[0] for state in reading.states),
-        stats=tuple(state.stats[0] for state in reading.states),
+    return states[0].replace(
+        layers=tuple(state.layers[0] for state in states),
+        stats=tuple(state.stats[0] for state in states),
     )
 
 
-def _step(model, config, reading: Reading, tokens, n, prompt: bool) -> Reading:
+def _step(model, config, read: Prefilled, tokens, n, is_prefill: bool) -> Prefilled:
     """T tokens through all layers, of which each row's first n are real."""
     tokens, n = jnp.asarray(tokens, jnp.int32), jnp.asarray(n, jnp.int32)
     ends = {key: model.params[key] for key in model.params if key != "layers"}
-    start = reading.states[0].next_pos
-    x, states = _embed(ends, tokens, start, spec=model.spec), []
-    layers = zip(model.params["layers"], reading.states, strict=True)
-    for index, (weights, state) in enumerate(layers):
+    x, states = _embed(ends, tokens, read.state[0].next_pos, spec=model.spec), []
+    learned = _learned(config, model.spec.num_layers)
+    layers = zip(model.params["layers"], read.state, learned, strict=True)
+    for index, (weights, state, rule) in enumerate(layers):
         windows = [model.spec.sliding_window(i) for i in range(index + 1)]
         x, state = _layer(
-            *(weights, x, state, n, tokens),
+            *(weights, x, state, n, tokens, rule, jnp.int32(index)),
             spec=model.spec,
             config=config,
-            prompt=prompt,
+            is_prefill=is_prefill,
             like=windows.index(windows[-1]),
         )
         states.append(state)
-    logits = _logits(ends, x, n, reading.logits, spec=model.spec)
-    return Reading(tuple(states), logits)
+    before = read.logits
+    if before is None:
+        before = jnp.zeros((len(n), model.spec.vocab_size), jnp.float32)
+    return Prefilled(tuple(states), _logits(ends, x, n, before, spec=model.spec))
+
+
+def _learned(config: CacheConfig, count: int) -> Sequence[PyTree]:
+    """Every layer's weights of a learned rule; None for a rule without."""
+    params = config.policy.params if config.policy else None
+    return params.layers if params is not None else (None,) * count
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("spec", "config", "prompt", "like"),
+    static_argnames=("spec", "config", "is_prefill", "like"),
     donate_argnames=("state",),
 )
 def _layer(
@@ -196,10 +226,12 @@ def _layer(
     state: cache.KVState,
     n: Array,
     tokens: Array,
+    rule: PyTree,
+    number: Array,
     *,
     spec: ModelSpec,
     config: CacheConfig,
-    prompt: bool,
+    is_prefill: bool,
     like: int,
 ) -> tuple[Float[Array, "B T M"], cache.KVState]:
     """A layer that is shaped as number `like`; the state holds nothing but its own."""
@@ -208,11 +240,17 @@ def _layer(
     def attend(index, *given):
         del index
         return cache.step_layer(
-            0, *given, config=config, n=n, tokens=tokens, prompt=prompt
+            *(0, *given),
+            config=config,
+            n=n,
+            tokens=tokens,
+            is_prefill=is_prefill,
+            policy_params=rule,
+            layer_number=number,
         )
 
-    rotate = decoder.rotations(spec, positions)[like]
-    x, state = decoder.layer(weights, spec, like, x, rotate, state, attend)
+    apply_rope = decoder.rotations(spec, positions)[like]
+    x, state = decoder.layer(weights, spec, like, x, apply_rope, state, attend)
     return x, cache.advance(state, n)
 
 
@@ -231,44 +269,58 @@ def _logits(ends: PyTree, x: Array, n: Array, before: Array, *, spec) -> Array:
     return jnp.where((n > 0)[:, None], decoder.logits(ends, hidden, spec), before)
 
 
-def _shrunk(model: Model, config, reading: Reading, new: int) -> Reading:
+@functools.partial(jax.jit, static_argnames=("sampling",))
+def _sample(logits: Array, keys: Array, position: Array, sampling) -> Array:
+    return sample(logits, sampling, keys, position)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "config", "capacity"))
+def _compact(state, rule, number, *, spec, config, capacity) -> cache.KVState:
+    ropes, params = decoder.rotations(spec)[:1], None if rule is None else (rule,)
+    return cache.compact(state, config, capacity, ropes, params, number)
+
+
+def _shrunk(model: Model, config, found: Prefilled, new: int) -> Prefilled:
     """The compaction between prompt and decoding, where the schedule has one."""
     if not config.schedule.compacts:
-        return reading
+        return found
+    how = {"spec": model.spec, "config": config}
     capacity = config.decode_capacity(model.spec, 0, new)[:1]
-    shrink = functools.partial(
-        compact, spec=model.spec, config=config, capacity=capacity
-    )
-    return reading._replace(states=tuple(map(shrink, reading.states)))
+    learned = _learned(config, model.spec.num_layers)
+    states = [
+        _compact(state, rule, jnp.int32(index), capacity=capacity, **how)
+        for index, (state, rule) in enumerate(zip(found.state, learned, strict=True))
+    ]
+    return found._replace(state=tuple(states))
 
 
-def _without_watching(config: CacheConfig, reading: Reading):
-    """Drops policy and statistics where nothing will be evicted any more.
+def _without_watching(config: CacheConfig) -> CacheConfig:
+    """Without the policy, where nothing will be evicted any more.
 
     All such methods then run the same program.
     """
-    if config.schedule.evicts_in_decode:
-        return config, reading
-    plain = dataclasses.replace(
-        config,
-        policy=None,
-        schedule=Schedule("none", config.schedule.prefill_chunk),
-        budget=None,
+    if config.schedule.evicts_in_decode or config.policy is None:
+        return config
+    schedule = Schedule("none", config.schedule.prefill_chunk)
+    return dataclasses.replace(
+        config, policy=None, schedule=schedule, budget=None, budget_rule=None
     )
-    bare = tuple(state.replace(stats=(Stats(),)) for state in reading.states)
-    return plain, reading._replace(states=bare)
 
 
 def _is_late(config: CacheConfig) -> bool:
-    """Whether the prompt is read as if the cache were full, and keys stay in place."""
-    return (
-        config.schedule.phases == "after_prefill"
-        and config.rope_positions == "original"
-    )
+    """Whether others can watch the same reading.
+
+    The prompt is read as if the cache were full, keys stay in place, and what the rule
+    does is known by its name: two with other weights look the same.
+    """
+    late = config.schedule.phases == "after_prefill"
+    alone = config.policy is None or config.policy.params is not None
+    return late and not alone and config.rope_positions == "original"
 
 
 def _together(members: Sequence[Policy]) -> Policy:
     """Watches as all of them do, keeps nothing; `_part` gives each its statistics."""
+
     return Policy(
         init=lambda *shape: _joined(member.init(*shape) for member in members),
         observe=lambda stats, view, seen: _joined(
@@ -276,9 +328,7 @@ def _together(members: Sequence[Policy]) -> Policy:
             for member, part in zip(members, zip(*stats, strict=True), strict=True)
         ),
         score=lambda stats, view: jnp.zeros(view.positions.shape),
-        required_stats=frozenset().union(
-            *(member.required_stats for member in members)
-        ),
+        required_stats=frozenset().union(*(m.required_stats for m in members)),
         name="together",
     )
 
@@ -292,6 +342,6 @@ def _part(state: cache.KVState, index: int) -> cache.KVState:
     return state.replace(stats=(Stats(stats.per_slot[index], stats.per_row[index]),))
 
 
-def _raise_errors(reading: Reading) -> None:
-    for state in reading.states:
+def _raise_errors(states: Sequence[cache.KVState]) -> None:
+    for state in states:
         cache.raise_errors(state)

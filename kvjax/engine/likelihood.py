@@ -7,13 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax import cache
 from kvjax.cache.config import CacheConfig
-from kvjax.engine import api, compiled
+from kvjax.engine import compiled, runner
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import plan_job
-from kvjax.parallel import axes, meshes
-from kvjax.types import Model, PyTree, UserError
+from kvjax.types import Model, UserError
 
 Tokens = Sequence[int]
 _WIDTHS = (16, 128, 1024)  # continuations are padded to these, then to multiples
@@ -74,10 +72,10 @@ def likelihoods(
     done(len(found))
     for job, contexts in _jobs(model, config, pairs):
         count = min(most or len(contexts), len(contexts))
-        job = plan_job(job, memory_bytes, count).job
-        for rows in api.batches(range(len(contexts)), job.batch):
+        plan = plan_job(job, memory_bytes, count)
+        for rows in runner.batches(range(len(contexts)), plan.batch):
             some = [contexts[row] for row in rows]
-            new = dict(_judged(model.params, job, some, pairs))
+            new = dict(_judged(runner.of_plan(model.params, plan), some, pairs))
             found |= new
             done(len(new))
     return [found[i] for i in range(len(pairs))]
@@ -140,14 +138,13 @@ def _width(length: int) -> int:
 
 
 def _judged(
-    params: PyTree,
-    job: Job,
+    run: runner.Whole,
     contexts: list[_Context],
     pairs: Sequence[tuple[Tokens, Tokens]],
 ) -> Iterator[tuple[int, Likelihood]]:
     """One batch: every context's first continuation, then every second, and so on."""
-    programs = compiled.programs(job)
-    state, logits, _ = api.prefill_batch(params, job, [c.tokens for c in contexts])
+    job = run.job
+    read = run.prefill([context.tokens for context in contexts])
     for turn in range(max(len(context.asked) for context in contexts)):
         tokens = np.zeros((job.batch, job.max_new_tokens), np.int32)
         lengths = np.zeros((job.batch,), np.int32)
@@ -155,11 +152,8 @@ def _judged(
         for row in rows:
             given = pairs[contexts[row].asked[turn]][1]
             tokens[row, : len(given)], lengths[row] = given, len(given)
-        given = meshes.shard_rows(job.mesh, tokens, lengths)
-        after, logprob, greedy = programs.decode(params, state, logits, *given)
-        cache.raise_errors(after)
-        del after  # the next turn's is not to lie beside it
-        logprob, greedy = axes.to_host((logprob, greedy))
+        found = run.score(read, tokens, lengths)
         for row in rows:
-            total = float(np.sum(logprob[row], dtype=np.float64))
-            yield contexts[row].asked[turn], Likelihood(total, bool(greedy[row].all()))
+            total = float(np.sum(found.logprob[row], dtype=np.float64))
+            greedy = bool(found.greedy[row].all())
+            yield contexts[row].asked[turn], Likelihood(total, greedy)

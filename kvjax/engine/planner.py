@@ -8,6 +8,7 @@ program that will run.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 
@@ -17,7 +18,7 @@ from jax.sharding import Mesh
 from kvjax.cache.config import make_config
 from kvjax.cache.schedule import Schedule
 from kvjax.engine import compiled
-from kvjax.engine.compiled import Job
+from kvjax.engine.compiled import Job, Programs
 from kvjax.models import placement
 from kvjax.parallel import axes
 from kvjax.policies import Policy, average_attention
@@ -33,13 +34,14 @@ class Plan:
 
     Attributes:
       job: the batch to run.
-      limited_by: what the batch is limited by: the phase ('prefill', 'compact' or 'decode')
-        whose programs would not fit with one row more, or 'prompts' when all fit.
+      limited_by: the phase ('prefill', 'compact' or 'decode') whose programs would not
+        fit with one row more, or 'prompts' when all fit.
       memory_bytes: the limit given.
       peak_bytes: weights, state and temporaries of the largest phase at this batch, as
         all bytes here on each device.
       weights_bytes: of that, the weights.
       row_bytes: the most KV state that one row takes in any phase.
+      programs: those whose memory was read, ready to run; None where it was not.
     """
 
     job: Job
@@ -48,6 +50,9 @@ class Plan:
     peak_bytes: int
     weights_bytes: int
     row_bytes: int
+    programs: Programs | None = dataclasses.field(
+        default=None, compare=False, repr=False
+    )
 
     @property
     def batch(self) -> int:
@@ -56,7 +61,8 @@ class Plan:
     @property
     def prefill_groups(self) -> tuple[int, int]:
         """Rows whose prompts are read at a time, and how many times."""
-        return self.batch, 1
+        rows = self.job.prefill_batch or self.batch
+        return rows, -(-self.batch // rows)
 
 
 def plan(
@@ -71,6 +77,7 @@ def plan(
     dtype: str = "float32",
     max_batch: int | None = None,
     mesh: Mesh | None = None,
+    **options,
 ) -> Plan:
     """The largest batch of a policy, budget and schedule in so much memory.
 
@@ -87,7 +94,8 @@ def plan(
       dtype: of weights and stored pairs.
       max_batch: prompts there are; no larger batch is planned, but for the rows that
         fill up the last group of devices.
-      mesh: of `kvjax.models.meshes.mesh`; None is one device.
+      mesh: of `kvjax.parallel.meshes.mesh`; None is one device.
+      **options: of `kvjax.cache.make_config`: codec, budget_rule and others.
 
     Raises:
       UserError: not even one row fits; or what `make_config` refuses.
@@ -96,7 +104,7 @@ def plan(
         policy = average_attention()
     if prompt_tokens is None:
         prompt_tokens = spec.context_length - max_new_tokens
-    config = make_config(spec, policy, budget, schedule)
+    config = make_config(spec, policy, budget, schedule, **options)
     prompt = compiled.bucket(spec, config, prompt_tokens, max_new_tokens)
     ways = mesh.shape[axes.DATA] if mesh else 1
     spec = placement.fitted(spec, mesh)
@@ -129,7 +137,8 @@ def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
             continue
         worst = max(peaks, key=peaks.get)
         if peaks[worst] <= memory_bytes:
-            return as_plan(planned, limit, memory_bytes, peaks[worst])
+            programs = compiled.programs(planned)
+            return as_plan(planned, limit, memory_bytes, peaks[worst], programs)
         limit = worst
         batch = min(batch - 1, int(batch * memory_bytes / peaks[worst]))
         batch -= batch % job.data_parallel
@@ -171,23 +180,39 @@ def check_one_row(job: Job, memory_bytes: int) -> None:
 def phase_bytes(job: Job) -> dict[str, int]:
     """Bytes at the peak of each phase, read off the compiled programs.
 
-    Compaction does not take the weights as an argument, but they are there.
+    What a program does not take as an argument may be there all the same: the weights
+    while pairs are compacted, and the pool while a group's prompts are read.
     """
-    programs = compiled.programs(job)
-    peaks = {
-        "prefill": program_bytes(programs.prefill),
-        "decode": program_bytes(programs.decode),
-    }
+    return _peaks(job, compiled.programs(job))
+
+
+@functools.lru_cache(maxsize=256)
+def _probed(job: Job) -> dict[str, int]:
+    """`phase_bytes` of a job that is not going to run."""
+    return _peaks(job, compiled.compile_job(job))
+
+
+def _peaks(job: Job, programs: Programs) -> dict[str, int]:
+    weights, group = weights_bytes(job), compiled.arguments(job.group)
+    logits = compiled.tree_bytes(group.logits)
+    pool = compiled.tree_bytes(compiled.arguments(job).decode_state)
+    pool = pool if job.is_staggered else 0
+    peaks = {"prefill": program_bytes(programs.prefill) + pool}
     if programs.compact:
-        logits = compiled.tree_bytes(compiled.arguments(job).logits)
-        peaks["compact"] = program_bytes(programs.compact) + weights_bytes(job) + logits
+        peaks["compact"] = program_bytes(programs.compact) + weights + logits + pool
+    if programs.insert:
+        peaks["insert"] = program_bytes(programs.insert) + weights
+    peaks["decode"] = program_bytes(programs.decode)
+    if programs.begin:
+        first = program_bytes(programs.begin) + weights + pool
+        peaks["decode"] = max(peaks["decode"], first)
     return peaks
 
 
 def state_bytes(job: Job) -> dict[str, int]:
     """Bytes of the KV state in each phase, from its shapes."""
-    given = compiled.arguments(job)
-    parts = {"prefill": given.prefill_state, "decode": given.decode_state}
+    read, written = compiled.arguments(job.group), compiled.arguments(job)
+    parts = {"prefill": read.prefill_state, "decode": written.decode_state.cache}
     return {phase: compiled.tree_bytes(state) for phase, state in parts.items()}
 
 
@@ -260,7 +285,7 @@ def _estimate(job: Job, batch: int) -> dict[str, int]:
     before, after = state_bytes(whole), state_bytes(short)
     more = {phase: weights + before[phase] - after[phase] for phase in before}
     more["compact"] = more["prefill"] + before["decode"] - after["decode"]
-    return {phase: peak + more[phase] for phase, peak in phase_bytes(short).items()}
+    return {phase: peak + more[phase] for phase, peak in _probed(short).items()}
 
 
 def plan_if_fits(job: Job, limit: str, memory_bytes: int) -> Plan | None:
@@ -271,7 +296,9 @@ def plan_if_fits(job: Job, limit: str, memory_bytes: int) -> Plan | None:
         if not out_of_memory(error):
             raise
         return None
-    return as_plan(job, limit, memory_bytes, peak) if peak <= memory_bytes else None
+    if peak > memory_bytes:
+        return None
+    return as_plan(job, limit, memory_bytes, peak, compiled.programs(job))
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -279,9 +306,17 @@ def out_of_memory(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
-def as_plan(job: Job, limit: str, memory_bytes: int, peak: int) -> Plan:
-    row = max(state_bytes(job).values()) * job.data_parallel // job.batch
-    return Plan(job, limit, memory_bytes, peak, weights_bytes(job), row)
+def as_plan(
+    job: Job,
+    limit: str,
+    memory_bytes: int,
+    peak: int,
+    programs: Programs | None = None,
+) -> Plan:
+    held = state_bytes(job).values()  # of a group and its pool, at the same time
+    most = sum(held) if job.is_staggered else max(held)
+    row = most * job.data_parallel // job.batch
+    return Plan(job, limit, memory_bytes, peak, weights_bytes(job), row, programs)
 
 
 def too_small(job: Job, memory_bytes: int, what: str, needed: int) -> str:

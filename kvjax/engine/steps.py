@@ -1,12 +1,19 @@
-"""The loops: prefill, decode, and teacher forcing.
+"""The loops, one jitted program each, with the state donated.
 
-`prefill` and `decode` are one jitted program each, with the KV state donated. A prompt
-is read in blocks of p tokens; every row stops at its own length, so a ragged batch
-gives what each prompt gives alone.
+::
+
+    prompts   -> prefill -> compact -> begin -> insert -> decode ... -> tokens
+                 KVState    KVState    DecodeState (rows of a pool)
+    given tokens           -> score -> their probabilities
+
+A prompt is read in blocks of p tokens; every row stops at its own length, so a ragged
+batch gives what each prompt gives alone. A decode that stops goes on from its state.
 """
 
 import functools
+from typing import NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -14,14 +21,33 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import sharded
 from kvjax.cache.config import CacheConfig
-from kvjax.engine import sampling
+from kvjax.engine.sampling import Sampling, sample
 from kvjax.models import decoder
 from kvjax.parallel import axes
 from kvjax.types import ModelSpec, PyTree
 
 NO_EOS = (-1,)  # no token ends a row
-GREEDY = sampling.Sampling()
+GREEDY = Sampling()
 _AT_ONCE = 16  # given tokens fed at a time where nothing is evicted any more
+
+
+@flax.struct.dataclass
+class DecodeState:
+    """Where the decoding of a batch stands.
+
+    Attributes:
+      cache: what the rows remember; it has not seen their last tokens.
+      token: i32[B], the last token drawn.
+      done: bool[B], rows that draw no more: ended, or not in use.
+      step: i32[B], tokens drawn so far, the end token included.
+      keys: PRNG keys [B], one per row.
+    """
+
+    cache: cache.KVState
+    token: Array
+    done: Array
+    step: Array
+    keys: Array
 
 
 @functools.partial(
@@ -42,10 +68,10 @@ def prefill(
     state of fixed capacity one program serves prompts of every length.
 
     Args:
-      params: the model's weights.
+      params: the model's weights, see `with_policy`.
       state: the state to append to; donated.
       tokens: prompts, left-aligned; what lies beyond a row's length is never read. T is
-        a multiple of the schedule's block.
+        a multiple of the schedule's prefill_chunk.
       lengths: tokens per row; 0 for a row that is not in use.
       spec: the model's shape.
       config: what is kept.
@@ -61,7 +87,7 @@ def prefill(
         state, last = carry
         part = jax.lax.dynamic_slice_in_dim(tokens, i * block, block, axis=1)
         n = jnp.clip(lengths - i * block, 0, block)
-        hidden, state = forward(params, spec, part, n, state, config, prompt=True)
+        hidden, state = forward(params, spec, part, n, state, config, is_prefill=True)
         end = jnp.maximum(n - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(hidden, end, axis=1)[:, 0]
         return state, jnp.where((n > 0)[:, None], newest, last)
@@ -73,100 +99,128 @@ def prefill(
     return state, axes.constrain(logits, "batch")
 
 
+@functools.partial(jax.jit, static_argnames=("spec", "config", "capacity"))
+def compact(
+    state: cache.KVState,
+    policy_params: PyTree = None,
+    *,
+    spec: ModelSpec,
+    config: CacheConfig,
+    capacity: tuple[int, ...],
+) -> cache.KVState:
+    """`sharded.compact`, the step between prefill and decode.
+
+    The state is not donated: its buffers have another size than the result's.
+    """
+    ropes = decoder.rotations(spec)
+    return sharded.compact(spec, state, config, capacity, ropes, policy_params)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("sampling", "eos"), donate_argnames=("state",)
+)
+def begin(
+    state: cache.KVState,
+    logits: Float[Array, "B V"],
+    active: Bool[Array, "B"],
+    keys: Array,
+    *,
+    sampling: Sampling = GREEDY,
+    eos: tuple[int, ...] = NO_EOS,
+) -> DecodeState:
+    """Draws every row's first token.
+
+    Args:
+      state: after the prompt; donated.
+      logits: those that follow each row's last token.
+      active: False for a row that is not in use.
+      keys: PRNG keys [B], one per row.
+      sampling: the rule.
+      eos: tokens that end a row; `NO_EOS` for runs of fixed length.
+    """
+    token = sample(logits, sampling, keys, state.next_pos)
+    done = ~active | _ends(token, eos)
+    return DecodeState(state, token, done, active.astype(jnp.int32), keys)
+
+
+@functools.partial(jax.jit, donate_argnames=("pool",))
+def insert(pool: DecodeState, part: DecodeState, row: Int[Array, ""]) -> DecodeState:
+    """The rows of `part` in the place of the pool's from `row` on; the pool is donated."""
+
+    def put(whole, part):
+        return jax.lax.dynamic_update_slice_in_dim(whole, part, row, axis=0)
+
+    rest = jax.tree.map(put, pool.replace(cache=()), part.replace(cache=()))
+    return rest.replace(cache=cache.insert(pool.cache, part.cache, row))
+
+
 @functools.partial(
     jax.jit,
-    static_argnames=("spec", "config", "steps", "how", "eos"),
+    static_argnames=("spec", "config", "steps", "sampling", "eos"),
     donate_argnames=("state",),
 )
 def decode(
     params: PyTree,
-    state: cache.KVState,
-    logits: Float[Array, "B V"],
-    active: Array,
-    keys: Array,
+    state: DecodeState,
     limit: Int[Array, ""] | None = None,
     *,
     spec: ModelSpec,
     config: CacheConfig,
     steps: int,
-    how: sampling.Sampling = GREEDY,
+    sampling: Sampling = GREEDY,
     eos: tuple[int, ...] = NO_EOS,
-) -> tuple[cache.KVState, Int[Array, "B N"], Int[Array, "B"]]:
-    """Generates up to `steps` tokens per row on the device.
+) -> tuple[DecodeState, Int[Array, "B N"]]:
+    """Draws up to `steps` more tokens per row on the device.
 
-    Ends early when no row is active. A row that has drawn an end token stays as it is:
+    Ends early when all rows are done. A row that has drawn an end token stays as it is:
     it appends nothing to its cache.
 
     Args:
-      params: the model's weights.
-      state: the state after the prompt; donated.
-      logits: those that follow each row's last token.
-      active: bool[B], False for a row that is not in use.
-      keys: PRNG keys [B], one per row.
-      limit: the most tokens to generate; None for N.
+      params: the model's weights, see `with_policy`.
+      state: where decoding stands; donated.
+      limit: the most tokens to draw; None for N.
       spec: the model's shape.
       config: what is kept.
       steps: N, the most that there is room for.
-      how: the sampling rule.
-      eos: tokens that end a row; `NO_EOS` for runs of fixed length.
+      sampling: the rule.
+      eos: tokens that end a row.
 
     Returns:
-      The state (which has not seen the last token), the tokens (-1 beyond a row's
-      end), and how many tokens each row has, its end token included.
+      The state, and the tokens drawn; -1 beyond a row's end.
     """
-    ends = jnp.asarray(eos, jnp.int32)
-
-    def draw(logits, state, active, out, i):
-        token = sampling.sample(logits, how, keys, state.next_pos)
-        out = out.at[:, i].set(jnp.where(active, token, -1))
-        ended = jnp.any(token[:, None] == ends[None, :], axis=-1)
-        return token, active & ~ended, out
 
     def step(carry):
-        i, state, token, active, out, count = carry
-        n = active.astype(jnp.int32)
-        hidden, state = forward(params, spec, token[:, None], n, state, config)
+        i, state, out = carry
+        n = (~state.done).astype(jnp.int32)
+        hidden, kv = forward(params, spec, state.token[:, None], n, state.cache, config)
         logits = decoder.logits(params, hidden[:, 0], spec)
-        token, active, out = draw(logits, state, active, out, i)
-        return i + 1, state, token, active, out, count + n
+        token = sample(logits, sampling, state.keys, kv.next_pos)
+        out = out.at[:, i].set(jnp.where(state.done, -1, token))
+        done = state.done | _ends(token, eos)
+        return i + 1, DecodeState(kv, token, done, state.step + n, state.keys), out
 
     limit = jnp.int32(steps) if limit is None else limit
-    out = jnp.full((active.shape[0], steps), -1, jnp.int32)
-    count = active.astype(jnp.int32)
-    token, active, out = draw(logits, state, active, out, 0)
-    carry = (jnp.int32(1), state, token, active, out, count)
-    carry = jax.lax.while_loop(
-        lambda carry: (carry[0] < limit) & jnp.any(carry[3]), step, carry
-    )
-    return carry[1], carry[4], carry[5]
+    out = jnp.full((state.token.shape[0], steps), -1, jnp.int32)
+    going = lambda carry: (carry[0] < limit) & ~jnp.all(carry[1].done)
+    _, state, out = jax.lax.while_loop(going, step, (jnp.int32(0), state, out))
+    return state, out
 
 
-@functools.partial(
-    jax.jit, static_argnames=("spec", "config"), donate_argnames=("state",)
-)
-def score_tokens(
-    params: PyTree,
-    state: cache.KVState,
-    tokens: Int[Array, "B T"],
-    *,
-    spec: ModelSpec,
-    config: CacheConfig,
-) -> tuple[cache.KVState, Float[Array, "T B V"]]:
-    """Teacher forcing: feeds given tokens one at a time, as decoding would.
+class Scores(NamedTuple):
+    """How likely given tokens are.
 
-    Returns:
-      The state, and the float32 logits that follow every token.
+    Attributes:
+      logprob: natural logarithm of each token's probability.
+      greedy: whether the token was the likeliest.
+      logits: float32, those that each token was judged by, if they were asked for.
     """
-    one = jnp.ones(tokens.shape[:1], jnp.int32)
 
-    def step(state, token):
-        hidden, state = forward(params, spec, token[:, None], one, state, config)
-        return state, decoder.logits(params, hidden[:, 0], spec)
-
-    return jax.lax.scan(step, state, tokens.T)
+    logprob: Float[Array, "B N"]
+    greedy: Bool[Array, "B N"]
+    logits: Float[Array, "N B V"] | None
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "config"))
+@functools.partial(jax.jit, static_argnames=("spec", "config", "keep_logits"))
 def score(
     params: PyTree,
     state: cache.KVState,
@@ -176,29 +230,32 @@ def score(
     *,
     spec: ModelSpec,
     config: CacheConfig,
-) -> tuple[cache.KVState, Float[Array, "B N"], Bool[Array, "B N"]]:
+    keep_logits: bool = False,
+) -> tuple[cache.KVState, Scores]:
     """Teacher forcing: how likely given continuations are.
 
     Tokens are fed one at a time, as decoding would, or some at once where the schedule
-    has nothing left to evict. A row that is at its end feeds nothing more. The state is
-    not donated: several continuations may follow one prompt.
+    has nothing left to evict and nobody wants the logits. A row that is at its end
+    feeds nothing more. The state is not donated: several continuations may follow one
+    prompt.
 
     Args:
-      params: the model's weights.
+      params: the model's weights, see `with_policy`.
       state: the state after the prompt.
       logits: those that follow each row's last token.
       tokens: continuations, left-aligned.
       lengths: tokens per row; 0 for a row that has none.
       spec: the model's shape.
       config: what is kept.
+      keep_logits: whether to return them all; a batch of large ones.
 
     Returns:
-      The state (which has not seen the last token), the natural logarithm of each
-      token's probability, and whether the token was the likeliest. Beyond a row's
+      The state (which has not seen the last token), and the scores; beyond a row's
       length 0 and True.
     """
     batch, most = tokens.shape
-    width = 1 if config.schedule.evicts_in_decode else min(_AT_ONCE, most)
+    one = config.schedule.evicts_in_decode or keep_logits
+    width = 1 if one else min(_AT_ONCE, most)
     steps = jnp.maximum(jnp.max(lengths) - 1 + width - 1, 0) // width
     room = -most % width + width  # for the last step's targets, one token ahead
     padded = jnp.pad(tokens, ((0, 0), (0, room)))
@@ -206,10 +263,11 @@ def score(
     def judge(logits, targets):
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return chosen - jax.nn.logsumexp(logits, axis=-1), likeliest == targets
+        found = chosen - jax.nn.logsumexp(logits, axis=-1), likeliest == targets
+        return (*found, logits) if keep_logits else found
 
     def step(i, carry):
-        state, logprob, greedy = carry
+        state, kept = carry
         part = jax.lax.dynamic_slice_in_dim(padded, i * width, width, axis=1)
         targets = jax.lax.dynamic_slice_in_dim(padded, i * width + 1, width, axis=1)
         n = jnp.clip(lengths - 1 - i * width, 0, width)
@@ -219,40 +277,62 @@ def score(
         put = lambda all, new: jax.lax.dynamic_update_slice_in_dim(
             all, new, i * width + 1, axis=1
         )
-        return state, put(logprob, found[0]), put(greedy, found[1])
+        return state, jax.tree.map(put, kept, found)
 
-    first = judge(logits, tokens[:, 0])
-    carry = (
-        state,
-        jnp.zeros(padded.shape, jnp.float32).at[:, 0].set(first[0]),
-        jnp.ones(padded.shape, jnp.bool).at[:, 0].set(first[1]),
-    )
-    state, logprob, greedy = jax.lax.fori_loop(0, steps, step, carry)
+    def first(found):
+        empty = jnp.zeros((batch, padded.shape[1], *found.shape[2:]), found.dtype)
+        return empty.at[:, :1].set(found)
+
+    kept = jax.tree.map(first, judge(logits[:, None], tokens[:, :1]))
+    state, kept = jax.lax.fori_loop(0, steps, step, (state, kept))
+    logprob, greedy, *rest = (found[:, :most] for found in kept)
     real = jnp.arange(most, dtype=jnp.int32)[None, :] < lengths[:, None]
-    logprob = jnp.where(real, logprob[:, :most], 0.0)
-    return state, logprob, greedy[:, :most] | ~real
+    every = jnp.swapaxes(rest[0], 0, 1) if keep_logits else None
+    return state, Scores(jnp.where(real, logprob, 0.0), greedy | ~real, every)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "config", "capacity"))
-def compact(
-    state: cache.KVState,
-    *,
+def forward(
+    params: PyTree,
     spec: ModelSpec,
+    tokens: Int[Array, "B T"],
+    n: Int[Array, "B"],
+    state: cache.KVState,
     config: CacheConfig,
-    capacity: tuple[int, ...],
-) -> cache.KVState:
-    """`sharded.compact`, jitted: the step between prefill and decode.
-
-    The state is not donated: its buffers have another size than the result's.
-    """
-    return sharded.compact(spec, state, config, capacity, decoder.rotations(spec))
-
-
-def forward(params, spec, tokens, n, state, config, prompt=False):
+    is_prefill: bool = False,
+) -> tuple[Float[Array, "B T M"], cache.KVState]:
     """T new tokens through the model, of which each row's first n are real."""
     positions = cache.next_positions(state, tokens.shape[1])
-    attend = functools.partial(
-        sharded.step_layer, spec, config=config, n=n, tokens=tokens, prompt=prompt
+    learned = params.get("policy")
+
+    def attend(index, q, k, v, ops, state):
+        return sharded.step_layer(
+            *(spec, index, q, k, v, ops, state),
+            config=config,
+            n=n,
+            tokens=tokens,
+            is_prefill=is_prefill,
+            policy_params=learned and learned[index],
+        )
+
+    measure = None
+    if config.measures and is_prefill:
+        measure = functools.partial(cache.measure, config=config, n=n)
+    hidden, state = decoder.forward(
+        params, spec, tokens, positions, state, attend, measure
     )
-    hidden, state = decoder.forward(params, spec, tokens, positions, state, attend)
     return hidden, cache.advance(state, n)
+
+
+def with_policy(params: PyTree, config: CacheConfig) -> PyTree:
+    """The model's weights, with those of a learned rule, if it has any, as `policy`.
+
+    They go through programs side by side: traced, one pytree per layer.
+    """
+    if not config.policy or config.policy.params is None:
+        return params
+    return params | {"policy": config.policy.params.layers}
+
+
+def _ends(token: Int[Array, "B"], eos: tuple[int, ...]) -> Bool[Array, "B"]:
+    ends = jnp.asarray(eos, jnp.int32)
+    return jnp.any(token[:, None] == ends[None, :], axis=-1)

@@ -40,6 +40,7 @@ from kvjax.parallel import axes
 from kvjax.types import LayerOps, ModelSpec, PyTree, RopeScaling, Scoring
 
 Attend = Callable[..., tuple[Array, PyTree]]
+Measure = Callable[..., PyTree]
 
 
 def forward(
@@ -49,6 +50,7 @@ def forward(
     positions: Int[Array, "B T"],
     cache: PyTree,
     attend: Attend,
+    measure: Measure | None = None,
 ) -> tuple[Float[Array, "B T M"], PyTree]:
     """Runs the decoder over T new tokens of every row.
 
@@ -65,6 +67,8 @@ def forward(
       positions: each token's position in its own row.
       cache: handed from layer to layer, never looked at.
       attend: the injected attention.
+      measure: `measure(layer, before, after, cache) -> cache`, shown the residual stream
+        [B, T, M] before and after every layer's attention; None for nobody.
 
     Returns:
       The final normalised hidden states, and the cache after the last layer.
@@ -72,7 +76,9 @@ def forward(
     x = embedded(params, spec, tokens, positions)
     rotates = rotations(spec, positions)
     for index, weights in enumerate(params["layers"]):
-        x, cache = layer(weights, spec, index, x, rotates[index], cache, attend)
+        x, cache = layer(
+            *(weights, spec, index, x, rotates[index], cache, attend, measure)
+        )
     return ended(params, spec, x), cache
 
 
@@ -108,29 +114,30 @@ def layer(
     rotate: Callable[..., Array],
     cache: PyTree,
     attend: Attend,
+    measure: Measure | None = None,
 ) -> tuple[Float[Array, "B T M"], PyTree]:
     """One layer of `forward`: attention and MLP, each added to the residual stream."""
     x = axes.constrain(x, "batch")
     norm = lambda x, name: _norm(x, weights[name], spec)
-    attention = functools.partial(
-        _attention, weights, spec, index, rotate=rotate, cache=cache, attend=attend
+    given = x if spec.norm_placement == "post" else norm(x, "attn_norm")
+    mixed, cache = _attention(
+        weights, spec, index, given, rotate=rotate, cache=cache, attend=attend
     )
+    added = norm(mixed, "attn_after") if spec.norm_placement == "sandwich" else mixed
+    if measure is not None:
+        cache = measure(index, x, x + added, cache)
     if spec.norm_placement == "post":
-        mixed, cache = attention(x)
-        x = norm(x + mixed, "attn_norm")
+        x = norm(x + added, "attn_norm")
         return norm(x + _mlp(weights, spec, x), "mlp_norm"), cache
-    h = norm(x, "attn_norm")
-    mixed, cache = attention(h)
     if spec.norm_placement.startswith("parallel"):
-        if spec.norm_placement == "parallel_two":
-            h = norm(x, "mlp_norm")
-        return x + mixed + _mlp(weights, spec, h), cache
+        both = spec.norm_placement == "parallel_two"
+        h = norm(x, "mlp_norm") if both else given
+        return x + added + _mlp(weights, spec, h), cache
+    x = x + added
+    out = _mlp(weights, spec, norm(x, "mlp_norm"))
     if spec.norm_placement == "sandwich":
-        x = x + norm(mixed, "attn_after")
-        out = _mlp(weights, spec, norm(x, "mlp_norm"))
-        return x + norm(out, "mlp_after"), cache
-    x = x + mixed
-    return x + _mlp(weights, spec, norm(x, "mlp_norm")), cache
+        out = norm(out, "mlp_after")
+    return x + out, cache
 
 
 def rotations(
@@ -311,6 +318,7 @@ def _attention(weights, spec, index, h, *, rotate, cache, attend):
         rotate,
         jax.tree_util.Partial(_contributions, weights["out"]),
         Scoring(spec.attention_softcap, spec.sliding_window(index)),
+        h,
     )
     mixed, cache = attend(index, q, k, v, ops, cache)
     out = _merge_heads(mixed, weights["out"])

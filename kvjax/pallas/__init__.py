@@ -1,1 +1,1 @@
-"""Kernels for TPU and GPU: arrays in, arrays out; `kvjax.attention.backends` chooses."""
+"""Kernels for TPU and GPU: arrays in, arrays out; see `kvjax.attention.backends`."""

@@ -7,12 +7,8 @@ from jaxtyping import Array, Float
 
 NEVER = 2**31 - 1  # the position of an empty slot, as a query compares it
 LOWEST = -1e30  # stands in for the largest score of a query that sees no key
-STATS = (
-    "attn_sum",
-    "attn_sq_sum",
-    "last_attn",
-    "window",
-)  # what a kernel can add up on the way
+# What a kernel can add up on the way.
+STATS = ("attn_sum", "attn_sq_sum", "last_attn", "window_sum")
 
 
 class Scored(NamedTuple):

@@ -116,7 +116,7 @@ def attend(
       q_pos: position of each query.
       n: how many of a row's T queries are real; the others are padding at the end.
       stats: statistics to return.
-      window: how many of the last real queries the statistic "window" adds up.
+      window: how many of the last real queries `window_sum` adds up.
       interpret: run on the CPU, float32 included. The interpreter calls back into
         Python and hangs if the caller dispatches other work before its result is ready.
       device_kind: whose tile sizes to use; None is the device's that is there.
@@ -187,15 +187,15 @@ def attention_stats(
     pos: Int[Array, "B K C"],
     q_pos: Int[Array, "B T"],
     n: Int[Array, "B"],
-    m: Float[Array, "B K G T"],
-    l: Float[Array, "B K G T"],  # noqa: E741
+    max_logit: Float[Array, "B K G T"],
+    denominator: Float[Array, "B K G T"],
     *,
     stats: frozenset[str],
     window: int = 0,
     interpret: bool = False,
     device_kind: str | None = None,
 ) -> dict[str, Float[Array, "B K C"]]:
-    """The statistics alone, of weights under a softmax whose `m` and `l` are known.
+    """The statistics alone, of weights under a softmax that is already known.
 
     For segments of slots, whose weights have one normaliser in common, and for queries
     asked again. See `attend` for the arguments.
@@ -203,10 +203,15 @@ def attention_stats(
     chip = _chip(q, k, stats, device_kind, interpret)
     heads = k.shape[1]
     q, q_pos = _whole_tiles(q, q_pos)
-    fill = ((0, 0), (0, 0), (0, 0), (0, q_pos.shape[1] - m.shape[3]))
-    m, l = (rearrange(jnp.pad(x, fill), "b k g t -> (b k) (g t)") for x in (m, l))  # noqa: E741
+    fill = ((0, 0), (0, 0), (0, 0), (0, q_pos.shape[1] - max_logit.shape[3]))
+    known = (
+        rearrange(jnp.pad(x, fill), "b k g t -> (b k) (g t)")
+        for x in (max_logit, denominator)
+    )
     k, pos = (rearrange(x, "b k ... -> (b k) ...") for x in (k, pos))
-    found = _sums_of_columns(q, k, pos, q_pos, n, m, l, stats, window, chip, interpret)
+    found = _sums_of_columns(
+        q, k, pos, q_pos, n, *known, stats, window, chip, interpret
+    )
     return {
         name: rearrange(x, "(b k) c -> b k c", k=heads) for name, x in found.items()
     }
@@ -271,7 +276,7 @@ def _one_query(q, k, v, pos, q_pos, n, stats, window, chip, interpret, pair=()):
     part = (jnp.arange(LANES) < group)[None] & (n > 0)[:, None]
     part = jnp.repeat(part.astype(jnp.float32) / group, heads, axis=0)
     way = "" if not stats else "attn_sum" if count == 1 else "weights"
-    out = {
+    found_type = {
         "": None,
         "attn_sum": _f32(all_heads, capacity),
         "weights": _f32(all_heads, count * tiles * TILE, LANES),
@@ -285,7 +290,7 @@ def _one_query(q, k, v, pos, q_pos, n, stats, window, chip, interpret, pair=()):
             _f32(all_heads, count, group, width),
             _f32(all_heads, count, LANES),
             _f32(all_heads, count, LANES),
-            out[way],
+            found_type[way],
         ),
         scratch={
             "q_tile": tile_type((LANES, width), q.dtype),
@@ -293,7 +298,7 @@ def _one_query(q, k, v, pos, q_pos, n, stats, window, chip, interpret, pair=()):
             "seen": plgpu.SMEM((stages, TILE), jnp.int32),
             "scores": plgpu.SMEM((tiles * TILE, LANES), jnp.float32),
             "weights": tile_type((LANES, TILE), v.dtype),
-            "o_tile": plgpu.SMEM((LANES, width), jnp.float32),
+            "out_tile": plgpu.SMEM((LANES, width), jnp.float32),
             "spare": plgpu.SMEM((TILE,), jnp.float32),
             "ready": plgpu.Barrier(num_barriers=stages),
             "q_ready": plgpu.Barrier(),
@@ -304,44 +309,46 @@ def _one_query(q, k, v, pos, q_pos, n, stats, window, chip, interpret, pair=()):
     )
     lanes = rearrange(lanes, "b k g d -> (b k) g d")
     now = jnp.repeat(q_pos[:, 0], heads)
-    (o, m, l, found), caches = run(lanes, k, v, pos, now, part, *pair)  # noqa: E741
+    (*softmax, found), caches = run(lanes, k, v, pos, now, part, *pair)
     if count == 1:
-        o, m, l = o[:, 0], m[:, 0], l[:, 0]  # noqa: E741
+        softmax = [x[:, 0] for x in softmax]
     else:
-        o, m, l, found = _merge(o, m, l, found, part)  # noqa: E741
-    per_head = lambda x: rearrange(x, "(b k) g ... -> b k g 1 ...", k=heads)
-    scored = Scored(per_head(o), per_head(m[:, :group]), per_head(l[:, :group]))
+        *softmax, found = _merge(*softmax, found, part)
+    per_head = lambda x: rearrange(x[:, :group], "(b k) g ... -> b k g 1 ...", k=heads)
+    scored = Scored(*map(per_head, softmax))
     if not stats:
         return scored, *caches
-    mass = found[:, :capacity]
-    every = {"attn_sum": mass, "attn_sq_sum": mass * mass, "last_attn": mass}
-    every["window"] = mass if window > 0 else jnp.zeros_like(mass)
+    weights = found[:, :capacity]
+    every = dict.fromkeys(("attn_sum", "last_attn"), weights)
+    every["attn_sq_sum"] = weights * weights
+    every["window_sum"] = weights if window > 0 else jnp.zeros_like(weights)
     return scored._replace(**{name: every[name] for name in stats}), *caches
 
 
-def _merge(o, m, l, weights, part):  # noqa: E741
-    """Joins the segments of a head, each relative to its own largest score.
+def _merge(out, max_logit, denominator, weights, part):
+    """Joins the segments of a head, each relative to its own largest logit.
 
     Args:
-      o: [H, segments, G, D].
-      m: [H, segments, 8].
-      l: [H, segments, 8].
+      out: [H, segments, G, D].
+      max_logit: [H, segments, 8].
+      denominator: [H, segments, 8].
       weights: [H, slots of all segments, 8], or None.
       part: [H, 8] what a query head counts for in the average over heads.
 
     Returns:
-      o, m and l without the axis of segments, and the mass of the slots, or None.
+      The first three without the axis of segments, and the slots' weights [H, slots],
+      averaged over query heads, or None.
     """
-    top = jnp.max(m, axis=1)
-    fade = jnp.exp(m - jnp.maximum(top, LOWEST)[:, None])  # [H, segments, 8]
-    total = jnp.sum(l * fade, axis=1)
-    o = jnp.sum(o * fade[:, :, : o.shape[2], None], axis=1)
+    top = jnp.max(max_logit, axis=1)
+    fade = jnp.exp(max_logit - jnp.maximum(top, LOWEST)[:, None])  # [H, segments, 8]
+    total = jnp.sum(denominator * fade, axis=1)
+    out = jnp.sum(out * fade[:, :, : out.shape[2], None], axis=1)
     if weights is None:
-        return o, top, total, None
+        return out, top, total, None
     share = fade * (part / jnp.where(total > 0, total, 1.0))[:, None]
-    weights = rearrange(weights, "h (s c) g -> h s c g", s=m.shape[1])
-    mass = jnp.sum(weights * share[:, :, None], axis=-1)
-    return o, top, total, rearrange(mass, "h s c -> h (s c)")
+    weights = rearrange(weights, "h (s c) g -> h s c g", s=max_logit.shape[1])
+    mean = jnp.sum(weights * share[:, :, None], axis=-1)
+    return out, top, total, rearrange(mean, "h s c -> h (s c)")
 
 
 # --- a block of queries ---------------------------------------------------------------
@@ -368,15 +375,15 @@ def _block_of_queries(q, k, v, pos, q_pos, n, stats, window, chip, interpret) ->
         },
         interpret=interpret,
     )
-    (o, m, l), _ = run(q, k, v, pos, q_pos, gaps.astype(jnp.int32))  # noqa: E741
+    softmax, _ = run(q, k, v, pos, q_pos, gaps.astype(jnp.int32))
     per_head = lambda x: rearrange(
         x, "(b k) (g t) ... -> b k g t ...", k=heads, g=group
     )[:, :, :, :length]
-    scored = Scored(out=per_head(o), max_logit=per_head(m), denominator=per_head(l))
+    scored = Scored(*map(per_head, softmax))
     if not stats:
         return scored
-    found = _sums_of_columns(q, k, pos, q_pos, n, m, l, stats, window, chip, interpret)
-    return scored._replace(**found)
+    given = (q, k, pos, q_pos, n, *softmax[1:])
+    return scored._replace(**_sums_of_columns(*given, stats, window, chip, interpret))
 
 
 def _whole_tiles(q, q_pos):
@@ -396,21 +403,22 @@ def _sums_of_columns(
     pos,
     q_pos,
     n,
-    m,
-    l,  # noqa: E741
+    max_logit,
+    denominator,
     stats,
     window,
     chip,
     interpret,
 ) -> dict[str, Array]:
-    """The statistics [H, C] under the softmax that m and l [H, G * T] normalise."""
+    """The statistics [H, C] under a softmax whose sums [H, G * T] are known."""
     all_heads, capacity = pos.shape
     heads, group = all_heads // len(n), q.shape[1] // q_pos.shape[1]
     width = q.shape[2]
     real = jnp.arange(q_pos.shape[1])[None] < n[:, None]
     real = jnp.tile(jnp.repeat(real, heads, axis=0), (1, group))  # [H, G * T]
-    seen = real & (l > 0)
-    lse = jnp.where(seen, m + jnp.log(jnp.where(seen, l, 1.0)), jnp.inf)
+    seen = real & (denominator > 0)
+    lse = max_logit + jnp.log(jnp.where(seen, denominator, 1.0))
+    lse = jnp.where(seen, lse, jnp.inf)
     names = sorted(stats)
     run = launch(
         functools.partial(

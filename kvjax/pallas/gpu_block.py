@@ -189,7 +189,7 @@ def decode(
     seen,  # i32[stages, TILE]
     scores,  # [segment, 8]
     weights,  # [8, TILE]
-    o_tile,  # [8, D]
+    out_tile,  # [8, D]
     spare,  # [TILE]
     ready,
     q_ready,
@@ -198,10 +198,11 @@ def decode(
     """One query per row: keys, softmax over shared memory, values.
 
     The other references: where a new pair is written, new_k and new_v [H, D] and its
-    place [H]; then the outputs o [H, segments, G, D], m and l [H, segments, 8], and
-    "attn_sum" [H, C] or "weights" [H, slots of all segments, 8] over the segment's own sum.
+    place [H]; then the outputs: the attention [H, segments, G, D], its largest logit
+    and its denominator [H, segments, 8], and "attn_sum" [H, C] or "weights" [H, slots
+    of all segments, 8], unnormalised.
     """
-    *pair, o, m, l, out = rest  # noqa: E741
+    *pair, out, max_logit, denominator, found = rest
     head, segment = jax.lax.axis_index("head"), jax.lax.axis_index("segment")
     if pair:
         new_k, new_v, places = pair
@@ -257,10 +258,10 @@ def decode(
             write(v, new_v, tile, slot)
         p = ops.load(scores, rows_of(tile))
         if stats == "attn_sum":
-            mass = jnp.sum(p * spread(share, shape, 1), axis=1)
-            publish(ops, mass, out.at[head], tile, spare)
+            attn_sum = jnp.sum(p * spread(share, shape, 1), axis=1)
+            publish(ops, attn_sum, found.at[head], tile, spare)
         elif stats == "weights":
-            ops.store(out.at[head, rows_of(first + tile)], p)
+            ops.store(found.at[head, rows_of(first + tile)], p)
         ops.store_transposed(weights, p.astype(weights.dtype), swizzled=True)
         clear(ops, ring.at[slot], jnp.max(p, axis=1))
         return ops.product(ring.at[slot], weights, acc, flip_a=True, flip_b=True)
@@ -276,18 +277,18 @@ def decode(
     total = ops.full(shape, 0.0)
     total = jax.lax.fori_loop(jnp.int32(0), jnp.int32(tiles), exponentials, total)
     total = jnp.sum(total, axis=0)
-    ops.store(m.at[head, segment], top)
-    ops.store(l.at[head, segment], total)
+    ops.store(max_logit.at[head, segment], top)
+    ops.store(denominator.at[head, segment], total)
     if stats == "attn_sum":
         known = jnp.where(total > 0, total, 1.0)
         share = ops.load(part, head, layout=COLUMNS) / known
 
     acc = ops.full((width, LANES), 0.0)
     acc = stream(tiles, 2 * tiles, refill, ready, values, acc)
-    ops.store_transposed(o_tile, acc)
+    ops.store_transposed(out_tile, acc)
     plgpu.commit_smem()
-    group = o.shape[2]
-    plgpu.copy_smem_to_gmem(o_tile.at[pl.ds(0, group)], o.at[head, segment])
+    group = out.shape[2]
+    plgpu.copy_smem_to_gmem(out_tile.at[pl.ds(0, group)], out.at[head, segment])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -298,9 +299,9 @@ def rows(
     pos,  # [H, C]
     q_pos,  # [B, T]
     gaps,  # i32[H, tiles] whether a tile has empty slots
-    o,  # [H, G * T, D]
-    m,  # [H, G * T]
-    l,  # [H, G * T]  # noqa: E741
+    out,  # [H, G * T, D]
+    max_logit,  # [H, G * T]
+    denominator,  # [H, G * T]
     *,
     ops: Ops,
     q_tile,  # [TILE, D]
@@ -359,9 +360,9 @@ def rows(
         ops.full((TILE,), 0.0, ROWS),
     )
     acc, top, total = stream(0, tiles, refill, ready, step, blank)
-    ops.store(o.at[head, rows_of(tile)], acc)
-    ops.store(m.at[head, rows_of(tile)], top)
-    ops.store(l.at[head, rows_of(tile)], total)
+    ops.store(out.at[head, rows_of(tile)], acc)
+    ops.store(max_logit.at[head, rows_of(tile)], top)
+    ops.store(denominator.at[head, rows_of(tile)], total)
 
 
 def columns(
@@ -420,7 +421,7 @@ def columns(
             "attn_sum": lambda: mean,
             "attn_sq_sum": lambda: mean * mean,
             "last_attn": lambda: jnp.where(query == real - 1, mean, 0.0),
-            "window": lambda: jnp.where(query >= real - window, mean, 0.0),
+            "window_sum": lambda: jnp.where(query >= real - window, mean, 0.0),
         }
         return {name: sums[name] + jnp.sum(terms[name](), axis=1) for name in sums}
 

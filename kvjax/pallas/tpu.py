@@ -8,9 +8,9 @@ once the normaliser is known:
 
     for each row, heads, queries            grid (B, K / heads, parts, tiles)
       for each tile of slots                K, V stream in from HBM
-        p = exp(q k' - m)                   [heads, R, tile], stays in VMEM
-        m, l, o                             online softmax
-      columns of p / l                      mass, attn_sq_sum, last, window
+        p = exp(q k' - max_logit)           [heads, R, tile], stays in VMEM
+        max_logit, denominator, out         online softmax
+      columns of p / denominator            the statistics of `common.STATS`
 
 R, the query rows of a KV head, is G in decode, where a step takes all heads, and
 G times some queries in a block, where it takes one head.
@@ -34,7 +34,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kvjax.pallas.common import STATS, Scored, device
-from kvjax.pallas.tpu_kernel import LANES, Case, Pick, body, write_grain
+from kvjax.pallas.tpu_kernel import LANES, SUMS, Case, Pick, body, write_grain
 
 NAME = "kvjax_attention"  # in profiles and compiler dumps
 SUBLANES = 8
@@ -141,15 +141,13 @@ def attend(
       q_pos: position of each query.
       n: real queries per row; only they count in the statistics.
       stats: of `common.STATS`.
-      window: queries that the statistic `window` sums over, the last real ones.
+      window: how many of the last real queries `window_sum` adds up.
       logits_soft_cap: c of c tanh(x / c) on the scaled products; 0 for none.
       local_window: tokens that a query sees, itself included; 0 for all before it.
       tiles: how much to take at a time; None is the table's.
       interpret: runs on any machine, slowly; True or `pltpu.InterpretParams`.
     """
-    case = _case(q, k, tiles)._replace(
-        logits_soft_cap=logits_soft_cap, local_window=local_window
-    )
+    case = _case(q, k, tiles, logits_soft_cap, local_window)
     call = _products_of(case, q, k, pos, q_pos, n, stats)
     _add_values(call, case, v)
     step = functools.partial(body, case=case, stats=stats, window=window)
@@ -162,8 +160,8 @@ def attention_stats(
     pos: Int[Array, "B K C"],
     q_pos: Int[Array, "B T"],
     n: Int[Array, "B"],
-    m: Float[Array, "B K G T"],
-    l: Float[Array, "B K G T"],  # noqa: E741
+    max_logit: Float[Array, "B K G T"],
+    denominator: Float[Array, "B K G T"],
     *,
     stats: frozenset[str],
     window: int = 0,
@@ -172,20 +170,19 @@ def attention_stats(
     tiles: Tiles | None = None,
     interpret=False,
 ) -> dict[str, Float[Array, "B K C"]]:
-    """The statistics alone, of weights under a softmax whose `m` and `l` are known.
+    """The statistics alone, of weights under a softmax that is already known.
 
     For segments of slots, whose weights have one normaliser in common, and for queries
     asked again. See `attend` for the arguments.
     """
-    case = _case(q, k, tiles)._replace(
-        logits_soft_cap=logits_soft_cap, local_window=local_window
-    )
+    case = _case(q, k, tiles, logits_soft_cap, local_window)
     call = _products_of(case, q, k, pos, q_pos, n, stats)
-    for name, of in (("m_in", m), ("l_in", l)):
-        fill = ((0, 0), (0, 0), (0, 0), (0, case.parts * case.queries - of.shape[3]))
+    spare = case.parts * case.queries - q.shape[3]
+    for name, known in zip(SUMS, (max_logit, denominator), strict=True):
+        known = jnp.pad(known, ((0, 0), (0, 0), (0, 0), (0, spare)))
         form = "b (h k) g (i t) -> b h i 1 (k g t)"
-        of = rearrange(jnp.pad(of, fill), form, k=case.heads, i=case.parts)
-        call.inputs[name] = (of, _sums(case)[1])
+        known = rearrange(known, form, k=case.heads, i=case.parts)
+        call.inputs[name + "_in"] = (known, _sums(case)[1])
     step = functools.partial(body, case=case, stats=stats, window=window)
     return call.run(step, interpret)
 
@@ -240,9 +237,7 @@ def write_attend(
         raise ValueError(
             f"{slots} slots: a fused write needs a multiple of {write_grain(depth)}"
         )
-    case = _case(q, k, tiles)._replace(
-        logits_soft_cap=logits_soft_cap, local_window=local_window
-    )
+    case = _case(q, k, tiles, logits_soft_cap, local_window)
     wanted = stats | {"attn_sum"} if pick else stats
     call = _products_of(case, q, k, pos, q_pos, n, wanted)
     _add_values(call, case, v)
@@ -261,7 +256,9 @@ def write_attend(
     )
 
 
-def _case(q, k, tiles: Tiles | None) -> Case:
+def _case(
+    q, k, tiles: Tiles | None, logits_soft_cap: float = 0.0, local_window: int = 0
+) -> Case:
     tiles = tiles or tiles_here()
     batch, kv_heads, group, length, depth = q.shape
     slots = k.shape[2]
@@ -273,9 +270,8 @@ def _case(q, k, tiles: Tiles | None) -> Case:
     tile = tiles.pairs // (heads * depth * k.dtype.itemsize)
     tile = slots if slots <= tile else max(tile // LANES, 1) * LANES
     parts = pl.cdiv(length, queries)
-    return Case(
-        batch, kv_heads, group, queries, parts, slots, depth, heads, tile, tiles.vmem
-    )
+    shape = batch, kv_heads, group, queries, parts, slots, depth, heads, tile
+    return Case(*shape, tiles.vmem, logits_soft_cap, local_window)
 
 
 def _as_stored(pairs: Array, case: Case) -> Array:
@@ -361,8 +357,8 @@ def _products_of(case: Case, q, k, pos, q_pos, n, stats) -> _Call:
     for name in sorted(stats):
         call.outputs[name] = (_f32(*pos.shape), _every_slot(case))
     call.scratch = {
-        "m": pltpu.VMEM((heads, rows, 1), jnp.float32),
-        "l": pltpu.VMEM((heads, rows, 1), jnp.float32),
+        "max_logit": pltpu.VMEM((heads, rows, 1), jnp.float32),
+        "denominator": pltpu.VMEM((heads, rows, 1), jnp.float32),
         "p": pltpu.VMEM((case.count, heads, rows, tile), jnp.float32),
         "base": pltpu.VMEM((case.count, heads, rows, 1), jnp.float32),
     }
@@ -375,12 +371,12 @@ def _add_values(call: _Call, case: Case, v) -> None:
     call.inputs["v"] = (_as_stored(v, case), _pairs(case))
     call.pairs.append("v")
     call.outputs |= {
-        "o": (
+        "out": (
             _f32(case.batch, case.kv_heads, case.parts, rows, depth),
             _of_queries(case, depth),
         ),
-        "m_out": _sums(case),
-        "l_out": _sums(case),
+        "max_logit_out": _sums(case),
+        "denominator_out": _sums(case),
     }
     call.scratch["part"] = pltpu.VMEM((heads, rows, depth), jnp.float32)
 
@@ -449,16 +445,15 @@ def _f32(*shape: int) -> jax.ShapeDtypeStruct:
 
 def _scored(case: Case, out: dict[str, Array], length: int) -> Scored:
     """The results in their public shapes."""
-    names = ("attn_sum", "attn_sq_sum", "last_attn", "window")
-    seen = {name: out[name] for name in names if name in out}
-    o = rearrange(out["o"], "b k i (g t) d -> b k g (i t) d", g=case.group)
-    m, l = (  # noqa: E741
+    seen = {name: out[name] for name in STATS if name in out}
+    whole = rearrange(out["out"], "b k i (g t) d -> b k g (i t) d", g=case.group)
+    sums = (
         rearrange(
-            out[name],
+            out[name + "_out"],
             "b h i 1 (k g t) -> b (h k) g (i t)",
             k=case.heads,
             g=case.group,
         )[..., :length]
-        for name in ("m_out", "l_out")
+        for name in SUMS
     )
-    return Scored(o[..., :length, :], m, l, **seen)
+    return Scored(whole[..., :length, :], *sums, **seen)

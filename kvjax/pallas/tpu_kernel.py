@@ -4,8 +4,8 @@
 
     q      [1, heads, 1, R, D]     p     [tiles, heads, R, tile]  unnormalised weights
     q_pos  [1, 1, queries, 1]      base  [tiles, heads, R, 1]     what they are based on
-    pos    [1, K, tile]            m, l  [heads, R, 1]            the softmax so far
-    k, v   [1, heads, tile, D]     part  [heads, R, D]            this tile's p v
+    pos    [1, K, tile]            part  [heads, R, D]            this tile's p v
+    k, v   [1, heads, tile, D]     max_logit, denominator [heads, R, 1], so far
 """
 
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kvjax.pallas.common import LOWEST, NEVER
 
 LANES = 128
+SUMS = ("max_logit", "denominator")  # of a query row; given or handed over
 
 
 class Pick(NamedTuple):
@@ -91,11 +92,11 @@ def body(r, *, case: Case, stats, window: int, pick: Pick | None = None) -> None
         if attends:
             _accumulate(r, case, h, c, s)
         else:
-            r.base[c, h] = jnp.maximum(r.m[h], LOWEST)
+            r.base[c, h] = jnp.maximum(r.max_logit[h], LOWEST)
             r.p[c, h] = jnp.exp(s - r.base[c, h])
     if attends:
         _mend(r, case, c, start)
-        r.o[0, :, 0] += r.part[...]
+        r.out[0, :, 0] += r.part[...]
     if writes:
         _sent(r, case, b, start)
 
@@ -112,18 +113,20 @@ def body(r, *, case: Case, stats, window: int, pick: Pick | None = None) -> None
 def _begin(r, case: Case, attends: bool) -> None:
     """Empty sums, or those that are given."""
     if attends:
-        r.m[...] = jnp.full(r.m.shape, -jnp.inf, jnp.float32)
-        r.l[...] = jnp.zeros(r.l.shape, jnp.float32)
-        r.o[...] = jnp.zeros(r.o.shape, jnp.float32)
+        r.max_logit[...] = jnp.full(r.max_logit.shape, -jnp.inf, jnp.float32)
+        r.denominator[...] = jnp.zeros(r.denominator.shape, jnp.float32)
+        r.out[...] = jnp.zeros(r.out.shape, jnp.float32)
     else:
-        for given, ref in ((r.m_in, r.m), (r.l_in, r.l)):
-            ref[...] = jnp.transpose(given[0, 0, 0]).reshape(case.heads, case.rows, 1)
+        for name in SUMS:
+            given = jnp.transpose(getattr(r, name + "_in")[0, 0, 0])
+            getattr(r, name)[...] = given.reshape(case.heads, case.rows, 1)
 
 
 def _hand_over(r, case: Case) -> None:
     """The sums as results, along lanes."""
-    for ref, out in ((r.m, r.m_out), (r.l, r.l_out)):
-        out[0, 0, 0] = jnp.transpose(ref[...].reshape(case.heads * case.rows, 1))
+    for name in SUMS:
+        column = getattr(r, name)[...].reshape(case.heads * case.rows, 1)
+        getattr(r, name + "_out")[0, 0, 0] = jnp.transpose(column)
 
 
 def _positions(r, case: Case, h, start):
@@ -149,14 +152,14 @@ def _scores(r, case: Case, h, start):
 
 def _accumulate(r, case: Case, h, c, s) -> None:
     """One tile of the online softmax of a head's query rows."""
-    m_old = r.m[h]
-    m = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
-    base = jnp.maximum(m, LOWEST)
+    old = r.max_logit[h]
+    new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
+    base = jnp.maximum(new, LOWEST)
     p = jnp.exp(s - base)
-    fade = jnp.exp(jnp.maximum(m_old, LOWEST) - base)
-    r.m[h] = m
-    r.l[h] = r.l[h] * fade + jnp.sum(p, axis=1, keepdims=True)
-    r.o[0, h, 0] *= fade
+    fade = jnp.exp(jnp.maximum(old, LOWEST) - base)
+    r.max_logit[h] = new
+    r.denominator[h] = r.denominator[h] * fade + jnp.sum(p, axis=1, keepdims=True)
+    r.out[0, h, 0] *= fade
     r.part[h] = _weighted(p, r.v[0, h], case)
     r.p[c, h] = p
     r.base[c, h] = base
@@ -214,13 +217,13 @@ def _columns(r, case: Case, stats, window: int, i, n) -> None:
         "attn_sum": lambda mean: mean,
         "attn_sq_sum": lambda mean: mean * mean,
         "last_attn": lambda mean: jnp.where(query == n - 1, mean, 0.0),
-        "window": lambda mean: jnp.where(query >= n - window, mean, 0.0),
+        "window_sum": lambda mean: jnp.where(query >= n - window, mean, 0.0),
     }
     for h in range(case.heads):
-        l, m = r.l[h], jnp.maximum(r.m[h], LOWEST)  # noqa: E741
-        share = jnp.where(real & (l > 0), 1.0 / (l * case.group), 0.0)
+        total, top = r.denominator[h], jnp.maximum(r.max_logit[h], LOWEST)
+        share = jnp.where(real & (total > 0), 1.0 / (total * case.group), 0.0)
         for c in range(case.count):
-            mean = _group_sum(r.p[c, h] * (share * jnp.exp(r.base[c, h] - m)), case)
+            mean = _group_sum(r.p[c, h] * (share * jnp.exp(r.base[c, h] - top)), case)
             first = c * case.tile
             width = min(case.tile, case.slots - first)
             at = (0, pl.ds(r.first_head + h, 1), pl.ds(first, width))
@@ -277,7 +280,7 @@ def _sent(r, case: Case, b, start) -> None:
 
 
 def _choose(r, case: Case, pick: Pick, b) -> None:
-    """Adds the mass to the totals, and picks where the next pair goes.
+    """Adds the weights to the totals, and picks where the next pair goes.
 
     Ties give up the older pair, as `kvjax.policies.select_evictions` does.
     """

@@ -86,7 +86,7 @@ def per_shard(body: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
 
 def to_host(x: PyTree) -> PyTree:
     """Arrays on the host, whole, wherever and in whichever process their parts are."""
-    if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(x)):
+    if all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(x)):
         return jax.device_get(x)
     return multihost_utils.process_allgather(x, tiled=True)
 
@@ -101,18 +101,9 @@ def all_heads(x: Shaped[Array, "B K ..."]) -> Shaped[Array, "B H ..."]:
     return jax.lax.all_gather(x, HEADS, axis=1, tiled=True) if _inside() else x
 
 
-def own_heads(x: Shaped[Array, "B H ..."], heads: int) -> Shaped[Array, "B K ..."]:
-    """Of what is there for all heads, the part of the `heads` that this shard holds."""
-    if not _inside():
-        return x
-    first = jax.lax.axis_index(HEADS) * heads
-    return jax.lax.dynamic_slice_in_dim(x, first, heads, axis=1)
-
-
-def head_numbers(heads: int) -> Int[Array, "K"]:
-    """The numbers, in the whole layer, of the `heads` that this shard holds."""
-    numbers = jnp.arange(heads, dtype=jnp.int32)
-    return numbers + jax.lax.axis_index(HEADS) * heads if _inside() else numbers
+def first_head(heads: int) -> int | Int[Array, ""]:
+    """The number, in the whole layer, of the first of the `heads` that a shard holds."""
+    return jax.lax.axis_index(HEADS) * heads if _inside() else 0
 
 
 def any_head(x: Bool[Array, "..."]) -> Bool[Array, "..."]:

@@ -6,23 +6,32 @@ A rule needs no model and no cache of ours::
     from kvjax.types import Observation, View
 
     policy = policies.average_attention()
-    stats = policy.init(spec, B, C)             # spec: num_kv_heads, group, head_dim
-    view = View(pos, now, keep, keys=lambda: k, values=lambda: v)
-    stats = policy.observe(stats, view, Observation(n, mass=weights_summed))
-    gone = policies.select_evictions(policy.score(stats, view), pos, drop)   # bool [B, K, C]
+    stats = policy.init(spec, B, C)  # num_kv_heads, queries_per_kv_head, head_dim
+    view = View(positions, query_position, num_keep, keys=lambda: k, values=lambda: v)
+    observation = Observation(num_tokens, query_positions, attn_sum=attn_sum)
+    stats = policy.observe(stats, view, observation)
+    scores = policy.score(stats, view)
+    evict_mask = policies.select_evictions(scores, positions, num_evict)  # [B, K, C]
 
 `docs/policies_alone.md` has a whole attention layer; `docs/policies.md` shows what each
-rule keeps.
+rule keeps. `make` takes a rule's name, one of `names()`, one of your own that you
+`register`, or `my_rules:my_function`.
 """
 
 from kvjax.policies.attention_sums import average_attention, h2o, h2o_sinks, roco
 from kvjax.policies.base import (
+    LayerParams,
     Policy,
+    head_numbers,
+    memoized,
+    own_heads,
+    real_mask,
     recent_mask,
     scatter_new,
     select_evictions,
     stateless,
     validate,
+    with_params,
     zeros_per_slot,
 )
 from kvjax.policies.combinators import (
@@ -41,56 +50,39 @@ from kvjax.policies.persistence import scissorhands, scissorhands_released
 from kvjax.policies.positional import random, recency, sliding_window, streaming
 from kvjax.policies.redundancy import r_kv
 from kvjax.policies.value_norms import criticalkv
-from kvjax.types import UserError
+from kvjax.registry import Registry
 
-_REGISTRY = {
-    factory.__name__: factory
-    for factory in (
-        average_attention,
-        chunk_kv,
-        criticalkv,
-        expected_attention,
-        fastgen,
-        h2o,
-        h2o_sinks,
-        key_diff,
-        key_norm,
-        lag_kv,
-        r_kv,
-        random,
-        recency,
-        roco,
-        scissorhands,
-        scissorhands_released,
-        simlayerkv,
-        sliding_window,
-        snapkv,
-        streaming,
-        tova,
-    )
-}
+_registry = Registry("policy", Policy)
+register, names, make = _registry.register, _registry.names, _registry.make
 
-
-def names() -> tuple[str, ...]:
-    """The registered policies, in alphabetical order."""
-    return tuple(sorted(_REGISTRY))
-
-
-def make(name: str, **options) -> Policy:
-    """The policy of that name, e.g. `make('streaming', sinks=8)`.
-
-    Raises:
-      UserError: an unknown name, or an option that the policy does not have.
-    """
-    if name not in _REGISTRY:
-        raise UserError(f"policy {name!r} is unknown: use one of {', '.join(names())}")
-    try:
-        return _REGISTRY[name](**options)
-    except TypeError as error:  # an option that it does not have, or of no use to it
-        raise UserError(f"policy {name!r}: {error}") from None
+for _factory in (
+    average_attention,
+    chunk_kv,
+    criticalkv,
+    expected_attention,
+    fastgen,
+    h2o,
+    h2o_sinks,
+    key_diff,
+    key_norm,
+    lag_kv,
+    r_kv,
+    random,
+    recency,
+    roco,
+    scissorhands,
+    scissorhands_released,
+    simlayerkv,
+    sliding_window,
+    snapkv,
+    streaming,
+    tova,
+):
+    register(_factory.__name__, _factory)
 
 
 __all__ = [
+    "LayerParams",
     "Policy",
     "average_attention",
     "chunk_kv",
@@ -100,18 +92,23 @@ __all__ = [
     "fastgen",
     "h2o",
     "h2o_sinks",
+    "head_numbers",
     "key_diff",
     "key_norm",
     "lag_kv",
     "make",
+    "memoized",
     "mix",
     "names",
+    "own_heads",
     "per_head",
     "protect",
     "r_kv",
     "random",
+    "real_mask",
     "recency",
     "recent_mask",
+    "register",
     "roco",
     "scatter_new",
     "scissorhands",
@@ -126,5 +123,6 @@ __all__ = [
     "streaming",
     "tova",
     "validate",
+    "with_params",
     "zeros_per_slot",
 ]

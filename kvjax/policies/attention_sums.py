@@ -23,8 +23,8 @@ def _summed(
     """A policy over `attn_sum`, the weights each slot has received so far."""
     return Policy(
         init=lambda *shape: Stats(per_slot=zeros_per_slot(*shape)),
-        observe=lambda stats, view, seen: Stats(
-            per_slot=stats.per_slot + seen.attn_sum
+        observe=lambda stats, view, observation: Stats(
+            per_slot=stats.per_slot + observation.attn_sum
         ),
         score=lambda stats, view: score(stats.per_slot, view),
         required_stats=frozenset({"attn_sum"}),
@@ -37,17 +37,18 @@ def _summed(
 def average_attention() -> Policy:
     """Keeps the pairs with the highest average attention weight.
 
-        score = (sum of the weights received) / (now + 1 - position)
+        score = (sum of the weights received) / age
 
-    A sum favours old pairs, which more queries have seen; the average does not. Ages
-    count in the row's own positions. Grouped queries: mean over the G query heads.
+    A sum favours old pairs, which more queries have seen; the average does not. The age
+    of a pair is the tokens since it came, itself included, in the row's own positions.
+    Grouped queries: mean over the G query heads.
 
     Needs: attn_sum, the column sums of the attention weights.
     Source: Batch-Max (Metel et al. 2024), arXiv 2412.05693, section 3.2.
     """
 
-    def score(mass: Float[Array, "B K C"], view: View) -> Array:
-        return mass / seen_by(view)
+    def score(attn_sum: Float[Array, "B K C"], view: View) -> Array:
+        return attn_sum / seen_by(view)
 
     return _summed("average_attention", score)
 
@@ -57,10 +58,10 @@ def h2o(recent: float = 0.5, sinks: int = 0) -> Policy:
     """Keeps heavy hitters and a window: the largest summed weights, the newest pairs.
 
         score = +inf for the first `sinks` tokens and the newest
-                floor(recent * (keep - sinks)) pairs;
+                floor(recent * (num_keep - sinks)) pairs;
                 sum of the weights received for the others
 
-    `keep` is what the choice leaves, so half of every kept set is recent.
+    `num_keep` is what the choice leaves, so half of every kept set is recent.
 
     Args:
       recent: share of the kept pairs reserved for the newest; the paper's 0.5.
@@ -75,10 +76,10 @@ def h2o(recent: float = 0.5, sinks: int = 0) -> Policy:
     check_range("h2o", 0, 1, recent=recent)
     check_counts("h2o", 0, sinks=sinks)
 
-    def score(mass: Float[Array, "B K C"], view: View) -> Array:
+    def score(attn_sum: Float[Array, "B K C"], view: View) -> Array:
         window = jnp.floor(recent * (view.num_keep - sinks).astype(jnp.float32))
         pinned = recent_mask(view, window.astype(jnp.int32)) | (view.positions < sinks)
-        return jnp.where(pinned, jnp.inf, mass)
+        return jnp.where(pinned, jnp.inf, attn_sum)
 
     return _summed("h2o", score, num_pinned=sinks)
 
@@ -109,10 +110,10 @@ def h2o_sinks(recent: float = 0.5, sinks: int = 4) -> Policy:
 def roco(spread: float = 0.3, recent: int = 10, sinks: int = 0) -> Policy:
     """Keeps the pairs whose weights vary most, and of the others the highest means.
 
-        mean      = (sum of weights) / n,    n = now + 1 - position
-        deviation = sqrt((sum of squared weights) / n - mean ** 2)
-        score     = mean of the keep - floor(spread * keep) - sinks lowest deviations
-                    (at least as many as have to go), +inf for all the others
+        mean      = (sum of weights) / age
+        deviation = sqrt((sum of squared weights) / age - mean ** 2)
+        score     = mean, for the num_keep - floor(spread * num_keep) - sinks lowest
+                    deviations (at least as many as have to go), +inf for the others
 
     A pair that some queries look at hard and most ignore has a low mean but a high
     deviation: it waits for its query. Sinks and the newest pairs, whose deviations mean
@@ -124,7 +125,7 @@ def roco(spread: float = 0.3, recent: int = 10, sinks: int = 0) -> Policy:
       recent: newest pairs whose deviations count as highest; the authors' 10.
       sinks: first tokens that do too; the authors' 0 in decoding, 4 in encoding.
 
-    Needs: mass and attn_sq_sum, column sums of the weights and of their squares.
+    Needs: attn_sum and attn_sq_sum, column sums of the weights and of their squares.
     Source: RoCo (Ren & Zhu 2024), arXiv 2402.06262, and its code, EasyKV, which
       averages weights over the G query heads before it squares them, as is done here.
     Raises:
@@ -133,9 +134,10 @@ def roco(spread: float = 0.3, recent: int = 10, sinks: int = 0) -> Policy:
     check_range("roco", 0, 1, spread=spread)
     check_counts("roco", 0, recent=recent, sinks=sinks)
 
-    def observe(stats, view, seen):
+    def observe(stats, view, observation):
         total, squares = stats.per_slot
-        return Stats(per_slot=(total + seen.attn_sum, squares + seen.attn_sq_sum))
+        squares = squares + observation.attn_sq_sum
+        return Stats(per_slot=(total + observation.attn_sum, squares))
 
     def score(stats, view):
         total, squares = (sums / seen_by(view) for sums in stats.per_slot)

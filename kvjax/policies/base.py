@@ -7,32 +7,42 @@ knows no model, no layout and no budget, so it runs in anybody's JAX code: see
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.types import OBSERVABLE, Observation, Stats, UserError, View
+from kvjax.types import OBSERVABLE, Observation, PyTree, Stats, UserError, View
 
 
-def memoized(factory: Callable) -> Callable:
-    """A factory that gives the same policy for the same arguments, however written.
+class LayerParams:
+    """The weights of a learned rule: a pytree of arrays per layer.
 
-    Policies are static arguments of compiled programs: another object compiles anew.
+    Policies are static arguments of compiled programs, which weights must not be: only
+    structure, shapes and dtypes count in hash and equality, so that other weights of
+    the same shapes need no other program. Whoever runs a policy passes `layers` to the
+    program as an argument like any other, and hands each layer's to the rule as
+    `View.params`.
+
+    Attributes:
+      layers: the pytrees, in the order of the layers.
     """
-    signature = inspect.signature(factory)
-    known = functools.cache(factory)
 
-    @functools.wraps(factory)
-    def build(*args, **options):
-        given = signature.bind(*args, **options)
-        given.apply_defaults()
-        values = given.arguments.values()
-        return known(*(tuple(v) if isinstance(v, list) else v for v in values))
+    def __init__(self, layers: Iterable[PyTree]):
+        self.layers = jax.tree.map(jnp.asarray, tuple(layers))
+        leaves, structure = jax.tree.flatten(self.layers)
+        self._kind = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
-    return build
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LayerParams) and self._kind == other._kind
+
+    def __hash__(self) -> int:
+        return hash(self._kind)
+
+    def __repr__(self) -> str:
+        return f"LayerParams({len(self.layers)} layers)"
 
 
 class Policy(NamedTuple):
@@ -40,19 +50,21 @@ class Policy(NamedTuple):
 
     Attributes:
       init: (spec, B, C) -> `Stats`, all zeros or empty. `spec` is anything with
-        `num_kv_heads`, `queries_per_kv_head` and `head_dim`. Whoever calls a policy has to zero the
-        `per_slot` of a fresh pair and to move them with their pairs.
+        `num_kv_heads`, `queries_per_kv_head` and `head_dim`. Whoever calls a policy has
+        to zero the `per_slot` of a fresh pair and to move them with their pairs.
       observe: (stats, view, observation) -> stats, after each attention call.
       score: (stats, view) -> f32[B, K, C]. The highest stay. +inf pins a pair; -inf
         lets it go whatever room there is, which is how a rule keeps fewer pairs in some
         heads than in others. What it says of empty slots is ignored. Ties keep the
         newer pair.
-      required_stats: what attention must hand over, of `kvjax.types.OBSERVABLE`. An empty set
-        gets the fastest attention there is.
+      required_stats: what attention must hand over, of `kvjax.types.OBSERVABLE`. An
+        empty set gets the fastest attention there is.
       name: as in the registry, for reports.
       num_pinned: pairs per head that always stay; a budget must leave room for more.
-      needs_all_heads: whether `score` looks across the heads of a layer. Where heads are
-        split over devices it has to ask for the others', see `kvjax.parallel.axes.all_heads`.
+      needs_all_heads: whether `score` looks across the heads of a layer, by
+        `View.gather_heads`: where heads are split over devices, all have to ask at the
+        same time.
+      params: weights of a learned rule, see `with_params`; None for all others.
     """
 
     init: Callable[..., Stats]
@@ -62,6 +74,84 @@ class Policy(NamedTuple):
     name: str
     num_pinned: int = 0
     needs_all_heads: bool = False
+    params: LayerParams | None = None
+
+
+def with_params(policy: Policy, layers: Iterable[PyTree]) -> Policy:
+    """The policy with these weights, one pytree of arrays per layer.
+
+    `observe` and `score` get their layer's as `view.params`, whole: where heads are
+    split over devices, a rule with weights per head takes its own by `own_heads`.
+    """
+    return policy._replace(params=LayerParams(layers))
+
+
+def check_params(policy: Policy, num_layers: int) -> None:
+    """Raises UserError unless a learned rule has weights for every layer."""
+    if policy.params and len(policy.params.layers) != num_layers:
+        raise UserError(
+            f"policy {policy.name!r} has weights for {len(policy.params.layers)} "
+            f"layers, the model has {num_layers}: give one pytree per layer"
+        )
+
+
+def memoized(factory: Callable[..., Policy]) -> Callable[..., Policy]:
+    """A factory that gives the same policy for the same arguments, however written.
+
+    Policies are static arguments of compiled programs: another object compiles anew.
+    Arguments that cannot be hashed, such as arrays, are never the same.
+
+    Policies among the arguments count without their weights, and the result carries
+    these: those of one policy as they are, those of several as a tuple per layer with a
+    part for each, None for one without weights.
+    """
+    signature = inspect.signature(factory)
+    known = functools.cache(factory)
+
+    @functools.wraps(factory)
+    def build(*args, **options):
+        given = signature.bind(*args, **options)
+        given.apply_defaults()
+        values = [_hashable(value) for value in given.arguments.values()]
+        try:
+            hash(tuple(values))
+        except TypeError:
+            return factory(*values)
+        leaves = jax.tree.leaves(values, is_leaf=_is_policy)
+        params = [leaf.params for leaf in leaves if _is_policy(leaf)]
+        if not any(params):
+            return known(*values)
+        bare = jax.tree.map(_without_params, values, is_leaf=_is_policy)
+        return known(*bare)._replace(params=_joined(params))
+
+    return build
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _is_policy(value: Any) -> bool:
+    return isinstance(value, Policy)
+
+
+def _without_params(value: Any) -> Any:
+    return value._replace(params=None) if _is_policy(value) else value
+
+
+def _joined(params: list[LayerParams | None]) -> LayerParams:
+    """The weights of several policies as one, those of one as they are."""
+    if len(params) == 1:
+        return params[0]
+    counts = {len(each.layers) for each in params if each}
+    if len(counts) > 1:
+        raise UserError(
+            f"policies with weights for {' and '.join(map(str, sorted(counts)))} "
+            "layers do not go together: give one pytree per layer"
+        )
+    (count,) = counts
+    layers = [each.layers if each else (None,) * count for each in params]
+    return LayerParams(zip(*layers, strict=True))
 
 
 def stateless(name: str, score: Callable[[View], Array], num_pinned: int = 0) -> Policy:
@@ -88,15 +178,36 @@ def recent_mask(view: View, count: int | Array) -> Bool[Array, "B K C"]:
     return view.positions > view.query_position[:, None, None] - count
 
 
+def own_heads(view: View, x: Shaped[Array, "B H ..."]) -> Shaped[Array, "B K ..."]:
+    """Of what is there for all heads of a layer, the part of those the view has."""
+    heads = view.positions.shape[1]
+    if x.shape[1] == heads:
+        return x
+    return jax.lax.dynamic_slice_in_dim(x, view.first_head, heads, axis=1)
+
+
+def head_numbers(view: View) -> Int[Array, "K"]:
+    """The numbers, in the whole layer, of the heads that the view has."""
+    return jnp.arange(view.positions.shape[1], dtype=jnp.int32) + view.first_head
+
+
+def real_mask(observation: Observation, last: int | None = None) -> Bool[Array, "B T"]:
+    """The real ones among the new tokens, or no more than the `last` of them."""
+    step = jnp.arange(observation.positions.shape[1], dtype=jnp.int32)[None]
+    count = observation.num_tokens[:, None]
+    real = step < count
+    return real if last is None else real & (step >= count - last)
+
+
 def scatter_new(
     view: View,
-    seen: Observation,
+    observation: Observation,
     new: Float[Array, "B K T"],
     old: Float[Array, "B K C"],
 ) -> Float[Array, "B K C"]:
     """`old` with the numbers of the new tokens put at the slots of their pairs."""
-    step = view.positions - seen.positions[:, :1, None]  # which of the new tokens
-    fresh = (step >= 0) & (step < seen.num_tokens[:, None, None])
+    step = view.positions - observation.positions[:, :1, None]  # of the new tokens
+    fresh = (step >= 0) & (step < observation.num_tokens[:, None, None])
     step = jnp.clip(step, 0, new.shape[-1] - 1)
     return jnp.where(fresh, jnp.take_along_axis(new, step, axis=2), old)
 
@@ -143,8 +254,8 @@ def select_evictions(
     Args:
       scores: higher stays; NaN counts as highest.
       positions: position of the pair in each slot, -1 for empty slots (never marked).
-      num_evict: how many to mark per head, for a whole row or for each of its heads; at most
-        the live ones.
+      num_evict: how many to mark per head, for a whole row or for each of its heads; at
+        most the live ones.
     """
     live = positions >= 0
     num_evict = jnp.broadcast_to(

@@ -3,18 +3,20 @@
 Each takes policies and gives a policy, so they nest::
 
     protect(smooth(tova(), kernel=5), sinks=4, recent=32)
+
+A learned rule's weights go along, see `kvjax.policies.base.memoized`.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.parallel import axes
 from kvjax.policies.base import (
     Policy,
     check_choice,
     check_counts,
     check_range,
     memoized,
+    own_heads,
     recent_mask,
     select_evictions,
 )
@@ -26,14 +28,14 @@ from kvjax.types import EMPTY, Stats, UserError, View
 def protect(policy: Policy, sinks: int = 4, recent: int = 32) -> Policy:
     """Pins the first `sinks` and the newest `recent` tokens of every row.
 
-        score = +inf for positions < sinks and positions > now - recent, else the rule's
+        score = +inf for positions < sinks and the newest `recent`, else the rule's
 
     A window of recent pairs is common to most rules since H2O.
 
     Args:
       policy: chooses among the rest.
       sinks: positions 0 .. sinks - 1 stay.
-      recent: positions now - recent + 1 .. now stay.
+      recent: those of the last `recent` tokens stay.
 
     Source: StreamingLLM (Xiao et al. 2024), arXiv 2309.17453, for attention sinks.
     Raises:
@@ -74,17 +76,17 @@ def mix(a: Policy, b: Policy, weight: float = 0.5) -> Policy:
     check_range("mix", 0, 1, weight=weight)
 
     def score(stats, view):
-        first = a.score(_part(stats, 0), view)
-        second = b.score(_part(stats, 1), view)
+        first = a.score(_part(stats, 0), _own_view(view, 0))
+        second = b.score(_part(stats, 1), _own_view(view, 1))
         mixed = weight * _to_unit(first, view) + (1 - weight) * _to_unit(second, view)
         mixed = jnp.where(jnp.isneginf(first) | jnp.isneginf(second), -jnp.inf, mixed)
         return jnp.where(jnp.isposinf(first) | jnp.isposinf(second), jnp.inf, mixed)
 
     return Policy(
         init=lambda *shape: _join(a.init(*shape), b.init(*shape)),
-        observe=lambda stats, view, seen: _join(
-            a.observe(_part(stats, 0), view, seen),
-            b.observe(_part(stats, 1), view, seen),
+        observe=lambda stats, view, observation: _join(
+            a.observe(_part(stats, 0), _own_view(view, 0), observation),
+            b.observe(_part(stats, 1), _own_view(view, 1), observation),
         ),
         score=score,
         required_stats=a.required_stats | b.required_stats,
@@ -165,7 +167,7 @@ def shared_heads(policy: Policy) -> Policy:
 
     def score(stats, view):
         raw = policy.score(stats, view)
-        mean = jnp.mean(axes.all_heads(raw), axis=1, keepdims=True)
+        mean = jnp.mean(view.gather_heads(raw), axis=1, keepdims=True)
         return jnp.broadcast_to(mean, raw.shape)
 
     name = f"shared_heads({policy.name})"
@@ -196,13 +198,12 @@ def per_head(policy: Policy, total: float = 0.5, floor: float = 0.2) -> Policy:
 
     def score(stats, view):
         own = policy.score(stats, view)
-        raw, pos, keep = map(axes.all_heads, (own, view.positions, view.num_keep))
-        kept = shares(raw, pos, keep)
-        return jnp.where(axes.own_heads(kept, own.shape[1]), own, -jnp.inf)
+        every = map(view.gather_heads, (own, view.positions, view.num_keep))
+        return jnp.where(own_heads(view, shares(*every)), own, -jnp.inf)
 
     def shares(raw, pos, keep):
-        """What stays of all heads' pairs."""
-        held = jnp.sum(pos >= 0, axis=-1, dtype=jnp.int32)  # [B, K]
+        """bool[B, H, C], what stays of all heads' pairs."""
+        held = jnp.sum(pos >= 0, axis=-1, dtype=jnp.int32)  # [B, H]
         over = held > keep
         most = jnp.max(keep, axis=1, keepdims=True).astype(jnp.float32)
         part = jnp.floor(total * most)
@@ -245,3 +246,8 @@ def _join(a: Stats, b: Stats) -> Stats:
 
 def _part(stats: Stats, index: int) -> Stats:
     return Stats(stats.per_slot[index], stats.per_row[index])
+
+
+def _own_view(view: View, index: int) -> View:
+    """The view with that rule's weights, if there are any."""
+    return view._replace(params=view.params[index]) if view.params else view

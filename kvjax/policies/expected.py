@@ -7,7 +7,13 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from kvjax.policies.base import Policy, check_counts, check_range, memoized
+from kvjax.policies.base import (
+    Policy,
+    check_counts,
+    check_range,
+    memoized,
+    real_mask,
+)
 from kvjax.types import Observation, Stats, View
 
 
@@ -63,8 +69,8 @@ def expected_attention(
 
     return Policy(
         init=lambda spec, batch, capacity: Stats(per_row=_no_moments(spec, batch)),
-        observe=lambda stats, view, seen: Stats(
-            per_row=_gather(stats.per_row, seen, sinks)
+        observe=lambda stats, view, observation: Stats(
+            per_row=_gather(stats.per_row, observation, sinks)
         ),
         score=score,
         required_stats=frozenset({"pre_rope_queries"}),
@@ -96,14 +102,12 @@ def _no_moments(spec, batch: int) -> Moments:
     )
 
 
-def _gather(old: Moments, seen: Observation, sinks: int) -> Moments:
+def _gather(old: Moments, observation: Observation, sinks: int) -> Moments:
     """Joins the moments of a block's real queries to those of all before them."""
-    step = jnp.arange(seen.positions.shape[1], dtype=jnp.int32)[None]
-    real = (step < seen.num_tokens[:, None]) & (seen.positions >= sinks)
+    real = real_mask(observation) & (observation.positions >= sinks)
     count = jnp.sum(real, axis=1).astype(jnp.float32)
-    queries = rearrange(seen.pre_rope_queries, "b k g t d -> b t k g d").astype(
-        jnp.float32
-    )
+    queries = rearrange(observation.pre_rope_queries, "b k g t d -> b t k g d")
+    queries = queries.astype(jnp.float32)
     queries = jnp.where(real[..., None, None, None], queries, 0.0)
     mean = jnp.sum(queries, axis=1) / _heads(jnp.maximum(count, 1.0))
     apart = jnp.where(real[..., None, None, None], queries - mean[:, None], 0.0)
@@ -126,15 +130,14 @@ def _heads(x: Float[Array, "B"]) -> Float[Array, "B 1 1 1"]:
 def _average_rotation(view: View, future: int, depth: int) -> Float[Array, "B D D"]:
     """The mean of the rotations to the next `future` positions, as x @ matrix.
 
-    A rotation to now + 1 + f is one to f and then one to now + 1, so the mean is taken
-    once for all rows.
+    A rotation to the f-th of them is one to f and then one to the first, so the mean is
+    taken once for all rows.
     """
     unit = jnp.broadcast_to(jnp.eye(depth)[None, :, None], (1, depth, future, depth))
     ahead = jnp.arange(future, dtype=jnp.int32)[None]
     mean = jnp.mean(view.apply_rope(unit, ahead), axis=2)  # [1, D, D]
-    mean = jnp.broadcast_to(
-        mean[:, :, None], (len(view.query_position), depth, 1, depth)
-    )
+    rows = len(view.query_position)
+    mean = jnp.broadcast_to(mean[:, :, None], (rows, depth, 1, depth))
     return view.apply_rope(mean, view.query_position[:, None] + 1)[:, :, 0]
 
 

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.parallel import axes
 from kvjax.policies.attention_sums import seen_by
 from kvjax.policies.base import (
     Policy,
@@ -16,7 +15,7 @@ from kvjax.policies.base import (
     zeros_per_slot,
 )
 from kvjax.policies.observation_window import asked, asking
-from kvjax.types import Observation, Stats, View
+from kvjax.types import Observation, Stats, UserError, View
 
 
 @memoized
@@ -51,7 +50,8 @@ def fastgen(
       heavy: heavy hitters, pairs; the paper has 30% of the prompt.
       local: window, tokens; the paper has 30% of the prompt.
 
-    Needs: attn_sum, tokens, and attn_weights, for what falls into each query's own window.
+    Needs: attn_sum, tokens, and attn_weights, for what falls into each query's own
+      window.
     Source: FastGen (Ge et al. 2024), arXiv 2310.01801, Algorithms 1 and 2; the sinks
       from cold-compress. Shares are of the attention that live pairs have received,
       which after a prompt read without eviction is all of it.
@@ -60,18 +60,21 @@ def fastgen(
     """
     check_range("fastgen", 0, 1, recover=recover)
     check_counts("fastgen", 0, sinks=sinks, heavy=heavy, local=local)
-    for token in (*special, *punctuation):
-        check_counts("fastgen", 0, token=token)
+    for name, ids in (("special", special), ("punctuation", punctuation)):
+        if not isinstance(ids, tuple):
+            raise UserError(f"fastgen({name}={ids!r}): a list of token ids")
+        for token in ids:
+            check_counts("fastgen", 0, token=token)
 
     def init(spec, batch, capacity):
         pairs = tuple(zeros_per_slot(spec, batch, capacity) for _ in range(3))
         return Stats(pairs, jnp.zeros((batch, spec.num_kv_heads), jnp.int32))
 
     def sets(slots, view) -> list[Array]:
-        mass, _, kind = slots
+        attn_sum, _, kind = slots
         first = (view.positions < sinks) | (kind == _SPECIAL)
         second = first | (kind == _PUNCTUATION)
-        others = jnp.where(second | (view.positions < 0), -1.0, mass)
+        others = jnp.where(second | (view.positions < 0), -1.0, attn_sum)
         held = jnp.sum(view.positions >= 0, axis=-1, dtype=jnp.int32)
         light = select_evictions(others, view.positions, jnp.maximum(held - heavy, 0))
         light = light | (others < 0)
@@ -79,33 +82,33 @@ def fastgen(
         return [first, second, third, third | recent_mask(view, local)]
 
     def choose(slots, view):
-        mass, near, _ = slots
+        attn_sum, near, _ = slots
         live = view.positions >= 0
         *fixed, _ = sets(slots, view)
-        shares = [jnp.sum(mass, axis=-1, where=each & live) for each in fixed]
+        shares = [jnp.sum(attn_sum, axis=-1, where=each & live) for each in fixed]
         outside = live & ~fixed[-1]
         shares.append(shares[-1] + jnp.sum(near, axis=-1, where=outside))
-        enough = jnp.sum(mass, axis=-1, where=live) * recover
+        enough = jnp.sum(attn_sum, axis=-1, where=live) * recover
         short = [share < enough for share in shares]
         return jnp.sum(jnp.cumprod(jnp.stack(short).astype(jnp.int32), axis=0), axis=0)
 
-    def observe(stats, view, seen):
-        mass, near, kind = stats.per_slot
-        kind = scatter_new(view, seen, _kind(seen, special, punctuation, kind), kind)
-        mass = mass + seen.attn_sum
-        if not seen.is_prefill:
-            return Stats((mass, near, kind), stats.per_row)
-        slots = (mass, near + _nearby(view, seen, local), kind)
+    def observe(stats, view, observation):
+        attn_sum, near, kind = stats.per_slot
+        new = _kind(observation, special, punctuation, kind)
+        kind = scatter_new(view, observation, new, kind)
+        attn_sum = attn_sum + observation.attn_sum
+        if not observation.is_prefill:
+            return Stats((attn_sum, near, kind), stats.per_row)
+        slots = (attn_sum, near + _nearby(view, observation, local), kind)
         return Stats(slots, choose(slots, view))
 
     def score(stats, view):
-        mass = stats.per_slot[0]
-        every = jnp.ones_like(mass, dtype=bool)
+        attn_sum = stats.per_slot[0]
+        every = jnp.ones_like(attn_sum, dtype=bool)
         choices = jnp.stack([*sets(stats.per_slot, view), every], axis=2)
-        kept = jnp.take_along_axis(choices, stats.per_row[..., None, None], axis=2)[
-            :, :, 0
-        ]
-        average = jnp.where(kept, mass / seen_by(view), -jnp.inf)
+        choice = stats.per_row[..., None, None]
+        kept = jnp.take_along_axis(choices, choice, axis=2)[:, :, 0]
+        average = jnp.where(kept, attn_sum / seen_by(view), -jnp.inf)
         return jnp.where(view.positions < sinks, jnp.inf, average)
 
     return Policy(
@@ -161,11 +164,10 @@ def simlayerkv(
     def _lazy(ring, view):
         weights = asked(ring, view)  # [B, K, G, W, C]
         since = (ring.after - recent)[:, None, :, None]  # [B, 1, W, 1]
-        near = (view.positions[:, :, None] >= since) | (
-            view.positions[:, :, None] < sinks
-        )
+        pos = view.positions[:, :, None]
+        near = (pos >= since) | (pos < sinks)
         total = jnp.einsum("bkgwc,bkwc->bk", weights, near.astype(jnp.float32))
-        total = axes.all_heads(total)
+        total = view.gather_heads(total)  # [B, H]
         heads = total.shape[1] * weights.shape[2]
         count = jnp.maximum(jnp.sum(ring.after > 0, axis=1), 1) * heads
         return jnp.sum(total, axis=1) / count.astype(jnp.float32) > threshold
@@ -178,24 +180,23 @@ _SPECIAL, _PUNCTUATION = 1.0, 2.0  # kinds of token; 0 is any other
 
 
 def _kind(
-    seen: Observation,
+    observation: Observation,
     special: tuple[int, ...],
     punctuation: tuple[int, ...],
     like: Float[Array, "B K C"],
 ) -> Float[Array, "B K T"]:
     def among(ids):
         ids = jnp.asarray(ids or (-1,), jnp.int32)
-        return jnp.any(seen.tokens[..., None] == ids[None, None], axis=-1)
+        return jnp.any(observation.tokens[..., None] == ids[None, None], axis=-1)
 
     kind = jnp.where(among(punctuation), _PUNCTUATION, 0.0)
     kind = jnp.where(among(special), _SPECIAL, kind)[:, None]
     return jnp.broadcast_to(kind, (*like.shape[:2], kind.shape[-1]))
 
 
-def _nearby(view: View, seen: Observation, local: int) -> Float[Array, "B K C"]:
+def _nearby(view: View, observation: Observation, local: int) -> Float[Array, "B K C"]:
     """Attention from queries at most local - 1 tokens after the pair."""
-    behind = (
-        seen.positions[:, None, :, None] - view.positions[:, :, None]
-    )  # [B, K, T, C]
-    inside = (behind < local).astype(jnp.float32)
-    return jnp.mean(jnp.einsum("bkgtc,bktc->bkgc", seen.attn_weights, inside), axis=2)
+    behind = observation.positions[:, None, :, None] - view.positions[:, :, None]
+    inside = (behind < local).astype(jnp.float32)  # [B, K, T, C]
+    weights = jnp.einsum("bkgtc,bktc->bkgc", observation.attn_weights, inside)
+    return jnp.mean(weights, axis=2)

@@ -102,12 +102,10 @@ def lag_kv(sinks: int = 16, lag: int = 128, ranked: bool = True) -> Policy:
         held = jnp.sum(view.positions >= 0, axis=-1)[..., None]
         next_ends = sinks + lag * (jnp.arange(count)[None, None] + 2)
         part = jnp.where((next_ends <= held)[..., None], part, 1.0)
-        part = rearrange(part, "b k p s -> b k (p s)")[
-            ..., : view.positions.shape[2] - sinks
-        ]
+        part = rearrange(part, "b k p s -> b k (p s)")
         first = jnp.full((*part.shape[:2], sinks), jnp.inf)
-        both = jnp.concatenate([first, part], axis=-1)[..., : view.positions.shape[2]]
-        return take(both, order.ranks)
+        whole = jnp.concatenate([first, part], axis=-1)[..., : view.positions.shape[2]]
+        return take(whole, order.ranks)
 
     return stateless("lag_kv", score, num_pinned=sinks)
 

@@ -13,6 +13,7 @@ from kvjax.policies.base import (
     check_choice,
     check_counts,
     memoized,
+    real_mask,
     recent_mask,
     zeros_per_slot,
 )
@@ -38,9 +39,9 @@ def tova(shared: bool = True) -> Policy:
     Source: TOVA (Oren et al. 2024), arXiv 2401.06104, section 3.2.
     """
 
-    def observe(stats, view, seen):
-        asked = (seen.num_tokens > 0)[:, None, None]
-        return Stats(per_slot=jnp.where(asked, seen.last_attn, stats.per_slot))
+    def observe(stats, view, observation):
+        asked = (observation.num_tokens > 0)[:, None, None]
+        return Stats(per_slot=jnp.where(asked, observation.last_attn, stats.per_slot))
 
     policy = Policy(
         init=lambda *shape: Stats(per_slot=zeros_per_slot(*shape)),
@@ -140,19 +141,15 @@ def asking(
     """A policy over the last `window` queries of every row."""
 
     def init(spec, batch, capacity):
-        shape = (
-            batch,
-            window,
-            spec.num_kv_heads,
-            spec.queries_per_kv_head,
-            spec.head_dim,
-        )
-        after = jnp.zeros(shape[:2], jnp.int32)
-        return Stats(per_row=Queries(jnp.zeros(shape, jnp.float32), after))
+        heads = spec.num_kv_heads, spec.queries_per_kv_head, spec.head_dim
+        queries = jnp.zeros((batch, window, *heads), jnp.float32)
+        return Stats(per_row=Queries(queries, jnp.zeros((batch, window), jnp.int32)))
 
     return Policy(
         init=init,
-        observe=lambda stats, view, seen: Stats(per_row=_remember(stats.per_row, seen)),
+        observe=lambda stats, view, observation: Stats(
+            per_row=_remember(stats.per_row, observation)
+        ),
         score=lambda stats, view: score(stats.per_row, view),
         required_stats=frozenset({"queries"}),
         name=name,
@@ -160,19 +157,16 @@ def asking(
     )
 
 
-def _remember(ring: Queries, seen: Observation) -> Queries:
+def _remember(ring: Queries, observation: Observation) -> Queries:
     """Writes the newest real queries over the oldest ones."""
     batch, window = ring.after.shape
-    step = jnp.arange(seen.positions.shape[1], dtype=jnp.int32)[None]
-    last = (step < seen.num_tokens[:, None]) & (
-        step >= seen.num_tokens[:, None] - window
-    )
-    place = jnp.where(last, seen.positions % window, window)  # beyond: not written
+    place = observation.positions % window
+    place = jnp.where(real_mask(observation, window), place, window)  # beyond: dropped
     rows = jnp.arange(batch)[:, None]
-    queries = rearrange(seen.queries, "b k g t d -> b t k g d").astype(jnp.float32)
+    queries = rearrange(observation.queries, "b k g t d -> b t k g d")
     return Queries(
-        ring.q.at[rows, place].set(queries, mode="drop"),
-        ring.after.at[rows, place].set(seen.positions + 1, mode="drop"),
+        ring.q.at[rows, place].set(queries.astype(jnp.float32), mode="drop"),
+        ring.after.at[rows, place].set(observation.positions + 1, mode="drop"),
     )
 
 

@@ -6,7 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt
 
-from kvjax.policies.base import Policy, check_counts, memoized, recent_mask
+from kvjax.policies.base import (
+    Policy,
+    check_counts,
+    memoized,
+    real_mask,
+    recent_mask,
+)
 from kvjax.types import Observation, Stats
 
 
@@ -34,8 +40,8 @@ def scissorhands(history: int = 400, recent: int = 10) -> Policy:
     """
     _check("scissorhands", history, recent)
 
-    def low(weights, seen: Observation):
-        even = 1.0 / (seen.positions + 1).astype(jnp.float32)  # [B, T]
+    def low(weights, observation: Observation):
+        even = 1.0 / (observation.positions + 1).astype(jnp.float32)  # [B, T]
         return weights < even[:, None, :, None]
 
     def score(count, view):
@@ -73,7 +79,7 @@ def scissorhands_released(
     _check("scissorhands_released", history, recent)
     check_counts("scissorhands_released", 1, heavy=heavy)
 
-    def high(weights, seen: Observation):
+    def high(weights, observation: Observation):
         most = min(heavy + 1, weights.shape[-1])
         beaten = jax.lax.top_k(weights, most)[0][..., -1:]  # largest that is too small
         return (weights > beaten) if most > heavy else weights > 0
@@ -92,12 +98,12 @@ def _counting(name: str, mark: Callable, score: Callable, history, recent) -> Po
     """
     words = -(-history // 32)
 
-    def observe(stats, view, seen):
-        weights = jnp.mean(seen.attn_weights, axis=2)
+    def observe(stats, view, observation):
+        weights = jnp.mean(observation.attn_weights, axis=2)
         born = jnp.where(view.positions < 0, jnp.iinfo(jnp.int32).max, view.positions)
-        visible = born[:, :, None] <= seen.positions[:, None, :, None]
-        marked = mark(weights, seen) & visible
-        return Stats(per_slot=_write(stats.per_slot, marked, seen, history))
+        visible = born[:, :, None] <= observation.positions[:, None, :, None]
+        marked = mark(weights, observation) & visible
+        return Stats(per_slot=_write(stats.per_slot, marked, observation, history))
 
     def count(stats):
         ones = jax.lax.population_count(stats.per_slot)
@@ -118,15 +124,12 @@ def _counting(name: str, mark: Callable, score: Callable, history, recent) -> Po
 def _write(
     bits: UInt[Array, "B K C W"],
     marked: Bool[Array, "B K T C"],
-    seen: Observation,
+    observation: Observation,
     history: int,
 ) -> UInt[Array, "B K C W"]:
     """Overwrites the bits of the oldest queries with those of the new ones."""
-    step = jnp.arange(marked.shape[2], dtype=jnp.int32)[None]
-    last = (step < seen.num_tokens[:, None]) & (
-        step >= seen.num_tokens[:, None] - history
-    )
-    place = seen.positions % history
+    last = real_mask(observation, history)
+    place = observation.positions % history
     word = jnp.arange(bits.shape[-1], dtype=jnp.int32)[None, None]
     bit = jnp.uint32(1) << (place % 32).astype(jnp.uint32)
     own = last[..., None] & (place[..., None] // 32 == word)

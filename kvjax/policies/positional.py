@@ -3,8 +3,14 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvjax.parallel import axes
-from kvjax.policies.base import Policy, check_counts, memoized, recent_mask, stateless
+from kvjax.policies.base import (
+    Policy,
+    check_counts,
+    head_numbers,
+    memoized,
+    recent_mask,
+    stateless,
+)
 from kvjax.policies.combinators import protect
 from kvjax.types import View
 
@@ -31,7 +37,8 @@ def sliding_window(window: int = 4096) -> Policy:
 
     As `recency`, but the window is the rule's own: what lies further back goes whenever
     a head drops anything, even if the budget has room for it. With a budget of
-    `window`, block and evict of 1, it is exactly the ring of models trained so.
+    `window`, read and evicted token by token, it is exactly the ring of models trained
+    so.
 
     Args:
       window: tokens that stay; Mistral-7B's 4,096.
@@ -61,8 +68,8 @@ def streaming(sinks: int = 4) -> Policy:
       sinks: how many of the first tokens stay; the paper's 4.
 
     Source: StreamingLLM (Xiao et al. 2024), arXiv 2309.17453, section 3.2. The paper
-      renumbers positions inside the cache: `kvjax.cache.make_config(..., rope_positions="cache")`.
-      By default pairs keep the positions they were made with.
+      renumbers positions inside the cache: `rope_positions="cache"` does so. By default
+      pairs keep the positions they were made with.
     Raises:
       UserError: a negative number of sinks.
     """
@@ -86,9 +93,7 @@ def random(seed: int = 0) -> Policy:
     """
 
     def score(view: View) -> Array:
-        heads = axes.head_numbers(view.positions.shape[1]).astype(jnp.uint32)[
-            None, :, None
-        ]
+        heads = head_numbers(view).astype(jnp.uint32)[None, :, None]
         mixed = _hash(jnp.uint32(seed % 2**32) + heads * jnp.uint32(0x9E3779B9))
         return _unit(_hash(mixed ^ view.positions.astype(jnp.uint32)))
 

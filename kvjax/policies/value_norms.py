@@ -21,8 +21,8 @@ def criticalkv(
     """Keeps what another rule values, weighed by how much it adds to the output.
 
         size  = mean over G of the L1 norm of value . W_o
-        score = +inf                               for the floor(first * keep) pairs
-                                                   that score highest under `policy`
+        score = +inf                               for the floor(first * num_keep)
+                                                   pairs highest under `policy`
                 (score of `policy` + epsilon) * size   for the others
 
     An attention weight says how much of a value is added, not how large that value is
@@ -45,17 +45,16 @@ def criticalkv(
     policy = policy or snapkv()
 
     def init(spec, batch, capacity):
-        inner = policy.init(spec, batch, capacity)
-        return Stats(
-            (inner.per_slot, zeros_per_slot(spec, batch, capacity)), inner.per_row
-        )
+        kept = policy.init(spec, batch, capacity)
+        size = zeros_per_slot(spec, batch, capacity)
+        return Stats((kept.per_slot, size), kept.per_row)
 
     def inner(stats):
         return Stats(stats.per_slot[0], stats.per_row)
 
-    def observe(stats, view, seen):
-        kept = policy.observe(inner(stats), view, seen)
-        size = scatter_new(view, seen, seen.output_norm, stats.per_slot[1])
+    def observe(stats, view, observation):
+        kept, size = policy.observe(inner(stats), view, observation), stats.per_slot[1]
+        size = scatter_new(view, observation, observation.output_norm, size)
         return Stats((kept.per_slot, size), kept.per_row)
 
     def score(stats, view):
@@ -73,4 +72,5 @@ def criticalkv(
         required_stats=policy.required_stats | {"output_norm"},
         name="criticalkv" if policy is snapkv() else f"criticalkv({policy.name})",
         num_pinned=policy.num_pinned,
+        needs_all_heads=policy.needs_all_heads,
     )

@@ -4,27 +4,68 @@ Every leaf of a stored pytree leads with [B, K, C], so that layouts can write an
 slots without knowing the codec.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.types import PyTree
 
 
-class Codec(NamedTuple):
-    """A pair of pure functions and an allocator.
+class TensorCodec(NamedTuple):
+    """How one of the two, keys or values, is stored: pure functions and an allocator.
 
     Attributes:
+      name: for reports.
       init: (shape (B, K, C, D), dtype) -> stored zeros.
       encode: [B, K, T, D] -> stored, T in place of C.
-      decode: stored -> [B, K, C, D] as attention reads it.
+      decode: (stored, dtype) -> [B, K, C, D] in the dtype that attention reads.
+      group_size: tokens that are encoded together; layouts whose slots are reused one
+        by one take 1 only.
     """
 
+    name: str
     init: Callable[[tuple[int, ...], jnp.dtype], PyTree]
     encode: Callable[[Float[Array, "B K T D"]], PyTree]
-    decode: Callable[[PyTree], Float[Array, "B K C D"]]
+    decode: Callable[[PyTree, jnp.dtype], Float[Array, "B K C D"]]
+    group_size: int = 1
 
 
-identity = Codec(init=jnp.zeros, encode=lambda x: x, decode=lambda stored: stored)
+class Codec(NamedTuple):
+    """How pairs are stored.
+
+    Attributes:
+      name: as in the registry, for reports.
+      key: of keys, which are stored as the cache's `rope_positions` says.
+      value: of values.
+      residual_length: the newest tokens of every row whose pairs attention and policies
+        see as they were, unencoded. They are kept besides, at the cost of so many pairs
+        per head.
+    """
+
+    name: str
+    key: TensorCodec
+    value: TensorCodec
+    residual_length: int = 0
+
+
+plain = TensorCodec("plain", jnp.zeros, lambda x: x, lambda stored, dtype: stored)
+identity = Codec("identity", plain, plain)
+
+
+@functools.lru_cache(maxsize=64)
+def pair_bytes(codec: Codec, head_dim: int, dtype: str) -> float:
+    """Bytes that one stored pair takes, the share of what it shares with others too."""
+
+    def size(tensor: TensorCodec) -> float:
+        shape = (1, 1, tensor.group_size, head_dim)
+        stored = jax.eval_shape(lambda: tensor.init(shape, jnp.dtype(dtype)))
+        leaves = jax.tree.leaves(stored)
+        total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        return total / tensor.group_size
+
+    return size(codec.key) + size(codec.value)

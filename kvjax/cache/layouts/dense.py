@@ -3,7 +3,7 @@
 ::
 
     slot        0    1    2    3    4    5    6    7        C = 8
-    pos         0    9   -1    3   -1   11   10   -1
+    position    0    9   -1    3   -1   11   10   -1
                 |    |    |                                 live: 0 3 9 10 11
                 k,v  k,v  empty, will take the next pair
 
@@ -19,8 +19,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from kvjax.cache.codecs.base import Codec
-from kvjax.types import EMPTY, ModelSpec, PyTree, Stats
+from kvjax import attention
+from kvjax.cache.codecs import Codec, identity
+from kvjax.cache.layouts.base import Layout, insert_rows
+from kvjax.types import EMPTY, ModelSpec, PyTree, UserError
+
+
+@flax.struct.dataclass
+class Residual:
+    """The newest R pairs of every row as they were; token p lies at p mod R.
+
+    Attributes:
+      k: [B, K, R, D].
+      v: [B, K, R, D].
+      positions: i32[B, K, R]; -1 if there is none yet.
+    """
+
+    k: Array
+    v: Array
+    positions: Array
 
 
 @flax.struct.dataclass
@@ -28,14 +45,20 @@ class DenseLayer:
     """One layer's pairs.
 
     Attributes:
-      k: stored keys, logically [B, K, C, D], after RoPE.
+      k: stored keys, logically [B, K, C, D].
       v: stored values, logically [B, K, C, D].
       positions: i32[B, K, C], the true position of each pair in its row; -1 if empty.
+      residual: the newest pairs unencoded, None if the codec keeps none.
+      codec: how `k` and `v` are stored.
+      dtype: of decoded keys and values, a name.
     """
 
     k: PyTree
     v: PyTree
-    positions: Int[Array, "B K C"]
+    positions: Array
+    residual: Residual | None
+    codec: Codec = flax.struct.field(pytree_node=False)
+    dtype: str = flax.struct.field(pytree_node=False)
 
 
 def init(
@@ -43,22 +66,49 @@ def init(
 ) -> DenseLayer:
     """An empty layer of `capacity` slots per head."""
     shape = (batch, spec.num_kv_heads, capacity, spec.head_dim)
+    residual = None
+    if newest := codec.residual_length:
+        ring = (*shape[:2], newest, shape[3])
+        empty = jnp.full(ring[:3], EMPTY, jnp.int32)
+        residual = Residual(jnp.zeros(ring, dtype), jnp.zeros(ring, dtype), empty)
     return DenseLayer(
-        k=codec.init(shape, dtype),
-        v=codec.init(shape, dtype),
+        k=codec.key.init(shape, dtype),
+        v=codec.value.init(shape, dtype),
         positions=jnp.full(shape[:3], EMPTY, jnp.int32),
+        residual=residual,
+        codec=codec,
+        dtype=jnp.dtype(dtype).name,
     )
 
 
-def live(layer: DenseLayer) -> Int[Array, "B K"]:
-    """How many pairs each head holds."""
-    return jnp.sum(layer.positions >= 0, axis=-1, dtype=jnp.int32)
+def keys(layer: DenseLayer) -> Array:
+    """[B, K, C, D]."""
+    decoded = layer.codec.key.decode(layer.k, jnp.dtype(layer.dtype))
+    return _with_residual(layer, decoded, "k")
 
 
-def free_slots(pos: Int[Array, "B K C"], count: int) -> Int[Array, "B K T"]:
+def values(layer: DenseLayer) -> Array:
+    """[B, K, C, D]."""
+    decoded = layer.codec.value.decode(layer.v, jnp.dtype(layer.dtype))
+    return _with_residual(layer, decoded, "v")
+
+
+def _with_residual(layer: DenseLayer, decoded: Array, which: str) -> Array:
+    """The newest pairs in the place of their decoded codes."""
+    ring = layer.residual
+    if ring is None:
+        return decoded
+    place = layer.positions % ring.positions.shape[2]  # of an empty slot, no matter
+    newest = jnp.take_along_axis(ring.positions, place, axis=2) == layer.positions
+    newest = (newest & (layer.positions >= 0))[..., None]
+    as_they_were = jnp.take_along_axis(getattr(ring, which), place[..., None], axis=2)
+    return jnp.where(newest, as_they_were, decoded)
+
+
+def free_slots(positions: Int[Array, "B K C"], count: int) -> Int[Array, "B K T"]:
     """The first `count` empty slots of every head, C where there are fewer."""
-    capacity = pos.shape[-1]
-    empty = pos < 0
+    capacity = positions.shape[-1]
+    empty = positions < 0
     if count == 1:
         first = jnp.argmax(empty, axis=-1, keepdims=True).astype(jnp.int32)
         return jnp.where(jnp.any(empty, axis=-1, keepdims=True), first, capacity)
@@ -69,16 +119,16 @@ def free_slots(pos: Int[Array, "B K C"], count: int) -> Int[Array, "B K T"]:
 
 
 def claim(
-    layer: DenseLayer, stats: Stats, pos: Int[Array, "B T"], n: Int[Array, "B"]
-) -> tuple[DenseLayer, Stats, Int[Array, "B K T"], Bool[Array, "B K"]]:
+    layer: DenseLayer, per_slot: PyTree, positions: Int[Array, "B T"], n: Array
+) -> tuple[DenseLayer, PyTree, Int[Array, "B K T"], Bool[Array, "B K"]]:
     """Gives the first `n` of T new pairs of every row an empty slot each.
 
     The pairs themselves are still to be written there: by `write`, or by a kernel.
 
     Args:
       layer: the layer to be written to.
-      stats: the policy's statistics; those of the slots claimed become zero.
-      pos: positions of the new tokens.
+      per_slot: the policy's statistics; those of the slots claimed become zero.
+      positions: of the new tokens.
       n: real tokens per row, the others are padding and get none.
 
     Returns:
@@ -86,35 +136,60 @@ def claim(
       every head whether some pair found no empty slot (it is dropped, and the caller
       raises the sticky error bit).
     """
-    capacity, length = layer.positions.shape[2], pos.shape[1]
+    capacity, length = layer.positions.shape[2], positions.shape[1]
     slots = free_slots(layer.positions, length)
     real = jnp.arange(length, dtype=jnp.int32)[None, :] < n[:, None]
     overflow = jnp.any(real[:, None] & (slots >= capacity), axis=-1)
     slots = jnp.where(real[:, None], slots, capacity)  # out of range: not written
     put = _mark if length == 1 else _put
     zeros = lambda leaf: put(leaf, slots, jnp.zeros((), leaf.dtype))
-    fresh = stats._replace(per_slot=jax.tree.map(zeros, stats.per_slot))
-    new_pos = put(layer.positions, slots, jnp.broadcast_to(pos[:, None], slots.shape))
-    return layer.replace(positions=new_pos), fresh, slots, overflow
+    here = jnp.broadcast_to(positions[:, None], slots.shape)
+    layer = layer.replace(positions=put(layer.positions, slots, here))
+    return layer, jax.tree.map(zeros, per_slot), slots, overflow
 
 
 def write(
-    layer: DenseLayer, codec: Codec, k: Array, v: Array, slots: Int[Array, "B K T"]
+    layer: DenseLayer,
+    k: Array,
+    v: Array,
+    slots: Int[Array, "B K T"],
+    positions: Int[Array, "B T"],
 ) -> DenseLayer:
     """Writes new keys and values [B, K, T, D] into the slots claimed for them."""
     put = lambda leaf, new: _put(leaf, slots, new)
-    return layer.replace(
-        k=jax.tree.map(put, layer.k, codec.encode(k)),
-        v=jax.tree.map(put, layer.v, codec.encode(v)),
+    layer = layer.replace(
+        k=jax.tree.map(put, layer.k, layer.codec.key.encode(k)),
+        v=jax.tree.map(put, layer.v, layer.codec.value.encode(v)),
     )
+    if layer.residual is None:
+        return layer
+    ring = layer.residual
+    size, here = (
+        ring.positions.shape[2],
+        jnp.broadcast_to(positions[:, None], slots.shape),
+    )
+    real = slots < layer.positions.shape[2]
+    newest = jnp.max(jnp.where(real, here, EMPTY), axis=-1, keepdims=True)
+    place = jnp.where(real & (here > newest - size), here % size, size)
+    put = lambda leaf, new: _put(leaf, place, new)
+    ring = Residual(put(ring.k, k), put(ring.v, v), put(ring.positions, here))
+    return layer.replace(residual=ring)
 
 
-def compact(layer: DenseLayer, stats: Stats, capacity: int) -> tuple[DenseLayer, Stats]:
+def evict(layer: DenseLayer, mask: Bool[Array, "B K C"]) -> DenseLayer:
+    """Marks the slots in the mask empty."""
+    return layer.replace(positions=jnp.where(mask, EMPTY, layer.positions))
+
+
+def compact(
+    layer: DenseLayer, per_slot: PyTree, capacity: int
+) -> tuple[DenseLayer, PyTree]:
     """Moves the live pairs, in the order of their positions, to the first slots.
 
     The result has `capacity` slots; a head must not hold more pairs than that.
     """
-    late = jnp.where(layer.positions < 0, jnp.iinfo(jnp.int32).max, layer.positions)
+    last = jnp.iinfo(jnp.int32).max
+    late = jnp.where(layer.positions < 0, last, layer.positions)
     order = jnp.argsort(late, axis=-1, stable=True)[..., :capacity]
     short = capacity - order.shape[-1]
 
@@ -125,12 +200,53 @@ def compact(layer: DenseLayer, stats: Stats, capacity: int) -> tuple[DenseLayer,
         pad[2] = (0, short)
         return jnp.pad(moved, pad, constant_values=fill) if short > 0 else moved
 
-    moved = DenseLayer(
+    moved = layer.replace(
         k=jax.tree.map(move, layer.k),
         v=jax.tree.map(move, layer.v),
         positions=move(layer.positions, EMPTY),
     )
-    return moved, stats._replace(per_slot=jax.tree.map(move, stats.per_slot))
+    return moved, jax.tree.map(move, per_slot)
+
+
+def attend(
+    layer: DenseLayer,
+    q: Array,
+    positions: Array,
+    n: Array,
+    stats: frozenset[str],
+    implementation: str | None,
+    scoring,
+    turned=lambda keys: keys,
+):
+    """`attention.attend` over all slots."""
+    pairs = turned(keys(layer)), values(layer), layer.positions
+    return attention.attend(q, *pairs, positions, n, stats, implementation, scoring)
+
+
+def write_attend(
+    layer: DenseLayer, q, k, v, slots, positions, n, stats, implementation, scoring
+):
+    """Both in one kernel, where pairs are stored as they are and one fuses the write."""
+    if layer.codec is not identity:
+        return None
+    how = stats, implementation, scoring
+    if not attention.fuses_write(q, layer.k, *how):
+        return None
+    new = k[:, :, 0], v[:, :, 0], slots[..., 0]
+    old = layer.k, layer.v, layer.positions
+    partial, seen, *pairs = attention.write_attend(q, *new, *old, positions, n, *how)
+    return layer.replace(k=pairs[0], v=pairs[1]), partial, seen
+
+
+def check(codec: Codec) -> None:
+    """Raises UserError for tokens that are encoded together: slots are reused singly."""
+    for tensor in (codec.key, codec.value):
+        if tensor.group_size != 1:
+            raise UserError(
+                f"codec {codec.name!r} encodes {tensor.group_size} tokens together "
+                f"({tensor.name}), and the layout 'dense' reuses slots one by one: use "
+                "a codec with group_size 1"
+            )
 
 
 def _put(
@@ -149,3 +265,21 @@ def _mark(
     """`_put` for one slot of small leaves; on TPU a scatter is slow, a select not."""
     here = jnp.arange(leaf.shape[2], dtype=jnp.int32)[None, None] == slot
     return jnp.where(here.reshape(here.shape + (1,) * (leaf.ndim - 3)), new, leaf)
+
+
+LAYOUT = Layout(
+    name="dense",
+    init=init,
+    positions=lambda layer: layer.positions,
+    keys=keys,
+    values=values,
+    claim=claim,
+    write=write,
+    evict=evict,
+    compact=compact,
+    insert=insert_rows,
+    attend=attend,
+    write_attend=write_attend,
+    stored=lambda layer: (layer.k, layer.v, layer.residual),
+    check=check,
+)

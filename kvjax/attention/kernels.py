@@ -1,0 +1,189 @@
+"""The Pallas kernels in the words of the package, and the test that they work here.
+
+Kernels take arrays and return arrays. Their compilers are imported where they are
+needed, and only there.
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from kvjax.attention.reference import NO_STATS, PLAIN, plain_only
+from kvjax.pallas.common import Scored, device
+from kvjax.types import Observation, Partial, Scoring
+
+TOLERATED = 0.05  # of a right answer, whose numbers are about 1 and rounded to bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The kernels of one module, as the functions that a `Backend` is made of.
+
+    Attributes:
+      module: what holds them, by its full name.
+      knows_scoring: whether they know anything but the softmax, see `Scoring`.
+      writes: whether decoding is to write the new pair in its kernel. It is on TPU,
+        where XLA's own write at a slot that it does not know may copy the cache.
+      interpret: whether they are interpreted: on any machine, slowly.
+    """
+
+    module: str
+    knows_scoring: bool = False
+    writes: bool = False
+    interpret: bool = False
+
+    def functions(self) -> dict[str, Any]:
+        """The fields of a `Backend`."""
+        write_attend = self.write_attend if self.writes else None
+        return {
+            "attend": self.attend,
+            "attention_stats": self.attention_stats,
+            "unsupported_reason": self.unsupported_reason,
+            "self_test": functools.partial(self_test, self.attend, write_attend),
+            "write_attend": write_attend,
+            "write_grain": self.write_grain,
+        }
+
+    def interpreted(self) -> "Kernels":
+        """The same, run by the interpreter."""
+        return dataclasses.replace(self, interpret=True)
+
+    def unsupported_reason(
+        self, q: Array, k: Array, stats: frozenset[str], scoring: Scoring
+    ) -> str | None:
+        """Why they cannot take these arrays; None where they can."""
+        if not self.knows_scoring and (reason := plain_only(scoring)):
+            return reason
+        if "attn_weights" in stats:
+            return "no fused kernel hands over all the weights"
+        kind = None if self.interpret else device().kind
+        return self._load().unsupported_reason(q, k, stats, kind)
+
+    def attend(
+        self, q, k, v, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
+    ) -> tuple[Partial, Observation]:
+        """See `kvjax.attention.attend`."""
+        found = self._run("attend", stats, scoring, q, k, v, pos, q_pos, n)
+        return _in_words(found, n, q_pos)
+
+    def attention_stats(
+        self, q, k, pos, q_pos, n, whole: Partial, stats, scoring: Scoring
+    ) -> Observation:
+        """See `kvjax.attention.attention_stats`."""
+        given = q, k, pos, q_pos, n, whole.max_logit, whole.denominator
+        found = self._run("attention_stats", stats, scoring, *given)
+        return Observation(num_tokens=n, positions=q_pos, **found)
+
+    def write_attend(
+        self, q, new_k, new_v, slot, k, v, pos, q_pos, n, stats, scoring: Scoring
+    ) -> tuple[Partial, Observation, Array, Array]:
+        """See `kvjax.attention.write_attend`."""
+        given = q, new_k, new_v, slot, k, v, pos, q_pos, n
+        found, k, v, *_ = self._run("write_attend", stats, scoring, *given)
+        return *_in_words(found, n, q_pos), k, v
+
+    def write_grain(self, head_dim: int) -> int:
+        """Slots that a fused write needs a multiple of."""
+        return self._load().write_grain(head_dim)
+
+    def _load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+    def _run(self, name: str, stats: frozenset[str], scoring: Scoring, *arrays) -> Any:
+        asked = scoring._asdict() if self.knows_scoring else {}
+        kernel = getattr(self._load(), name)
+        return kernel(*arrays, stats=stats, interpret=self.interpret, **asked)
+
+
+def _in_words(found: Scored, n: Array, q_pos: Array) -> tuple[Partial, Observation]:
+    """What a kernel returns, in the words of the package."""
+    return Partial(found.out, found.max_logit, found.denominator), Observation(
+        num_tokens=n,
+        positions=q_pos,
+        attn_sum=found.attn_sum,
+        attn_sq_sum=found.attn_sq_sum,
+        last_attn=found.last_attn,
+    )
+
+
+def self_test(
+    attend: Callable[..., tuple[Partial, Observation]],
+    write_attend: Callable[..., tuple] | None = None,
+) -> str | None:
+    """What is wrong with a backend's functions here, on a small case; None if nothing.
+
+    Args:
+      attend: of a `Backend`, in bfloat16.
+      write_attend: likewise, where it has one.
+    """
+    wrong = max(_attend_error(attend, length) for length in (1, 24))
+    if write_attend:
+        wrong = max(wrong, _write_error(write_attend))
+    return None if wrong < TOLERATED else f"it is {wrong:.2g} off"
+
+
+def _attend_error(attend: Callable, length: int) -> float:
+    """The largest difference from NumPy's output and weights.
+
+    The slots are no whole number of tiles, and the empty ones hold NaN.
+    """
+    slots, depth, last = 328, 128, 299  # of them 300 are live
+    draw = np.random.default_rng(0).normal
+    array = lambda *shape: np.array(jnp.asarray(draw(size=shape), jnp.bfloat16))
+    q, k, v = array(2, 4, length, depth), array(2, slots, depth), array(2, slots, depth)
+    pos = np.where(np.arange(slots) <= last, np.arange(slots), -1)
+    q_pos = last - np.arange(length)[::-1]
+    seen = (pos >= 0) & (pos <= q_pos[:, None])
+    exact = [x.astype(np.float64) for x in (q, k, v)]
+    weights = np.einsum("kgtd,kcd->kgtc", *exact[:2]) / np.sqrt(depth)
+    weights = np.where(seen, np.exp(weights), 0)
+    weights /= weights.sum(-1, keepdims=True)
+    k[:, last + 1 :], v[:, last + 1 :] = np.nan, np.nan
+    row = lambda x: jnp.asarray(x)[None]
+    run = jax.jit(attend, static_argnums=(6, 7))
+    found, observation = run(
+        *(row(q), row(k), row(v)),
+        row(np.broadcast_to(pos, (2, slots)).astype(np.int32)),
+        row(q_pos.astype(np.int32)),
+        jnp.full((1,), length, jnp.int32),
+        frozenset({"attn_sum"}),
+        PLAIN,
+    )
+    out, denominator, sums = (
+        np.asarray(x, np.float64)[0]
+        for x in (found.out, found.denominator, observation.attn_sum)
+    )
+    out /= denominator[..., None]
+    return max(
+        _largest(out - np.einsum("kgtc,kcd->kgtd", weights, exact[2])),
+        _largest(sums - weights.mean(1).sum(1)),
+    )
+
+
+def _write_error(write_attend: Callable) -> float:
+    """How far the caches are from what they should be after a fused write."""
+    draw = np.random.default_rng(1).normal
+    array = lambda *shape: jnp.asarray(draw(size=shape), jnp.bfloat16)
+    k, v = array(2, 1, 2, 128, 128)
+    new_k, new_v = array(2, 1, 2, 128)
+    one, zeros = jnp.ones((1,), jnp.int32), jnp.zeros((1, 2, 128), jnp.int32)
+    slot = jnp.asarray([[37, 128]], jnp.int32)  # the second head's goes nowhere
+    given = array(1, 2, 4, 1, 128), new_k, new_v, slot, k, v, zeros, one[:, None], one
+    found = jax.jit(write_attend, static_argnums=(9, 10))(*given, NO_STATS, PLAIN)[2:]
+    wanted = k.at[0, 0, 37].set(new_k[0, 0]), v.at[0, 0, 37].set(new_v[0, 0])
+    wide = lambda x: np.asarray(x, np.float64)
+    pairs = zip(found, wanted, strict=True)
+    return max(_largest(wide(a) - wide(b)) for a, b in pairs)
+
+
+def _largest(difference: np.ndarray) -> float:
+    """The largest of the absolute values; infinite where one is NaN."""
+    return float(np.max(np.nan_to_num(np.abs(difference), nan=np.inf)))

@@ -1,0 +1,60 @@
+"""JAX's own attention as a backend: fast and plain, without statistics."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array
+
+from kvjax.attention.reference import plain_only, visible
+from kvjax.types import Observation, Partial, Scoring
+
+
+def functions(name: str) -> dict[str, Any]:
+    """The fields of a `Backend` for one of JAX's implementations."""
+    return {
+        "attend": functools.partial(attend, name=name),
+        "unsupported_reason": unsupported_reason,
+    }
+
+
+def unsupported_reason(
+    q: Array, k: Array, stats: frozenset[str], scoring: Scoring
+) -> str | None:
+    """Why `jax.nn.dot_product_attention` does not do; None where it does."""
+    if reason := plain_only(scoring):
+        return reason
+    if stats:
+        return f"it hands over no statistics, and {sorted(stats)} are needed"
+    return None
+
+
+def attend(
+    q, k, v, pos, q_pos, n, stats: frozenset[str], scoring: Scoring, *, name: str
+) -> tuple[Partial, Observation]:
+    """Attends by JAX's implementation `name`; see `kvjax.attention.attend`.
+
+    Its normalised output is a partial one whose weights sum to 1.
+    """
+    flat = lambda x: rearrange(x, "b k g t d -> b t (k g) d")
+    seen = jnp.broadcast_to(visible(pos, q_pos), (*q.shape[:4], k.shape[2]))
+    with jax.numpy_dtype_promotion("standard"):  # it mixes dtypes inside
+        out, lse = jax.nn.dot_product_attention(
+            flat(q),
+            rearrange(k, "b k c d -> b c k d"),
+            rearrange(v, "b k c d -> b c k d"),
+            mask=rearrange(seen, "b k g t c -> b (k g) t c"),
+            implementation=name,
+            return_residual=True,
+        )
+    any_seen = jnp.any(seen, axis=-1)
+    out = rearrange(out, "b t (k g) d -> b k g t d", k=q.shape[1]).astype(jnp.float32)
+    lse = rearrange(lse, "b t (k g) -> b k g t", k=q.shape[1]).astype(jnp.float32)
+    partial = Partial(
+        out=jnp.where(any_seen[..., None], out, 0.0),
+        max_logit=jnp.where(any_seen, lse, -jnp.inf),
+        denominator=any_seen.astype(jnp.float32),
+    )
+    return partial, Observation(num_tokens=n, positions=q_pos)

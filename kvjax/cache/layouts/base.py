@@ -1,0 +1,79 @@
+"""What a layout is: where pairs lie, and how they are found, written and moved.
+
+A layer of pairs is a pytree of the layout's own, whose arrays lead with B rows and, if
+they belong to heads, with K heads next: over a mesh they are split along these axes.
+Whatever the arrays are, a layer shows itself as C slots per head, in an order of its
+own that only `write`, `evict` and `compact` change; a policy's statistics [B, K, C, ...]
+follow that order.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.types import PyTree
+
+
+class Layout(NamedTuple):
+    """Pure functions of a layer.
+
+    Attributes:
+      name: as in the registry, for reports.
+      init: (spec, batch, capacity, codec, dtype) -> an empty layer.
+      positions: layer -> i32[B, K, C], the true position of each pair; -1 if empty.
+      keys, values: layer -> [B, K, C, D], decoded, as they were written.
+      claim: (layer, per_slot, positions [B, T], n [B]) -> (layer, per_slot, slots
+        [B, K, T], overflow [B, K]). Gives the first n of T new pairs of every row an
+        empty slot each (C for none), marks it with its position and zeroes its
+        statistics; says where some pair found none.
+      write: (layer, k, v [B, K, T, D], slots, positions [B, T]) -> layer, with the pairs
+        in the slots claimed for them.
+      evict: (layer, mask [B, K, C]) -> layer, the slots in the mask empty.
+      compact: (layer, per_slot, capacity) -> (layer, per_slot) of `capacity` slots, the
+        live pairs in the order of their positions in the first of them.
+      insert: (layer, other, row) -> layer, the rows of `other` in the place of its own
+        from `row` on.
+      attend: (layer, q, positions [B, T], n, stats, implementation, scoring, turned)
+        -> (Partial, Observation), see `kvjax.attention.attend`; `turned(keys)` if given
+        is what attention reads of the keys.
+      write_attend: None, or (layer, q, k, v, slots, positions, n, stats,
+        implementation, scoring) -> None where it cannot, or (layer, Partial,
+        Observation): `write` and `attend` at once.
+      stored: layer -> the arrays that hold keys and values, for counting bytes.
+      check: codec -> None; raises UserError for a codec that does not fit.
+    """
+
+    name: str
+    init: Callable[..., PyTree]
+    positions: Callable[[PyTree], Int[Array, "B K C"]]
+    keys: Callable[[PyTree], Array]
+    values: Callable[[PyTree], Array]
+    claim: Callable[..., tuple]
+    write: Callable[..., PyTree]
+    evict: Callable[..., PyTree]
+    compact: Callable[..., tuple[PyTree, PyTree]]
+    insert: Callable[..., PyTree]
+    attend: Callable[..., tuple]
+    write_attend: Callable[..., tuple | None] | None
+    stored: Callable[[PyTree], PyTree]
+    check: Callable[..., None]
+
+    def capacity(self, layer: PyTree) -> int:
+        """C, slots per head."""
+        return jax.eval_shape(self.positions, layer).shape[2]
+
+    def live(self, layer: PyTree) -> Int[Array, "B K"]:
+        """How many pairs each head holds."""
+        return jnp.sum(self.positions(layer) >= 0, axis=-1, dtype=jnp.int32)
+
+
+def insert_rows(layer: PyTree, other: PyTree, row: Int[Array, ""]) -> PyTree:
+    """Writes the rows of `other` over those of `layer` from `row` on, array by array."""
+
+    def put(whole, part):
+        return jax.lax.dynamic_update_slice_in_dim(whole, part, row, axis=0)
+
+    return jax.tree.map(put, layer, other)

@@ -1,0 +1,302 @@
+"""Runs batches: prefill, insert, decode and score, whichever way they are computed.
+
+A `Runner` has four methods; everything that generates is made of them::
+
+    fixed batch         one insert that fills the pool
+    staggered prefill   several inserts, group by group, then decode
+    teacher forcing     prefill, then score
+
+`Whole` calls compiled programs of whole models; `kvjax.engine.layerwise` has a second
+runner, which goes layer by layer.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax import cache
+from kvjax.cache import budgets
+from kvjax.engine import compiled, steps
+from kvjax.engine.compiled import Job, Programs
+from kvjax.engine.planner import Plan, plan_job
+from kvjax.parallel import axes, meshes
+from kvjax.types import PyTree
+
+Prompts = Sequence[Sequence[int]]
+Stop = Callable[[list[int]], bool]
+
+
+class Prefilled(NamedTuple):
+    """Prompts that have been read and compressed.
+
+    Attributes:
+      state: what is remembered of them, of the runner's own making.
+      logits: those that follow each row's last token.
+    """
+
+    state: Any
+    logits: Float[Array, "B V"]
+
+
+class Runner(Protocol):
+    """What a batch is run with; states are the runner's own, and opaque.
+
+    Attributes:
+      job: the batch's shape.
+    """
+
+    job: Job
+
+    def prefill(self, prompts: Prompts) -> Prefilled:
+        """Reads up to `job.group.batch` prompts; rows left over stay unused."""
+        ...
+
+    def begin(self, read: Prefilled, prompt_ids: Sequence[int], seed: int) -> Any:
+        """Draws first tokens. Rows without a prompt id are done from the start."""
+        ...
+
+    def insert(self, pool: Any, part: Any, row: int) -> Any:
+        """The pool with `part` in its rows from `row` on; a pool of None is new."""
+        ...
+
+    def decode(self, state: Any, limit: int) -> tuple[Any, np.ndarray]:
+        """Draws up to `limit` more tokens per row [B, N], -1 beyond a row's end."""
+        ...
+
+    def score(
+        self, read: Prefilled, tokens: np.ndarray, lengths: np.ndarray
+    ) -> steps.Scores:
+        """How likely given tokens [B, N] are after the prompts, on the host."""
+        ...
+
+    def finished(self, state: Any) -> cache.KVState:
+        """The KV state at the end, its errors raised."""
+        ...
+
+
+class BatchResult(NamedTuple):
+    """One batch: new tokens per row, the final state, and seconds on the device.
+
+    Seconds are None from a runner that does not tell.
+    """
+
+    tokens: list[list[int]]
+    state: cache.KVState
+    prefill_seconds: float | None
+    decode_seconds: float | None
+
+
+class Whole:
+    """Compiled programs of a whole model.
+
+    Where a budget rule re-allocates, the first prompts that a runner reads decide.
+    """
+
+    def __init__(self, params: PyTree, job: Job, programs: Programs | None = None):
+        self.job = job
+        self._params = steps.with_policy(params, job.config)
+        self._programs = programs or compiled.programs(job)
+        self._settled = not job.config.measures
+
+    def prefill(self, prompts: Prompts) -> Prefilled:
+        programs, group = self._programs, self.job.group
+        tokens, lengths = pad_prompts(group, prompts)
+        state, logits = programs.prefill(self._params, programs.init(), tokens, lengths)
+        if not self._settled:
+            self._reallocate(state.measured, lengths)
+        if programs.compact:
+            state = self._programs.compact(state, self._params.get("policy"))
+        return Prefilled(state, logits)
+
+    def _reallocate(self, measured: Array, lengths: Array) -> None:
+        """Has the budget rule share out the pairs anew, by what was just read."""
+        self._settled = True
+        sums, counts = axes.to_host((measured, lengths))
+        means = (sums[counts > 0] / counts[counts > 0, None]).mean(0, dtype=np.float64)
+        config = self.job.config
+        mean = sum(config.budget) // len(config.budget)
+        sizes = budgets.reallocated(config.budget_rule, means, mean)
+        if sizes != config.budget:
+            config = dataclasses.replace(config, budget=sizes)
+            self.job = dataclasses.replace(self.job, config=config)
+            self._programs = compiled.decoding(self.job, self._programs)
+
+    def begin(
+        self, read: Prefilled, prompt_ids: Sequence[int], seed: int
+    ) -> steps.DecodeState:
+        group = self.job.group
+        keys, active = row_keys(group, prompt_ids, seed)
+        return self._programs.begin(read.state, read.logits, active, keys)
+
+    def insert(self, pool, part: steps.DecodeState, row: int) -> steps.DecodeState:
+        if not self.job.is_staggered:
+            return part
+        pool = self._programs.pool() if pool is None else pool
+        return self._programs.insert(pool, part, np.int32(row))
+
+    def decode(
+        self, state: steps.DecodeState, limit: int
+    ) -> tuple[steps.DecodeState, np.ndarray]:
+        state, tokens = self._programs.decode(self._params, state, np.int32(limit))
+        return state, axes.to_host(tokens)
+
+    def score(
+        self, read: Prefilled, tokens: np.ndarray, lengths: np.ndarray
+    ) -> steps.Scores:
+        given = meshes.shard_rows(self.job.mesh, tokens, lengths)
+        state, scores = self._programs.decode(self._params, *read, *given)
+        cache.raise_errors(state)
+        return axes.to_host(scores)
+
+    def finished(self, state: steps.DecodeState) -> cache.KVState:
+        cache.raise_errors(state.cache)
+        return state.cache
+
+
+def run_batch(
+    runner: Runner,
+    prompts: Prompts,
+    prompt_ids: Sequence[int],
+    seed: int = 0,
+    stop: Stop | None = None,
+) -> BatchResult:
+    """Runs up to `job.batch` prompts.
+
+    Args:
+      runner: how.
+      prompts: token ids per row; rows that are left over stay unused.
+      prompt_ids: each prompt's number in the whole run, which seeds its sampling.
+      seed: of the whole run.
+      stop: asked after every `job.decode_chunk` tokens whether a row's tokens so far
+        are all that is wanted of it.
+
+    Raises:
+      RuntimeError: the state ran out of slots.
+    """
+    job, pool = runner.job, None
+    start = time.perf_counter()
+    for first in _starts(job):
+        rows = slice(first, first + job.group.batch)
+        read = runner.prefill(prompts[rows])
+        part = runner.begin(read, prompt_ids[rows], seed)
+        del read  # the next group's is not to lie beside it
+        pool = jax.block_until_ready(runner.insert(pool, part, first))
+        del part
+    middle = time.perf_counter()
+    pool, tokens = _written(runner, pool, len(prompts), stop)
+    state = runner.finished(jax.block_until_ready(pool))
+    return BatchResult(tokens, state, middle - start, time.perf_counter() - middle)
+
+
+def _starts(job: Job) -> list[int]:
+    """The first row of every group; the last one begins early enough to be full."""
+    rows = job.group.batch
+    return [min(start, job.batch - rows) for start in range(0, job.batch, rows)]
+
+
+def _written(
+    runner: Runner, state: Any, rows: int, stop: Stop | None
+) -> tuple[Any, list[list[int]]]:
+    """The state at the end, and the new tokens of the first `rows` rows."""
+    job = runner.job
+    new = [[int(token)] for token in axes.to_host(state.token)[:rows]]
+    left = job.max_new_tokens - 1
+    while True:
+        state, going = _stopped(job, state, new, stop)
+        if not left or not going:
+            return state, new
+        limit = min(job.decode_chunk or left, left)
+        state, tokens = runner.decode(state, limit)
+        for row, drawn in enumerate(tokens[:rows]):
+            new[row] += drawn[drawn >= 0].tolist()
+        left -= limit
+
+
+def _stopped(
+    job: Job, state: Any, new: list[list[int]], stop: Stop | None
+) -> tuple[Any, bool]:
+    """The state with those rows done that nobody wants more of, and whether any goes on."""
+    done = axes.to_host(state.done).copy()
+    if stop is not None:
+        done[: len(new)] |= [stop(tokens) for tokens in new]
+        (marked,) = meshes.shard_rows(job.mesh, done)
+        state = state.replace(done=marked)
+    return state, not done.all()
+
+
+def generate_batches(
+    params: PyTree,
+    job: Job,
+    prompts: Prompts,
+    memory_bytes: int,
+    seed: int = 0,
+    *,
+    prompt_ids: Sequence[int] | None = None,
+    max_batch: int | None = None,
+    stop: Stop | None = None,
+) -> Iterator[tuple[list[int], BatchResult]]:
+    """Runs prompts, the short ones first, in batches that fill the memory.
+
+    Args:
+      params: the model's weights.
+      job: what is done to each; its batch is planned here.
+      prompts: token ids.
+      memory_bytes: see `kvjax.engine.planner.device_memory`.
+      seed: of the whole run.
+      prompt_ids: each prompt's number in the whole run; None where these are all.
+      max_batch: no larger batch is planned.
+      stop: see `run_batch`.
+
+    Yields:
+      Per batch, the indices of its prompts, and its result.
+
+    Raises:
+      UserError: too little memory for one row.
+    """
+    most = min(max_batch or len(prompts), len(prompts))
+    plan = plan_job(job, memory_bytes, most)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for rows in batches(order, plan.batch):
+        given = [prompts[i] for i in rows]
+        named = [prompt_ids[i] for i in rows] if prompt_ids else rows
+        yield rows, run_batch(of_plan(params, plan), given, named, seed, stop)
+
+
+def of_plan(params: PyTree, plan: Plan) -> Whole:
+    """The runner of a plan, with the programs whose memory it read."""
+    return Whole(params, plan.job, plan.programs)
+
+
+def pad_prompts(
+    job: Job, prompts: Prompts
+) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
+    """Left-aligned prompts and their lengths; 0 for rows that are not in use."""
+    tokens = np.zeros((job.batch, job.max_prompt_len), np.int32)
+    lengths = np.zeros((job.batch,), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+        lengths[row] = len(prompt)
+    return meshes.shard_rows(job.mesh, tokens, lengths)
+
+
+def row_keys(job: Job, prompt_ids: Sequence[int], seed: int) -> tuple[Array, Array]:
+    """PRNG keys of rows that hold the prompts of these numbers, and which rows do."""
+    numbers, active = np.zeros((job.batch,), np.int32), np.arange(job.batch)
+    numbers[: len(prompt_ids)] = prompt_ids
+    given = meshes.shard_rows(job.mesh, numbers, active < len(prompt_ids))
+    with meshes.use(job.mesh):
+        return compiled.row_keys(np.int32(seed), given[0]), given[1]
+
+
+def batches(indices: Sequence[int], most: int) -> list[list[int]]:
+    """Cuts indices into as few batches as `most` allows, of nearly equal size."""
+    if not indices:
+        return []
+    count = -(-len(indices) // most)
+    size = -(-len(indices) // count)
+    return [list(indices[i : i + size]) for i in range(0, len(indices), size)]

@@ -1,0 +1,128 @@
+"""Codecs: what comes back is what the codec says, exactly, and bytes are counted so."""
+
+import jax
+import jax.numpy as jnp
+import layer
+import numpy as np
+import pytest
+from conftest import tiny_spec
+from testing import toys
+
+import kvjax
+from kvjax import Schedule, UserError, cache, policies
+from kvjax.cache import codecs
+from kvjax.engine.compiled import Job, bucket
+from kvjax.engine.planner import state_bytes
+
+SPEC = layer.spec_of(heads=2, group=3, depth=8)
+LENGTHS, PROMPT, NEW = (5, 48, 33), 48, 20
+BUDGET, BLOCK = 32, 8
+
+
+def rounded(x):
+    return np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def run(codec, data, phases="prefill_and_decode", policy=None):
+    schedule = Schedule(phases, BLOCK, BLOCK)
+    policy = policy or policies.average_attention()
+    config = cache.make_config(SPEC, policy, BUDGET, schedule, codec=codec)
+    prompts, new = layer.split(data, PROMPT)
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+    state = cache.init(SPEC, config, 3, config.prefill_capacity(SPEC, PROMPT, NEW))
+    state = layer.read(SPEC, config, state, prompts, lengths, BLOCK)
+    if config.schedule.compacts:
+        after = config.decode_capacity(SPEC, PROMPT, NEW)
+        state = layer.shrink(SPEC, config, state, after)
+    return layer.write(SPEC, config, state, new, lengths > 0)
+
+
+@pytest.mark.parametrize("phases", ["prefill_and_decode", "after_prefill"])
+def test_exact_where_nothing_is_lost(phases):
+    """Pairs that bfloat16 holds exactly: the same state as with no codec, bit by bit."""
+    data = layer.random_data(SPEC, 3, PROMPT + NEW, seed=3)
+    data = data._replace(k=rounded(data.k), v=rounded(data.v))
+    turned = policies.streaming()  # attention's sums may differ where rope rounds
+    plain, half = (run(c, data, phases, turned) for c in ("identity", toys.HALVED))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        cache.kept_positions(plain),
+        cache.kept_positions(half),
+    )
+    values = [state.layout.values(state.layers[0]) for state in (plain, half)]
+    np.testing.assert_array_equal(*values)
+    keys = [state.layout.keys(state.layers[0]) for state in (plain, half)]
+    np.testing.assert_array_equal(rounded(keys[0]), keys[1])
+
+
+@pytest.mark.parametrize("phases", ["prefill_and_decode", "after_prefill"])
+def test_the_newest_pairs_stay_as_they_were(phases):
+    data = layer.random_data(SPEC, 3, PROMPT + NEW, seed=4)
+    state = run(toys.HALVED_BUT_NEWEST, data, phases)
+    positions = np.asarray(state.layout.positions(state.layers[0]))
+    values = np.asarray(state.layout.values(state.layers[0]))
+    newest = toys.HALVED_BUT_NEWEST.residual_length
+    seen = {"raw": 0, "rounded": 0}
+    for row, length in enumerate(LENGTHS):
+        text = np.concatenate(
+            [data.v[row, :, :length], data.v[row, :, PROMPT:]], axis=1
+        )
+        now = length + NEW - 1
+        for head in range(SPEC.num_kv_heads):
+            for slot in np.flatnonzero(positions[row, head] >= 0):
+                at = positions[row, head, slot]
+                raw = at > now - newest
+                expected = text[head, at] if raw else rounded(text[head, at])
+                np.testing.assert_array_equal(values[row, head, slot], expected)
+                seen["raw" if raw else "rounded"] += 1
+    assert min(seen.values()) > 20
+
+
+def test_bytes_are_those_of_what_is_stored(tiny):
+    assert codecs.pair_bytes(codecs.identity, 8, "float32") == 2 * 8 * 4
+    assert codecs.pair_bytes(toys.HALVED, 8, "float32") == 2 * 8 * 2
+    sizes = {}
+    for codec in (codecs.identity, toys.HALVED):
+        config = cache.make_config(
+            tiny.spec,
+            policies.streaming(),
+            64,
+            Schedule(prefill_chunk=16, evict_size=16),
+            codec=codec,
+        )
+        job = Job(tiny.spec, config, 4, bucket(tiny.spec, config, 100, 8), 8)
+        sizes[codec.name] = state_bytes(job)["decode"]
+    pairs = 4 * 64 * tiny.spec.num_kv_heads * tiny.spec.num_layers
+    assert sizes["identity"] - sizes["halved"] == pairs * 2 * tiny.spec.head_dim * 2
+
+
+def test_generates_with_a_registered_codec(tiny):
+    """By name, through `kvjax.generate`; the full cache under it changes the logits."""
+    if "toy_halved" not in codecs.names():
+        codecs.register("toy_halved", lambda: toys.HALVED)
+    options = {"policy": policies.key_diff(), "budget": 24, "max_new_tokens": 8}
+    options["schedule"] = Schedule(prefill_chunk=8, evict_size=8)
+    prompt = [list(range(1, 45))]
+    (named,) = kvjax.generate(tiny, prompt, codec="toy_halved", **options)
+    (given,) = kvjax.generate(tiny, prompt, codec=toys.HALVED, **options)
+    assert named.tokens == given.tokens and len(named.tokens) == 8
+
+
+@pytest.mark.parametrize(
+    ("codec", "words"),
+    [
+        ("int3", r"codec 'int3' is unknown: .*identity.*module:function"),
+        ("nowhere:none", r"codec 'nowhere:none'.*nowhere"),
+        ("math:nothing", r"codec 'math:nothing'.*nothing"),
+        ("math:floor", r"codec 'math:floor'"),
+        (7, r"codec 7 is no"),
+        (toys.HALVED._replace(residual_length=-1), r"residual_length"),
+        (
+            codecs.Codec("grouped", toys.ROUNDED._replace(group_size=32), toys.ROUNDED),
+            r"codec 'grouped' encodes 32 tokens together .*layout 'dense'",
+        ),
+    ],
+)
+def test_refused(codec, words):
+    with pytest.raises(UserError, match=words):
+        cache.make_config(tiny_spec(), policies.recency(), 128, codec=codec)

@@ -1,0 +1,37 @@
+"""Batches run in one line, and the plain loop that teacher forcing is held against."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.engine import runner, steps
+from kvjax.models import decoder
+
+
+def run_batch(params, job, prompts, prompt_ids, seed=0, stop=None):
+    """A fixed batch, or a staggered one, on whole compiled programs."""
+    whole = runner.Whole(params, job)
+    return runner.run_batch(whole, prompts, prompt_ids, seed, stop)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "config"))
+def score_tokens(params, state, tokens, *, spec, config):
+    """Feeds given tokens [B, T] one at a time; the state, and logits [T, B, V] after each."""
+    one = jnp.ones(tokens.shape[:1], jnp.int32)
+
+    def step(state, token):
+        hidden, state = steps.forward(params, spec, token[:, None], one, state, config)
+        return state, decoder.logits(params, hidden[:, 0], spec)
+
+    return jax.lax.scan(step, state, tokens.T)
+
+
+def decode(params, state, logits, active, keys, *, spec, config, count, **how):
+    """First tokens and the others, [B, N], and the state of the cache at the end."""
+    begun = steps.begin(state, logits, active, keys, **how)
+    first = jnp.where(active, begun.token, -1)
+    end, rest = steps.decode(
+        params, begun, spec=spec, config=config, steps=count - 1, **how
+    )
+    return end.cache, jnp.concatenate([first[:, None], rest], axis=1)
