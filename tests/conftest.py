@@ -10,7 +10,9 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-install_import_hook("kvjax", "array_hints.check")  # before kvjax is first imported
+install_import_hook(
+    "kvjax", "testing.array_hints.check"
+)  # before kvjax is first imported
 
 import kvjax
 from kvjax.engine import compiled
