@@ -83,7 +83,7 @@ def elsewhere(name: str) -> list[tuple[str, str]]:
 
 
 autosummary_context = {"elsewhere": elsewhere}
-suppress_warnings = ["config.cache"]  # of that function
+suppress_warnings = ["config.cache"]  # that function cannot be kept between builds
 
 
 def skip_fields(app, what, name, obj, skip, options):

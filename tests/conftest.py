@@ -9,10 +9,10 @@ os.environ["XLA_FLAGS"] = (
 import jax
 import pytest
 from jaxtyping import install_import_hook
+from testing import array_hints
 
-install_import_hook(
-    "kvjax", "testing.array_hints.check"
-)  # before kvjax is first imported
+# Before kvjax is first imported: what annotations say of arrays is checked from now on.
+install_import_hook("kvjax", f"{array_hints.__name__}.check")
 
 import kvjax
 from kvjax.engine import compiled

@@ -32,7 +32,7 @@ def test_code_of_the_first_page(smollm2, monkeypatch):
     assert len(CODE) == 3
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "CHANGELOG.md", "README.md"])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md"])
 def test_files_that_a_page_names_exist(page):
     text = (ROOT / page).read_text()
     named = re.findall(r"`((?:tests|kvjax|experiments|configs|docs)/[\w/.]+)`", text)
