@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    """The fields of `kvjax.experiment.Experiment`."""
+    """The fields of `quality.Quality`."""
     return ConfigDict(
         {
             "model": "smollm2-135m-instruct",
@@ -27,8 +27,8 @@ def get_config() -> ConfigDict:
                 {"name": "KeyDiff", "policy": "key_diff", "budget": 512},
             ),
             "tasks": (
-                {"name": "gsm8k", "examples": 20},
-                {"name": "bbh/boolean_expressions", "examples": 20},
+                {"name": "gsm8k", "num_examples": 20},
+                {"name": "bbh/boolean_expressions", "num_examples": 20},
             ),
         }
     )

@@ -11,17 +11,17 @@ the prompt, evicting while they read and write (`prefill_and_decode`) or once af
 prompt (`after_prefill`). Stop it at any moment and start it again: it goes on where it
 was. `heat_map.png` shows all of them, `pareto.png` the best for their memory.
 
-Layer by layer (`kvjax.layerwise`): nothing is timed. About an hour on two shared CPU
-cores: 40 seconds for a method that evicts while it reads, 8 for one that waits, since
-those share one reading. `--config.quick`, five policies at 50%, takes 4 minutes.
+Layer by layer (`kvjax.engine.layerwise`): nothing is timed. About an hour on two shared
+CPU cores: 40 seconds for a method that evicts while it reads, 8 for one that waits,
+since those share one reading. `--config.quick`, five policies at 50%, takes 4 minutes.
 
 Expected: the full cache finds all keys. At 50%, evicting while reading, key_diff finds
 6 of 6, average_attention, h2o, lag_kv and r_kv 5, snapkv 2; after the prompt, chunk_kv,
 criticalkv, h2o, key_diff, lag_kv and r_kv 6. The figures are in docs/policies.md.
 
 A quick run takes the fields in `quick_fields` in the place of those of the same name.
-Any other field can be overridden, as in `--config.examples=24`, and in a quick run
-`--config.quick_fields.examples=4`.
+Any other field can be overridden, as in `--config.num_examples=24`, and in a quick run
+`--config.quick_fields.num_examples=4`.
 """
 
 from ml_collections import ConfigDict
@@ -72,15 +72,15 @@ _POLICIES = {
 
 
 def get_config() -> ConfigDict:
-    """The fields of `kvjax.experiment.Experiment`, and what methods and tasks share."""
+    """The fields of `quality.Quality`, and what methods and tasks share."""
     return ConfigDict(
         {
             "quick": False,
             "quick_fields": {
                 "methods": _methods(_QUICK, (768,)),
-                "examples": 2,
+                "num_examples": 2,
                 "tasks": _needle(0.3, 0.7),
-                "windows": 1,
+                "fidelity": {"num_windows": 1},
             },
             "model": "smollm2-135m-instruct",  # or a GGUF file, or a model folder
             "dtype": "float32",
@@ -91,33 +91,35 @@ def get_config() -> ConfigDict:
             "prefill_chunk": _BLOCK,
             "methods": _methods((*_POLICIES, _SLOTS), _BUDGETS),
             # Needle: the pass key, at these depths of the text in turn.
-            "examples": 6,
+            "num_examples": 6,
             "prompt_tokens": 1500,
             "tasks": _needle(0.1, 0.25, 0.4, 0.6, 0.75, 0.9),
             "max_new_tokens": 12,
             # Fidelity: the full cache's predictions on long text, teacher-forced.
-            "windows": 2,
-            "window_prompt_tokens": 1500,
-            "window_continuation_tokens": 64,
+            "fidelity": {
+                "num_windows": 2,
+                "prompt_tokens": 1500,
+                "continuation_tokens": 64,
+            },
         }
     )
 
 
-def _methods(labels: tuple[str, ...], budgets: tuple[int, ...]) -> tuple[dict, ...]:
-    """The full cache, and every label at every budget under every schedule."""
+def _methods(series: tuple[str, ...], budgets: tuple[int, ...]) -> tuple[dict, ...]:
+    """The full cache, and every one at every budget under every schedule."""
     swept = (
         {
-            "name": f"{label}, {budget}, {phases}",
-            "label": label,
-            "policy": "streaming" if label == _SLOTS else label,
-            "options": _options(label, budget),
+            "name": f"{each}, {budget}, {phases}",
+            "series": each,
+            "policy": "streaming" if each == _SLOTS else each,
+            "options": _options(each, budget),
             "phases": phases,
             "budget": budget,
-            "rope_positions": "cache" if label == _SLOTS else "original",
+            "rope_positions": "cache" if each == _SLOTS else "original",
         }
         for budget in budgets
         for phases in _PHASES
-        for label in sorted(labels)
+        for each in sorted(series)
     )
     return ({"name": "Full cache", "prefill_chunk": _BLOCK}, *swept)
 
@@ -126,7 +128,7 @@ def _needle(*depths: float) -> tuple[dict, ...]:
     return ({"name": "needle", "options": {"depths": depths}},)
 
 
-def _options(label: str, budget: int) -> dict:
-    if label == "sliding_window":
+def _options(series: str, budget: int) -> dict:
+    if series == "sliding_window":
         return {"window": budget}
-    return _POLICIES.get(label, {})
+    return _POLICIES.get(series, {})

@@ -4,11 +4,11 @@
         --workdir=runs/quality/xsum
 
 What follows the colon is one of `TASKS` below, and DATA a folder with the rows (JSON
-lines, see `kvjax.tasks.data`); without one they come from Hugging Face datasets or
-tensorflow-datasets. SmolLM2-135M-Instruct in float32, layer by layer
-(`kvjax.layerwise`): nothing is timed. 3 to 15 minutes a task on two CPU cores. Stop it
-at any moment and start it again. `python experiments/report.py runs/quality/*` joins
-the tasks.
+lines, see `kvjax.evaluation.tasks.data`); without one they come from Hugging Face
+datasets or tensorflow-datasets. SmolLM2-135M-Instruct in float32, layer by layer
+(`kvjax.engine.layerwise`): nothing is timed. 3 to 15 minutes a task on two CPU cores.
+Stop it at any moment and start it again. `python experiments/report.py runs/quality/*`
+joins the tasks.
 
 A budget is |kv|, pairs per head, the multiple of 64 next to 50% and 25% of a prompt's
 mean length. Three policies evict while they read and write in blocks of 64 (Batch-Max's
@@ -39,7 +39,7 @@ POLICIES = {  # and their schedules
 
 
 def get_config(task: str = "xsum") -> ConfigDict:
-    """The fields of `kvjax.experiment.Experiment` for one of `TASKS`."""
+    """The fields of `quality.Quality` for one of `TASKS`."""
     if task not in TASKS:
         raise OSError(
             f"no task {task!r}: write quality.py:NAME, one of {', '.join(TASKS)}"
@@ -59,20 +59,21 @@ def get_config(task: str = "xsum") -> ConfigDict:
                 {"name": "Full cache"},
                 *(
                     {
-                        "name": f"{policy}, {share}",
-                        "label": policy,
+                        "name": f"{policy}, {share:.0%}",
+                        "series": policy,
                         "policy": policy,
                         "phases": phases,
                         "budget": budget,
+                        "budget_share": share,
                     }
-                    for budget, share in zip(budgets, ("50%", "25%"), strict=True)
+                    for budget, share in zip(budgets, (0.5, 0.25), strict=True)
                     for policy, phases in POLICIES.items()
                 ),
             ),
             "tasks": (
                 {
                     "name": name,
-                    "examples": examples,
+                    "num_examples": examples,
                     "prompt_tokens": length,
                     "max_new_tokens": new,
                     "options": options,

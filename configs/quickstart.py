@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    """The fields of `kvjax.experiment.Experiment`, and what methods and tasks share."""
+    """The fields of `quality.Quality`, and what methods and tasks share."""
     return ConfigDict(
         {
             "model": "smollm2-135m-instruct",  # or a GGUF file, or a model folder
@@ -35,8 +35,9 @@ def get_config() -> ConfigDict:
                 {"name": "StreamingLLM", "policy": "streaming"},
                 {"name": "KeyDiff", "policy": "key_diff"},
             ),
-            # What the tasks share; a task may set its own. See `kvjax.tasks.names()`.
-            "examples": 12,
+            # What the tasks share; a task may set its own. For their names see
+            # `kvjax.evaluation.tasks.names()`.
+            "num_examples": 12,
             "prompt_tokens": 1000,
             "max_new_tokens": 64,
             "tasks": (
@@ -48,8 +49,10 @@ def get_config() -> ConfigDict:
                 },
             ),
             # Fidelity: the full cache's predictions on long text, teacher-forced.
-            "windows": 4,
-            "window_prompt_tokens": 768,
-            "window_continuation_tokens": 32,
+            "fidelity": {
+                "num_windows": 4,
+                "prompt_tokens": 768,
+                "continuation_tokens": 32,
+            },
         }
     )

@@ -1,11 +1,11 @@
 r"""Races kvjax with the full cache against transformers on PyTorch.
 
-    python experiments/bench_transformers.py --peer_python=/path/to/venv/bin/python
+    python experiments/bench_transformers.py --baseline_python=/path/to/venv/bin/python
 
 SmolLM2-135M-Instruct in float32, the same tokens on the same machine in one run. The
 two sides take turns, and one waits while the other computes. PyTorch need not live
-beside JAX: --peer_python names an environment with torch, transformers, gguf and
-absl-py. The peer is timed at its faster of `generate` and a bare loop of `forward`.
+beside JAX: --baseline_python names an environment with torch, transformers, gguf and
+absl-py. The baseline is timed at its faster of `generate` and a bare loop of `forward`.
 
 Two virtual cores of an AMD EPYC; jax 0.10.2, torch 2.13, transformers 5.23; medians in
 tokens/s, min..max over three rounds, all tokens equal::
@@ -17,7 +17,7 @@ tokens/s, min..max over three rounds, all tokens equal::
 Use an idle machine: beside other jobs PyTorch fell as low as 2.4 tokens/s at batch 1.
 
 About five minutes once the programs are compiled. The last line is JSON; where the
-peer cannot run, one line says why and the exit code is 2.
+baseline cannot run, one line says why and the exit code is 2.
 """
 
 import functools
@@ -27,20 +27,20 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-import peers
+import baselines
 from absl import flags, logging
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("model", "smollm2-135m-instruct", "a name that kvjax.load knows")
-flags.DEFINE_string("peer_python", sys.executable, "the interpreter that has torch")
+flags.DEFINE_string("baseline_python", sys.executable, "the interpreter that has torch")
 flags.DEFINE_integer("prompt", 128, "prompt tokens of the decoding cases")
 flags.DEFINE_integer("new", 32, "tokens to decode")
-flags.DEFINE_integer("block", 128, "p, prompt tokens that kvjax reads at once")
+flags.DEFINE_integer("prefill_chunk", 128, "p, prompt tokens that kvjax reads at once")
 flags.DEFINE_list("only", ["1", "16", "4"], "cases to run, by their batch")
 flags.DEFINE_integer("rounds", 5, "turns of each side, after one to warm up")
 flags.DEFINE_bool("worker", False, "be the transformers side: JSON lines in and out")
 
-PEER_WAYS = "loop", "generate"
+BASELINE_WAYS = "loop", "generate"
 
 
 class Case(NamedTuple):
@@ -60,31 +60,31 @@ class Case(NamedTuple):
 def main(_):
     logging.set_verbosity(logging.WARNING)
     if FLAGS.worker:
-        return peers.serve(("torch", "transformers"), answer)
+        return baselines.serve(("torch", "transformers"), answer)
     cases = (
         Case("decode, batch 1", 1, FLAGS.prompt, FLAGS.new),
         Case("decode, batch 16", 16, FLAGS.prompt, FLAGS.new),
         Case("prefill, 4 x 512", 4, 512, 0),
     )
-    peer = peers.Peer(FLAGS.peer_python, __file__, "--worker")
-    ours = kvjax_side(peer)
+    baseline = baselines.Baseline(FLAGS.baseline_python, __file__, "--worker")
+    ours = kvjax_side(baseline)
     figures = {
-        case.name: race(case, ours, peer)
+        case.name: race(case, ours, baseline)
         for case in cases
         if str(case.batch) in FLAGS.only
     }
-    peer.close()
+    baseline.close()
     show(figures)
-    print(json.dumps(summary(figures, peer.versions)))
+    print(json.dumps(summary(figures, baseline.versions)))
 
 
-def race(case: Case, ours, peer) -> dict[str, Any]:
+def race(case: Case, ours, baseline) -> dict[str, Any]:
     """Tokens per second of both sides, in turns, and whether they chose the same."""
     prompts = ours.prompts(case)
     sides = {"kvjax": lambda: ours.run(case, prompts)}
-    for way in PEER_WAYS if case.new else PEER_WAYS[:1]:
+    for way in BASELINE_WAYS if case.new else BASELINE_WAYS[:1]:
         request = {"prompts": prompts, "new": case.new, "way": way}
-        sides[way] = functools.partial(peer.ask, request)
+        sides[way] = functools.partial(baseline.ask, request)
     for run in sides.values():
         run()
     rates, tokens = {name: [] for name in sides}, []
@@ -108,18 +108,18 @@ def race(case: Case, ours, peer) -> dict[str, Any]:
 # ------------------------------------------------------------------------- kvjax
 
 
-def kvjax_side(peer: peers.Peer):
+def kvjax_side(baseline: baselines.Baseline):
     """Our side; imported here because the worker's environment need not have JAX."""
     import kvjax
     from kvjax.cache.config import make_config
-    from kvjax.engine import api
+    from kvjax.engine import runner
     from kvjax.engine.compiled import Job
     from kvjax.evaluation.tasks import text
     from kvjax.models.weights import hub
 
     model = kvjax.load(FLAGS.model)
-    peer.load(hub.fetch(FLAGS.model))
-    full = kvjax.Schedule("none", prefill_chunk=FLAGS.block)
+    baseline.load(hub.fetch(FLAGS.model))
+    full = kvjax.Schedule("none", prefill_chunk=FLAGS.prefill_chunk)
     config = make_config(model.spec, None, None, full)
     words = model.tokenizer(text.haystack(), verbose=False)["input_ids"]
 
@@ -130,7 +130,8 @@ def kvjax_side(peer: peers.Peer):
 
         def run(self, case, prompts):
             job = Job(model.spec, config, case.batch, case.prompt, case.new or 1)
-            done = api.run_batch(model.params, job, prompts, range(case.batch))
+            whole = runner.Whole(model.params, job)
+            done = runner.run_batch(whole, prompts, range(case.batch))
             seconds = done.decode_seconds if case.new else done.prefill_seconds
             return {"seconds": seconds, "tokens": done.tokens}
 
@@ -166,7 +167,7 @@ def by_generate(model, prompts, new):
 
 def by_loop(model, prompts, new):
     """Seconds of the bare steps, or of the prompt alone if `new` is 0."""
-    from peers import decoding
+    from baselines import decoding
 
     start = time.perf_counter()
     prompt = decoding.prefill(model, prompts)
@@ -204,7 +205,7 @@ def summary(figures, versions) -> dict[str, Any]:
     return {
         "cases": figures,
         "tokens_equal": all(row["tokens_equal"] for row in figures.values()),
-        "block": FLAGS.block,
+        "prefill_chunk": FLAGS.prefill_chunk,
         "rounds": FLAGS.rounds,
         "jax": jax.__version__,
         **versions,
@@ -212,4 +213,4 @@ def summary(figures, versions) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    peers.run(main)
+    baselines.run(main)

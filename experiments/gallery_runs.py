@@ -14,7 +14,7 @@ from tqdm import tqdm
 from kvjax import cache, policies
 from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.schedule import Schedule
-from kvjax.engine import api, layerwise
+from kvjax.engine import api, compiled, layerwise, runner
 from kvjax.evaluation.tasks import needle
 from kvjax.evaluation.tasks.text import haystack
 from kvjax.types import UserError
@@ -90,30 +90,31 @@ def readings_of(
         for policy in members
     ]
     readings = layerwise.Readings(model, [each for pair in configs for each in pair])
-
-    def run(config):
-        return _outcome(model, config, readings.after(config, [tokens], NEW))
-
     for pair in configs:
-        yield {config.schedule.phases: run(config) for config in pair}
+        yield {
+            config.schedule.phases: _outcome(readings, config, tokens)
+            for config in pair
+        }
 
 
 def full_cache(model: Any, tokens: Sequence[int]) -> list[int]:
     """What follows if nothing goes."""
     config = make_config(model.spec, None, None, Schedule("none", BLOCK))
-    return _outcome(model, config, layerwise.read(model, config, [tokens], NEW))[1]
+    return _outcome(layerwise.Readings(model, [config]), config, tokens)[1]
 
 
 def _schedules() -> list[Schedule]:
     return [Schedule(phases, BLOCK, BLOCK) for phases in SCHEDULES]
 
 
-def _outcome(model: Any, config: CacheConfig, reading: Any):
+def _outcome(readings: layerwise.Readings, config: CacheConfig, tokens: Sequence[int]):
     """The positions kept of the prompt, by layer and head, and the tokens after it."""
-    kept = cache.kept_positions(layerwise.joined(reading))[0]
-    eos = api.end_tokens(model)
-    _, (new,) = layerwise.write(model, config, reading, NEW, eos)
-    return kept, new
+    ends, model = api.end_tokens(readings.model), readings.model
+    job = compiled.job_of(model, config, len(tokens), NEW, eos=ends)
+    run = readings.runner(job)
+    state = runner.prefill_batch(run, [tokens], [0])
+    kept = cache.kept_positions(layerwise.joined(state.cache))[0]
+    return kept, runner.decode_batch(run, state, 1)[1][0]
 
 
 def record(

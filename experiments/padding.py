@@ -1,6 +1,6 @@
 r"""What padding does to the pairs a prompt keeps, in kvpress and in kvjax.
 
-    python experiments/padding.py --peer_python=/path/to/venv/bin/python
+    python experiments/padding.py --baseline_python=/path/to/venv/bin/python
 
 One batch holds four prompts of 120 tokens and four of 200, and half of its slots go
 once the prompts are in. Do the shorter ones get what each gets alone? The same model in
@@ -34,7 +34,7 @@ alone keeps and writes is the same in both libraries. What kvpress kept is read 
 keys that its `compress` hands back.
 
 Six minutes on two cores once kvjax's programs are compiled, which takes as long again
-the first time. The last line is JSON; where the peer cannot run, one line says why
+the first time. The last line is JSON; where the baseline cannot run, one line says why
 and the exit code is 2.
 """
 
@@ -53,9 +53,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import peers
+import baselines
 from absl import flags, logging
-from peers import presses
+from baselines import presses
 
 FLAGS = flags.FLAGS
 LABELS = {k: v for k, v in presses.LABELS.items() if k not in presses.EAGER}
@@ -67,7 +67,9 @@ PAD = -1  # position of a slot that holds none of the prompt's tokens
 
 def define_flags() -> None:
     flags.DEFINE_string("model", "smollm2-135m-instruct", "a name kvjax.load knows")
-    flags.DEFINE_string("peer_python", sys.executable, "the interpreter with kvpress")
+    flags.DEFINE_string(
+        "baseline_python", sys.executable, "the interpreter with kvpress"
+    )
     flags.DEFINE_string("attention", "sdpa", "transformers' attention: sdpa or eager")
     flags.DEFINE_integer("short", 120, "tokens of the shorter prompts")
     flags.DEFINE_integer("long", 200, "tokens of the longer prompts")
@@ -76,7 +78,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("new", 16, "greedy tokens after the prompt")
     flags.DEFINE_bool("half", False, "kvjax with half of a shorter prompt's pairs too")
     flags.DEFINE_list("only", list(LABELS), "policies")
-    flags.DEFINE_string("out", "docs/data/padding.json", "where the figures go")
+    flags.DEFINE_string("workdir", "docs/data", "where padding.json goes")
     flags.DEFINE_bool("worker", False, "be the kvpress side: JSON lines in and out")
 
 
@@ -101,21 +103,23 @@ Run = Callable[[list[list[int]], int], list[Row]]  # (one batch, slots) -> its r
 def main(_):
     logging.set_verbosity(logging.WARNING)
     if FLAGS.worker:
-        return peers.serve(PACKAGES, answer)
+        return baselines.serve(PACKAGES, answer)
     import kvjax
     from kvjax.evaluation.tasks import text
     from kvjax.models.weights import hub
 
     start = time.perf_counter()
-    peer = peers.Peer(FLAGS.peer_python, __file__, "--worker")
-    peer.load(hub.fetch(FLAGS.model), FLAGS.attention)
+    baseline = baselines.Baseline(FLAGS.baseline_python, __file__, "--worker")
+    baseline.load(hub.fetch(FLAGS.model), FLAGS.attention)
     model = kvjax.load(FLAGS.model)
     words = model.tokenizer(text.haystack(), verbose=False)["input_ids"]
     prompts = cut(words, [FLAGS.short, FLAGS.long], FLAGS.pairs)
 
     def kvpress_side(name):
         ids = {pad: model.tokenizer.convert_tokens_to_ids(pad) for pad in FLAGS.pads}
-        made = functools.partial(functools.partial, kvpress_rows, peer, name, FLAGS.new)
+        made = functools.partial(
+            functools.partial, kvpress_rows, baseline, name, FLAGS.new
+        )
         return {pad: made(number) for pad, number in ids.items()}
 
     checks = [
@@ -131,17 +135,17 @@ def main(_):
         checks.append(checked)
         for line in (*made, checked):
             print(json.dumps(line), file=sys.stderr, flush=True)
-    peer.close()
+    baseline.close()
     found = {
         "records": records,
         "checks": checks,
         "settings": settings(),
-        "versions": {**versions(), **peer.versions},
+        "versions": {**versions(), **baseline.versions},
         "machine": machine(),
         "command": command(),
         "seconds": round(time.perf_counter() - start),
     }
-    out = pathlib.Path(FLAGS.out)
+    out = pathlib.Path(FLAGS.workdir) / "padding.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1) + "\n")
     print(table(records))
@@ -333,7 +337,7 @@ def kvjax_rows(model, policy, new: int, prompts, slots: int) -> list[Row]:
         return held + [PAD] * (slots - len(held))
 
     return [
-        Row([[positions(h, prompt) for h in k] for k in row.kept], row.tokens)
+        Row([[positions(h, prompt) for h in k] for k in row.kept_positions], row.tokens)
         for prompt, row in zip(prompts, done, strict=True)
     ]
 
@@ -341,12 +345,12 @@ def kvjax_rows(model, policy, new: int, prompts, slots: int) -> list[Row]:
 # ---------------------------------------------------------------------- kvpress
 
 
-def kvpress_rows(peer, name, new: int, pad: int, prompts, slots: int) -> list[Row]:
+def kvpress_rows(baseline, name, new: int, pad: int, prompts, slots: int) -> list[Row]:
     """The rows of one batch; without a name nothing is compressed."""
     width = max(map(len, prompts))
     ratio = presses.ratio(slots, width)
     request = {"policy": name, "ratio": ratio, "prompts": prompts}
-    done = peer.ask(request | {"new": new, "pad": pad})
+    done = baseline.ask(request | {"new": new, "pad": pad})
     assert not name or {len(h) for k in done["kept"][0] for h in k} == {slots}
     return [Row(*row) for row in zip(*(done[f] for f in Row._fields), strict=True)]
 
@@ -354,7 +358,7 @@ def kvpress_rows(peer, name, new: int, pad: int, prompts, slots: int) -> list[Ro
 def answer(model, request):
     """The worker's: kept positions and tokens of a batch, padded on the left."""
     import torch
-    from peers import decoding
+    from baselines import decoding
 
     prompts, new, pad = (request[key] for key in ("prompts", "new", "pad"))
     width = max(map(len, prompts))
@@ -435,10 +439,10 @@ def machine() -> str:
 
 def command() -> str:
     chosen = [FLAGS[n] for n in SETTINGS if FLAGS[n].value != FLAGS[n].default]
-    script = "python experiments/padding.py --peer_python=VENV/bin/python"
+    script = "python experiments/padding.py --baseline_python=VENV/bin/python"
     return " ".join([script, *(shlex.quote(flag.serialize()) for flag in chosen)])
 
 
 if __name__ == "__main__":
     define_flags()
-    peers.run(main)
+    baselines.run(main)

@@ -180,13 +180,13 @@ def relative_times(records: Sequence[Record]) -> tuple[str, dict[str, float]]:
     """The policy that others are compared to, and their times over its time."""
 
     def place(record):
-        return json.dumps([record.get(k) for k in ("schedule", "budget", "batch")])
+        return json.dumps([record.get(k) for k in ("schedule", "budget", "batch_size")])
 
     rates = {}
     for each in records:
         name = _label(each)
-        if each.get("tokens_per_s") and name in policies.names():
-            rates.setdefault(name, {})[place(each)] = each["tokens_per_s"]
+        if each.get("output_tokens_per_s") and name in policies.names():
+            rates.setdefault(name, {})[place(each)] = each["output_tokens_per_s"]
     base = next((name for name in ("recency", "streaming") if name in rates), "")
     ratios = {
         name: [rates[base][at] / mine[at] for at in mine if at in rates[base]]
@@ -281,7 +281,7 @@ def best(records: Sequence[Record]) -> str:
         {
             "schedule": f"`{schedule}`",
             "budget": budget,
-            "most needles found": _leaders(group, "accuracy", max, "{:.2f}"),
+            "most needles found": _leaders(group, "score", max, "{:.2f}"),
             "least KL to the full cache": _leaders(group, "kl", min, "{:.3f}"),
         }
         for (schedule, budget), group in sorted(
@@ -309,7 +309,7 @@ def _leaders(
 
 def _label(each: Record) -> str:
     """What a sweep calls the policy, with what else it changes."""
-    return str(each.get("label") or each.get("policy"))
+    return str(each.get("series") or each.get("policy"))
 
 
 def _included(title: str, words: str, make: Callable[[], str]) -> str:

@@ -1,11 +1,11 @@
 """Joins runs: one table of all their tasks, pictures, and a page to hand on.
 
-    python experiments/report.py runs/quality/* runs/batch_max_cpu --out=runs/report
+    python experiments/report.py runs/quality/* runs/batch_max_cpu --workdir=runs/report
 
 Takes folders of runs, or records.jsonl files. Writes report.md, report.html (one file,
-no network), tables.tex (booktabs) and pictures into --out, prints the tables and, as
-the last line on stdout, one JSON object. --leaderboard=docs/leaderboard.md writes that
-page of tables instead.
+no network), tables.tex (booktabs) and pictures into --workdir, prints the tables and,
+as the last line on stdout, one JSON object. --leaderboard=docs/leaderboard.md writes
+that page of tables instead.
 """
 
 import contextlib
@@ -15,28 +15,29 @@ import sys
 
 from absl import app, flags
 
-from kvjax.evaluation.report import joined_page, joined_runs
+from kvjax.evaluation import report
 from kvjax.types import UserError
 
 FLAGS = flags.FLAGS
-_OUT = flags.DEFINE_string("out", "runs/report", "Where the report goes.")
+_WORKDIR = flags.DEFINE_string("workdir", "runs/report", "Where the report goes.")
 _PAGE = flags.DEFINE_string("leaderboard", None, "Write this page, and no report.")
 
 
 def main(argv):
-    sources = joined_runs.read(argv[1:])
+    sources = report.read(argv[1:])
     for source in sources:
         if source.torn:
             print(
                 f"{source.path}: the last line was cut short; left out", file=sys.stderr
             )
     if _PAGE.value:
-        text = joined_page.leaderboard(sources)
+        text = report.leaderboard(sources)
         _write(pathlib.Path(_PAGE.value), text)
         told = {"leaderboard": _PAGE.value, "runs": [each.path for each in sources]}
     else:
-        told = joined_page.write(sources, _OUT.value)
-        print(joined_page.overview(sources), f"\n{told['report']}\n", sep="\n")
+        told = report.write_comparison(sources, _WORKDIR.value)
+        report.show(report.comparison_overview(sources))
+        print(f"\n{told['report']}\n")
     print(json.dumps(told))
 
 

@@ -8,81 +8,73 @@ stopped.
 """
 
 import contextlib
-import functools
 import json
 import sys
 
 from absl import app, flags, logging
+from baselines.throughput import joined
 from ml_collections import config_flags
-from peers.throughput import joined
-from tqdm import tqdm
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
 
-from kvjax.evaluation import config, quality, throughput
-from kvjax.evaluation.report import run_report
+from kvjax.evaluation import report, run
 from kvjax.parallel import meshes
 from kvjax.types import UserError
 
-_KINDS = {  # a config's `kind`: how it is read, and run
-    "quality": (config.from_config, quality.run),
-    "throughput": (throughput.from_config, throughput.run),
-}
 FLAGS = flags.FLAGS
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where results go, and are resumed.")
-_MEMORY = flags.DEFINE_float("memory_gb", None, "Overrides the config's memory_gb.")
-_HAYSTACK = flags.DEFINE_string("haystack", None, "Overrides the config's haystack.")
-_DATA = flags.DEFINE_string("data_dir", None, "A folder of data sets, for the tasks.")
-_PEERS = flags.DEFINE_string(
-    "peer_python", None, "An interpreter with torch and kvpress: runs the peers too."
+flags.DEFINE_float("memory_gb", None, "Overrides the config's memory_gb.")
+flags.DEFINE_string("haystack", None, "Overrides the config's haystack.")
+flags.DEFINE_string("data_dir", None, "A folder of data sets, for the tasks.")
+flags.DEFINE_string("mesh", None, "Devices to split over: data:2,model:4.")
+_BASELINES = flags.DEFINE_string(
+    "baseline_python", None, "An interpreter with torch and kvpress: runs them too."
 )
-_DISTRIBUTED = flags.DEFINE_string(
-    "distributed", None, "Join other processes: auto, or HOST:PORT/N/I."
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator_address", None, "HOST:PORT of process 0; auto where JAX can tell."
 )
-_MESH = flags.DEFINE_string("mesh", None, "Devices to split over: data:2,model:4.")
+_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many run together.")
+_PROCESS = flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
+_OVERRIDES = ("memory_gb", "haystack", "data_dir", "mesh")
 
 
 def main(_):
     logging.set_verbosity(logging.WARNING)  # checkpoint libraries are talkative
     if not _WORKDIR.value:
         raise UserError("--workdir is missing: name the folder for the results")
-    if _DISTRIBUTED.value:
-        meshes.start(_DISTRIBUTED.value)
-    fields = _config()
-    kind = fields.pop("kind", "quality")
-    if kind not in _KINDS:
-        raise UserError(f"kind {kind!r} is unknown: use one of {', '.join(_KINDS)}")
-    from_config, run = _KINDS[kind]
-    peers = _peers(fields)
-    if peers:
-        run = functools.partial(run, peers=peers)
-    asked = from_config(
-        fields,
-        {
-            "memory_gb": _MEMORY.value,
-            "haystack": _HAYSTACK.value,
-            "data_dir": _DATA.value,
-            "mesh": _MESH.value,
-        },
-    )
-    units = asked.units + sum(len(asked.max_new_tokens) for _ in peers)
-    with tqdm(total=units, unit="unit", smoothing=0) as bar:
-
-        def progress(what, units):
-            bar.set_description(what)
-            bar.update(units)
-
-        records = run(asked, _WORKDIR.value, progress)
-    path = run_report.write_report(records, _WORKDIR.value)
-    print(run_report.overview(records), f"\n{path}\n", sep="\n")
-    print(json.dumps(run_report.summary(records)))
+    if _COORDINATOR.value is not None or _PROCESSES.value is not None:
+        meshes.start(_COORDINATOR.value or "", _PROCESSES.value, _PROCESS.value)
+    asked = run.from_config(_config(), {name: FLAGS[name].value for name in _OVERRIDES})
+    baselines = _baselines(asked)
+    units = asked.units_per_method * (len(asked.methods) + len(baselines))
+    with _bar(units) as progress:
+        records = run.run(asked, _WORKDIR.value, progress, baselines)
+    path = report.write_report(records, _WORKDIR.value)
+    report.show(report.overview(records))
+    print(f"\n{path}\n")
+    print(json.dumps(report.summary(records)))
 
 
-def _peers(fields):
-    """The methods of other engines that a throughput config names, if they can run."""
-    asked = fields.pop("peers", ())
-    if not asked or not _PEERS.value:
+@contextlib.contextmanager
+def _bar(units):
+    """Shows what runs, and goes when it ends; nothing where stderr is no terminal."""
+    console = Console(stderr=True)
+    quiet = not console.is_terminal
+    with Progress(console=console, transient=True, disable=quiet) as bar:
+        line = bar.add_task("", total=units)
+        yield lambda what, units: bar.update(
+            line, description=escape(what), advance=units
+        )
+
+
+def _baselines(asked):
+    """Other libraries' methods that a throughput config names, if they can run."""
+    fields = getattr(asked, "baselines", ())
+    if not fields or not _BASELINES.value:
         return {}
-    return joined(_PEERS.value, fields["model"], fields["dtype"], asked)
+    return joined(_BASELINES.value, asked.model, asked.dtype, fields)
 
 
 def _config():

@@ -15,8 +15,8 @@ from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.config import make_config
 from kvjax.engine.planner import device_memory
 from kvjax.engine.sampling import Sampling
-from kvjax.evaluation import quality
-from kvjax.evaluation.config import from_config
+from kvjax.evaluation import run
+from kvjax.evaluation.run import from_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 SPEC = tiny_spec()
@@ -178,13 +178,11 @@ def config(**changes):
         "budget": 32,
         "prefill_chunk": 8,
         "methods": [{"name": "a", "policy": "recency"}],
-        "examples": 1,
+        "num_examples": 1,
         "prompt_tokens": 10,
         "tasks": [{"name": "needle"}],
         "max_new_tokens": 1,
-        "windows": 1,
-        "window_prompt_tokens": 8,
-        "window_continuation_tokens": 2,
+        "fidelity": {"num_windows": 1, "prompt_tokens": 8, "continuation_tokens": 2},
     }
     return fields | changes
 
@@ -197,9 +195,18 @@ def config(**changes):
         ({"methods": [{"name": "a", "policy": "oldest"}]}, ["oldest"]),
         ({"methods": []}, ["methods"]),
         ({"methods": [{"name": "a"}, {"name": "a"}]}, ["different names"]),
-        ({"examples": 0}, ["examples 0"]),
+        ({"num_examples": 0}, ["num_examples 0"]),
         ({"tasks": []}, ["tasks"]),
         ({"tasks": [{"name": "needle", "shots": 3}]}, ["needle", "shots"]),
+        ({"tasks": [{"name": "my_tasks:quiz"}]}, ["my_tasks:quiz", "imported"]),
+        ({"tasks": [{"name": "needel"}]}, ["'needel'", "did you mean 'needle'"]),
+        ({"fidelity": {"windows": 2}}, ["fidelity", "'windows'", "num_windows"]),
+        ({"codec": "zip"}, ["codec 'zip'", "identity"]),
+        (
+            {"methods": [{"name": "a", "policy": "recency", "batch_rule": "ed"}]},
+            ["batch_rule", "throughput"],
+        ),
+        ({"experiment": "speed"}, ["'speed'", "quality, throughput"]),
         ({"mesh": "data:2", "layerwise": True}, ["layerwise"]),
         ({"budget": 8}, ["budget 8", "raise the budget"]),
         ({"memory_gb": -1.0}, ["memory_gb -1"]),
@@ -209,7 +216,7 @@ def config(**changes):
 def test_experiment(tmp_path, changes, words):
     with pytest.raises(UserError) as caught:
         experiment = from_config(config(**changes), {})
-        quality.run(experiment, tmp_path / "w", lambda what, units: None)
+        run.run(experiment, tmp_path / "w", lambda what, units: None)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -219,7 +226,7 @@ def test_workdir_of_another_experiment(tmp_path):
     (tmp_path / "batches.jsonl").write_text("")
     other = dataclasses.replace(first, seed=7)
     with pytest.raises(UserError, match=r"another configuration.*seed"):
-        quality.run(other, tmp_path, lambda what, units: None)
+        run.run(other, tmp_path, lambda what, units: None)
 
 
 @pytest.mark.parametrize(

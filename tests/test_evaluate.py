@@ -11,10 +11,10 @@ from test_tasks import HAYSTACK, make_tokenizer
 
 from kvjax import policies
 from kvjax.engine import api
-from kvjax.evaluation import quality
-from kvjax.evaluation.config import from_config
-from kvjax.evaluation.report import run_report
+from kvjax.evaluation import report, run, samples
+from kvjax.evaluation.quality import Fidelity
 from kvjax.evaluation.report.records import append_record, read_records
+from kvjax.evaluation.run import from_config
 from kvjax.models import placement
 from kvjax.parallel import meshes
 from kvjax.types import UserError
@@ -41,21 +41,24 @@ CONFIG = {
         },
         {
             "name": "slots 48",
-            "label": "slots",
+            "series": "slots",
             "policy": "streaming",
             "rope_positions": "cache",
         },
     ],
-    "examples": 5,
+    "num_examples": 5,
     "prompt_tokens": 100,
     "max_new_tokens": 6,
     "tasks": [
         {"name": "needle", "options": {"depths": [0.2, 0.8]}},
-        {"name": "passkey", "examples": 2, "prompt_tokens": 80, "max_new_tokens": 3},
+        {
+            "name": "passkey",
+            "num_examples": 2,
+            "prompt_tokens": 80,
+            "max_new_tokens": 3,
+        },
     ],
-    "windows": 2,
-    "window_prompt_tokens": 64,
-    "window_continuation_tokens": 5,
+    "fidelity": {"num_windows": 2, "prompt_tokens": 64, "continuation_tokens": 5},
 }
 TIMES = ("tokens_per_s", "seconds", "measured_bytes")
 
@@ -65,7 +68,7 @@ def experiment(tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(HAYSTACK)
     model = tiny_model(vocab_size=2000)._replace(tokenizer=make_tokenizer())
-    monkeypatch.setattr(quality, "load", lambda name, dtype, mesh: model)
+    monkeypatch.setattr(run, "load", lambda name, dtype, mesh: model)
     return from_config(CONFIG, {"haystack": str(tmp_path / "texts")})
 
 
@@ -79,33 +82,31 @@ def without_times(records):
 def test_records_and_resumption(experiment, tmp_path):
     """Stopped after any step, it goes on there and ends with the same records."""
     steps = []
-    whole = quality.run(
-        experiment, tmp_path / "whole", lambda *step: steps.append(step)
-    )
+    whole = run.run(experiment, tmp_path / "whole", lambda *step: steps.append(step))
     assert [r["method"] for r in whole] == ["Full cache", "KeyDiff", "ED", "slots 48"]
-    assert sum(units for _, units in steps) == experiment.units
+    assert sum(units for _, units in steps) == 4 * experiment.units_per_method == 4 * 9
     full, key_diff = whole[:2]
     assert full["kl"] == 0 and full["top1_agreement"] == 1
     assert key_diff["kl"] > 0 and key_diff["loss"] != full["loss"]
-    assert 1 <= full["batch"] <= 4 and full["batch_limit"] == "prefill"
-    assert key_diff["kv_bytes_per_row"] < 0.6 * full["kv_bytes_per_row"]
+    assert 1 <= full["batch_size"] <= 4 and full["limited_by"] == "prefill"
+    assert key_diff["kv_bytes_peak_per_seq"] < 0.6 * full["kv_bytes_peak_per_seq"]
     assert all(r["planned_bytes"] <= 2_000_000 for r in whole)
     for record in whole:
         live, allocated = record["kv_bytes_live"], record["kv_bytes_allocated"]
         assert 0 < live <= allocated <= record["kv_bytes_decode"]
-    assert full["kv_bytes_decode"] == full["kv_bytes_per_row"]
+    assert full["kv_bytes_decode"] == full["kv_bytes_peak_per_seq"]
     slot = whole[3]
     assert (slot["rope_positions"], key_diff["rope_positions"]) == ("cache", "original")
-    assert slot["label"] == "slots" and key_diff["label"] == "KeyDiff"
+    assert slot["series"] == "slots" and key_diff["series"] == "KeyDiff"
     assert full["tasks"]["needle"]["survivors"] is None
     (first, second) = key_diff["tasks"]["needle"]["survivors"]  # a line per layer
     assert len(first) == len(second) == 64 and set(first) > {"0"}
     needle, passkey = full["tasks"]["needle"], full["tasks"]["passkey"]
-    assert (needle["examples"], passkey["examples"]) == (5, 2)
-    assert [cell["depth"] for cell in needle["cells"]] == [0.2, 0.8]
-    assert [cell["examples"] for cell in needle["cells"]] == [3, 2]
-    assert full["accuracy"] == (needle["score"] + passkey["score"]) / 2
-    assert full["examples"] == 7 and needle["prompt_tokens"] <= 100
+    assert (needle["num_examples"], passkey["num_examples"]) == (5, 2)
+    assert [cell["depth"] for cell in needle["breakdown"]] == [0.2, 0.8]
+    assert [cell["num_examples"] for cell in needle["breakdown"]] == [3, 2]
+    assert full["score"] == (needle["score"] + passkey["score"]) / 2
+    assert full["num_examples"] == 7 and needle["prompt_tokens"] <= 100
 
     class Stop(KeyboardInterrupt):
         pass
@@ -121,7 +122,7 @@ def test_records_and_resumption(experiment, tmp_path):
                 raise Stop
 
         try:
-            again = quality.run(experiment, interrupted, stop)
+            again = run.run(experiment, interrupted, stop)
             break
         except Stop:
             stops += 1
@@ -136,8 +137,8 @@ def test_records_and_resumption(experiment, tmp_path):
             for i in b["examples"]
         ]
         assert sorted(ran) == list(range(5)), "each prompt was run once"
-    json.dumps(run_report.summary(again))
-    assert run_report.write_report(again, interrupted).exists()
+    json.dumps(report.summary(again))
+    assert report.write_report(again, interrupted).exists()
 
 
 def test_a_split_model_scores_the_same(experiment, tmp_path, monkeypatch):
@@ -146,42 +147,42 @@ def test_a_split_model_scores_the_same(experiment, tmp_path, monkeypatch):
         experiment,
         methods=experiment.methods[:2],
         tasks=experiment.tasks[1:],
-        windows=3,
+        fidelity=dataclasses.replace(experiment.fidelity, num_windows=3),
         memory_gb=0.05,
     )
-    alone = quality.run(asked, tmp_path / "alone", lambda *step: None)
-    model = quality.load("", "float32", None)
+    alone = run.run(asked, tmp_path / "alone", lambda *step: None)
+    model = run.load("", "float32", None)
 
     def load(name, dtype, mesh):
         over = meshes.mesh(mesh, model.spec.num_kv_heads)
         params = placement.split(model.spec, model.params, over)
         return model._replace(params=params, spec=placement.fitted(model.spec, over))
 
-    monkeypatch.setattr(quality, "load", load)
+    monkeypatch.setattr(run, "load", load)
     split = dataclasses.replace(asked, mesh="data:2,model:4")
-    together = quality.run(split, tmp_path / "split", lambda *step: None)
+    together = run.run(split, tmp_path / "split", lambda *step: None)
     for one, other in zip(alone, together, strict=True):
         assert one["tasks"] == other["tasks"]
         assert one["kl"] == pytest.approx(other["kl"], abs=1e-4)
-        for key in ("kv_bytes_decode", "kv_bytes_per_row"):
+        for key in ("kv_bytes_decode", "kv_bytes_peak_per_seq"):
             assert one[key] == pytest.approx(2 * other[key], rel=0.1)  # half the heads
 
 
 def test_another_run_s_results_are_not_taken(experiment, tmp_path):
     append_record(tmp_path / "records.jsonl", {"method": "KeyDiff"})
     with pytest.raises(UserError, match=r"holds records.jsonl of a run that nothing"):
-        quality.run(experiment, tmp_path, lambda *step: None)
+        run.run(experiment, tmp_path, lambda *step: None)
 
 
 def test_a_needle_is_never_cut_out(experiment):
     """256 tokens are all that the model reads: none is left for an answer."""
-    model, (needle, _) = quality.load("", "float32", None), experiment.tasks
+    model, (needle, _) = run.load("", "float32", None), experiment.tasks
     asked = dataclasses.replace(needle, prompt_tokens=256, max_new_tokens=64)
     with pytest.raises(UserError, match="prompt_tokens of 192 or less"):
-        quality.prepared(experiment, asked, model)
+        samples.samples_of(experiment, asked, model)
     asked = dataclasses.replace(needle, options=(("seed", 1),))
     with pytest.raises(UserError, match="needle has no option 'seed'"):
-        quality.prepared(experiment, asked, model)
+        samples.samples_of(experiment, asked, model)
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -192,22 +193,22 @@ def test_answers_end_where_they_are_to(
     """Every token ends a text, and yet a run that is timed may go on."""
     monkeypatch.setattr(api, "end_tokens", lambda model: tuple(range(2000)))
     task = dataclasses.replace(experiment.tasks[1], ignore_eos=ignore_eos)
-    one = {"methods": experiment.methods[:1], "tasks": (task,), "windows": 0}
+    one = {"methods": experiment.methods[:1], "tasks": (task,), "fidelity": Fidelity()}
     asked = dataclasses.replace(experiment, **one, layerwise=layerwise)
-    quality.run(asked, tmp_path, lambda *step: None)
+    run.run(asked, tmp_path, lambda *step: None)
     batches = read_records(tmp_path / "batches.jsonl")
     assert sum(b["new_tokens"] for b in batches) == (2 * 3 if ignore_eos else 2)
 
 
-@pytest.mark.parametrize("field", ["seed", "windows"])
-def test_negative_numbers(experiment, field):
-    with pytest.raises(UserError, match=f"{field} -1: 0 or more"):
-        dataclasses.replace(experiment, **{field: -1}).check()
+@pytest.mark.parametrize("change", [{"seed": -1}, {"fidelity": Fidelity(-1)}])
+def test_negative_numbers(experiment, change):
+    with pytest.raises(UserError, match=r"(seed|num_windows) -1: 0 or more"):
+        dataclasses.replace(experiment, **change).check()
 
 
 def test_the_full_cache_is_read_in_the_same_blocks():
     full, key_diff = from_config(CONFIG, {}).methods[:2]
-    assert full.prefill_chunk == key_diff.block == 16 and full.budget is None
+    assert full.prefill_chunk == key_diff.prefill_chunk == 16 and full.budget is None
 
 
 def sweep(quick):
@@ -221,26 +222,32 @@ def test_the_sweep_fits_smollm2(quick):
     sweep(quick).check()
     spec = tiny_spec(num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
     for method in sweep(quick).methods:
-        made = method.compression(spec)
-        assert (made.rope, made.schedule.prefill_chunk) == (method.rope, 128)
+        made = method.cache_config(spec)
+        assert made.rope_positions == method.rope_positions
+        assert made.schedule.prefill_chunk == 128
 
 
 def test_the_sweep_holds_every_policy():
     methods = sweep(False).methods
-    labels = {method.label for method in methods if method.policy}
+    series = {method.series for method in methods if method.policy}
     assert {method.policy for method in methods} == {*policies.names(), None}
-    assert len(labels) == len(policies.names()) + 1  # streaming has two rows
-    assert len(methods) == len(labels) * 2 * 3 + 1
+    assert len(series) == len(policies.names()) + 1  # streaming has two rows
+    assert len(methods) == len(series) * 2 * 3 + 1
     assert len(sweep(True).methods) == 5 * 2 + 1
-    assert sweep(True).tasks[0].examples < sweep(False).tasks[0].examples
+    assert sweep(True).tasks[0].num_examples < sweep(False).tasks[0].num_examples
 
 
 def test_quick_fields_replace_others():
-    quick = {"methods": [{"name": "Full cache"}], "examples": 1}
+    quick = {
+        "methods": [{"name": "Full cache"}],
+        "num_examples": 1,
+        "fidelity": {"num_windows": 1},
+    }
     config = CONFIG | {"quick": True, "quick_fields": quick}
     assert len(from_config(config, {}).methods) == 1
-    examples = lambda made: [task.examples for task in made.tasks]
-    assert examples(from_config(config, {"examples": 3})) == [3, 2]
+    assert from_config(config, {}).fidelity == Fidelity(1, 64, 5)
+    examples = lambda made: [task.num_examples for task in made.tasks]
+    assert examples(from_config(config, {"num_examples": 3})) == [3, 2]
     assert examples(from_config(config | {"quick": False}, {})) == [5, 2]
     with pytest.raises(UserError, match="unknown field 'exampels'"):
         from_config(config | {"quick_fields": {"exampels": 1}}, {})

@@ -1,8 +1,9 @@
 """Tables as Markdown and LaTeX."""
 
-from kvjax.evaluation.report.grids import Grid, escaped, latex, markdown
+from kvjax.evaluation.report.page import escaped, latex
+from kvjax.evaluation.report.tables import Table, markdown
 
-GRID = Grid(
+TABLE = Table(
     head=("Method", "a_b", "50%"),
     rows=[["Full|cache", "1.0", "2.0"], ["KeyDiff", "10.0", "-"]],
     bold=frozenset({(1, 1)}),
@@ -11,7 +12,7 @@ GRID = Grid(
 
 
 def test_markdown_lines_up_and_marks():
-    lines = markdown(GRID).split("\n")
+    lines = markdown(TABLE).split("\n")
     assert lines[0] == "| Method      |      a_b | 50% |"
     assert lines[1] == "| ----------- | -------: | --: |"
     assert lines[2] == "| Full\\|cache |      1.0 | 2.0 |"
@@ -19,7 +20,10 @@ def test_markdown_lines_up_and_marks():
 
 
 def test_latex_is_escaped_and_has_its_rules():
-    lines = [line.strip() for line in latex(GRID, "of a&b").split("\n")]
+    lines = [
+        line.strip() for line in latex([("Model a on b.", TABLE, "of a&b")]).split("\n")
+    ]
+    assert "% Model a on b." in lines
     assert r"\caption{of a\&b}" in lines
     assert r"\begin{tabular}{lrr}" in lines
     assert r"Method & a\_b & 50\% \\" in lines

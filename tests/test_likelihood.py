@@ -23,7 +23,7 @@ from testing.engine import score_tokens
 
 from kvjax import cache
 from kvjax.cache.config import make_config
-from kvjax.engine import likelihood
+from kvjax.engine import likelihood, runner
 from kvjax.engine.steps import compact, prefill
 from kvjax.models import decoder
 from kvjax.types import UserError

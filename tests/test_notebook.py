@@ -22,12 +22,12 @@ def first_layers(count: int) -> str:
 
 # A model of random weights, which needs no download; it reads random tokens.
 TINY = """\
-from kvjax.models import published
+from kvjax.models import presets
 
 shape = 1, 16, 32, 4, 2, 50, 64
-published.CONFIGS["small"] = published._config("LlamaForCausalLM", *shape)
-CONFIG |= {"model": "random:small", "memory_gb": 0.001, "prompts": 4, "budget": 32}
-CONFIG |= {"prompt_tokens": 48, "block": 16, "max_new_tokens": (2, 4)}
+presets.CONFIGS["small"] = presets._config("LlamaForCausalLM", *shape)
+CONFIG |= {"model": "random:small", "memory_gb": 0.001, "num_examples": 4, "budget": 32}
+CONFIG |= {"prompt_tokens": 48, "prefill_chunk": 16, "max_new_tokens": (2, 4)}
 """
 
 # What the test puts behind the cells with these tags: the same run, made short.

@@ -99,7 +99,7 @@ def test_recorded_figures():
 
 def test_without_the_other_side(tmp_path):
     """Exit code 2, one line, no traceback."""
-    arguments = [f"--peer_python={tmp_path / 'none'}", f"--out={tmp_path / 'x.json'}"]
+    arguments = [f"--baseline_python={tmp_path / 'none'}", f"--workdir={tmp_path}"]
     done = subprocess.run(
         [sys.executable, "experiments/padding.py", *arguments],
         cwd=ROOT,
@@ -108,4 +108,4 @@ def test_without_the_other_side(tmp_path):
     )
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stderr.startswith("error: --peer_python:")
+    assert done.stderr.startswith("error: --baseline_python:")

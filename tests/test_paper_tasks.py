@@ -14,6 +14,8 @@ import pytest
 from kvjax.engine.stop_texts import ended
 from kvjax.evaluation import tasks
 from kvjax.evaluation.tasks import bbh, data
+from kvjax.evaluation.tasks.base import Task
+from kvjax.registry import Registry
 from kvjax.types import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -75,6 +77,31 @@ def test_unknown_names_are_told_the_closest():
         tasks.get("bbh/snark")
     with pytest.raises(UserError, match=r"no task 'zzz'; there are .*gsm8k.*, xsum"):
         tasks.get("zzz")
+
+
+def quiz():
+    return Task("quiz", None, None, "accuracy", 1, "a test")
+
+
+def test_tasks_of_ones_own(monkeypatch):
+    monkeypatch.setattr(tasks, "_registry", Registry("task", Task))
+    made = quiz()
+    tasks.register("quiz", made)
+    tasks.register("made", quiz)
+    assert tasks.get("quiz") is made and tasks.get("made") == made
+    assert {"quiz", "made", "gsm8k"} <= set(tasks.names())
+    assert tasks.get("test_paper_tasks:quiz") == made
+    for name in ("gsm8k", "quiz", "my:quiz"):
+        with pytest.raises(UserError, match=f"task '{name}' cannot be registered"):
+            tasks.register(name, quiz())
+    with pytest.raises(UserError, match="no function 'quizz'"):
+        tasks.get("test_paper_tasks:quizz")
+    with pytest.raises(UserError, match="'test_paper_tasks:count_of_all' makes a int"):
+        tasks.get("test_paper_tasks:count_of_all")
+
+
+def count_of_all():
+    return 7
 
 
 # --- what every task does -----------------------------------------------------------

@@ -1,6 +1,7 @@
 """Report: the record file, the table, the summary and the pictures."""
 
 import json
+import pathlib
 
 import jax
 import matplotlib
@@ -9,60 +10,64 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.evaluation.report import (
-    cells,
-    pictures,
-    run_report,
-    sweep_pictures,
-    tables,
-    throughput_pictures,
-)
+from kvjax.evaluation import report
+from kvjax.evaluation.report import groups, scatters, tables
 from kvjax.evaluation.report.records import (
+    FORMAT,
     append_record,
     is_torn,
-    made_by,
+    provenance,
     read_records,
+    upgraded,
 )
 from kvjax.types import UserError
+
+DATA = pathlib.Path(__file__).parents[1] / "docs" / "data"
 
 
 def make_record(method, **changes):
     record = {
+        "format": FORMAT,
+        "experiment": "quality",
         "method": method,
         "policy": method.lower(),
         "schedule": "prefill_and_decode",
         "budget": 512,
-        "batch": 18,
-        "batch_limit": "decode state",
-        "accuracy": 0.5,
-        "examples": 24,
+        "batch_size": 18,
+        "limited_by": "decode state",
+        "score": 0.5,
+        "num_examples": 24,
         "kl": 0.3,
         "top1_agreement": 0.82,
         "prefill_tokens_per_s": 1234.5,
         "decode_tokens_per_s": 88.25,
-        "tokens_per_s": 14.4,
-        "kv_bytes_per_row": 26e6,
+        "output_tokens_per_s": 14.4,
+        "kv_bytes_peak_per_seq": 26e6,
         "memory_bytes": 512e6,
         "model": "tiny",
         "device": "cpu",
         "prompt_tokens": 1000,
         "max_new_tokens": 12,
-        "versions": {"numpy": "2.0"},
+        "provenance": {"versions": {"numpy": "2.0"}},
     }
     return record | changes
 
 
 FULL = make_record(
     "Full cache",
-    schedule="full",
+    schedule="none",
     budget=None,
-    batch=8,
-    accuracy=1.0,
+    batch_size=8,
+    score=1.0,
     kl=0.0,
-    tokens_per_s=9.0,
-    kv_bytes_per_row=48e6,
+    output_tokens_per_s=9.0,
+    kv_bytes_peak_per_seq=48e6,
 )
-RECORDS = [FULL, make_record("StreamingLLM"), make_record("KeyDiff", accuracy=0.96)]
+RECORDS = [FULL, make_record("StreamingLLM"), make_record("KeyDiff", score=0.96)]
+
+
+def table(records):
+    return tables.markdown(tables.run_table(records))
 
 
 def split(line):
@@ -84,7 +89,7 @@ def test_records_come_back(tmp_path):
 def test_numpy_values_become_numbers(tmp_path):
     path = tmp_path / "records.jsonl"
     append_record(path, {"kl": np.float32(0.5), "budget": np.arange(2)})
-    assert read_records(path) == [{"kl": 0.5, "budget": [0, 1]}]
+    assert read_records(path) == [{"format": FORMAT, "kl": 0.5, "budget": [0, 1]}]
     with pytest.raises(TypeError, match="object"):
         append_record(path, {"kl": object()})
 
@@ -117,22 +122,103 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
 
 def test_a_record_says_how_it_was_made(monkeypatch):
     monkeypatch.setattr("sys.argv", ["experiments/run.py", "--workdir=my runs", "-q"])
-    made = made_by()
+    made = provenance()["provenance"]
     assert made["command"] == "python experiments/run.py '--workdir=my runs' -q"
     for launcher in ("ipykernel_launcher.py", "colab_kernel_launcher.py"):
         monkeypatch.setattr("sys.argv", [f"/lib/{launcher}", "-f", "/tmp/x.json"])
-        assert made_by()["command"] == "a notebook"
+        assert provenance()["provenance"]["command"] == "a notebook"
     monkeypatch.setattr("sys.argv", [""])  # Python's own prompt
-    assert made_by()["command"] == "python ''"
+    assert provenance()["provenance"]["command"] == "python ''"
     assert made["versions"]["kvjax"] == kvjax.__version__
     assert made["versions"]["jax"] == jax.__version__
+
+
+SCHEDULES = "none", "prefill_and_decode", "after_prefill", "decode_only"
+OLD = {  # a line of the first format
+    "method": "key_diff, 50%",
+    "label": "key_diff",
+    "schedule": "prefill+decode",
+    "budget": 512,
+    "rope": "slot",
+    "batch": 10,
+    "batch_limit": "prompts",
+    "tasks": {
+        "needle": {
+            "metric": "accuracy",
+            "metrics": {"accuracy": 1.0},
+            "score": 1.0,
+            "examples": 2,
+            "cells": [{"depth": 0.5, "score": 1.0, "examples": 2}],
+        }
+    },
+    "accuracy": 1.0,
+    "examples": 2,
+    "tokens_per_s": 3.0,
+    "kv_bytes_per_row": 8,
+    "command": "python x.py",
+    "versions": {"jax": "0.10.2"},
+}
+NEW = {
+    "format": 2,
+    "experiment": "quality",
+    "method": "key_diff, 50%",
+    "series": "key_diff",
+    "schedule": "prefill_and_decode",
+    "budget": 512,
+    "budget_share": 0.5,
+    "codec": "identity",
+    "rope_positions": "cache",
+    "batch_size": 10,
+    "limited_by": "prompts",
+    "tasks": {
+        "needle": {
+            "metric": "accuracy",
+            "metrics": {"accuracy": 1.0},
+            "score": 1.0,
+            "num_examples": 2,
+            "breakdown": [{"depth": 0.5, "score": 1.0, "num_examples": 2}],
+        }
+    },
+    "score": 1.0,
+    "num_examples": 2,
+    "output_tokens_per_s": 3.0,
+    "kv_bytes_peak_per_seq": 8,
+    "provenance": {"command": "python x.py", "versions": {"jax": "0.10.2"}},
+}
+
+
+def test_records_of_the_first_format_are_upgraded(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(OLD))
+    assert read_records(path) == [NEW] == [upgraded(NEW)]
+    speed = upgraded({"kind": "throughput", "role": "ed", "schedule": "decode"})
+    assert (speed["experiment"], speed["batch_rule"]) == ("throughput", "ed")
+    assert speed["schedule"] == "decode_only"
+    assert upgraded({"schedule": "full"})["schedule"] == "none"
+    assert "experiment" not in upgraded({"method": "A", "task": "x", "examples": [1]})
+
+
+def test_a_later_format_is_an_error(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps({"format": FORMAT + 1}))
+    with pytest.raises(UserError, match=r"line 1: format 3 is newer than 2"):
+        read_records(path)
+
+
+@pytest.mark.parametrize("path", sorted(DATA.rglob("*.jsonl")), ids=lambda p: p.stem)
+def test_committed_records_come_in_the_words_of_today(path):
+    for record in read_records(path):
+        assert record["format"] == FORMAT and "score" in record
+        assert record["schedule"] in SCHEDULES
+        assert not set(record) & {"accuracy", "batch", "group", "label", "kind", "rope"}
+        assert record["provenance"]["versions"]
 
 
 # --- numbers and tables -------------------------------------------------------------
 
 
 def test_table_lines_up_and_holds_the_numbers():
-    head, rule, full, streaming, _ = tables.table(RECORDS).split("\n")
+    head, rule, full, streaming, _ = table(RECORDS).split("\n")
     assert len({len(line) for line in (head, rule, full, streaming)}) == 1
     expected = [
         "StreamingLLM",
@@ -150,7 +236,7 @@ def test_table_lines_up_and_holds_the_numbers():
 
 def task_records(**tasks):
     told = {
-        name: {"metric": metric, "score": 0.5, "examples": 4}
+        name: {"metric": metric, "score": 0.5, "num_examples": 4}
         for name, metric in tasks.items()
     }
     return [make_record("A", tasks=told), make_record("B", budget=None, tasks=told)]
@@ -167,23 +253,22 @@ def task_records(**tasks):
 )
 def test_a_score_is_called_by_its_tasks(tmp_path, tasks, column, title):
     runs = task_records(**tasks)
-    assert split(run_report.overview(runs).split("\n")[0])[4] == column
-    text = run_report.write_report(runs, tmp_path).read_text(encoding="utf-8")
+    assert split(report.overview(runs).split("\n")[0])[4] == column
+    text = report.write_report(runs, tmp_path).read_text(encoding="utf-8")
     assert f"**{column}** is " in text
     assert all(f"{name} ({tasks[name]})" in text for name in tasks if column == "Score")
     assert ("needle" not in text.lower()) == (tasks == {"xsum": "rougeL"})
-    assert quality(runs).axes[0].get_title(loc="left") == title
+    assert scatters.quality_vs_memory(runs).axes[0].get_title(loc="left") == title
 
 
 def test_missing_values_show_as_dashes():
-    last = tables.table([{"method": "Bare"}]).split("\n")[-1]
+    last = table([{"method": "Bare"}]).split("\n")[-1]
     assert split(last) == ["Bare"] + ["-"] * 10
-    assert "x)" not in tables.table(RECORDS[1:])  # no full cache, no ratio
+    assert "x)" not in table(RECORDS[1:])  # no full cache, no ratio
 
 
 def test_bars_do_not_break_the_table():
-    table = tables.table([make_record("a|b")])
-    assert "a\\|b" in table
+    assert "a\\|b" in table([make_record("a|b")])
 
 
 @pytest.mark.parametrize(
@@ -196,9 +281,7 @@ def test_bars_do_not_break_the_table():
     ],
 )
 def test_budgets(budget, shown):
-    assert split(tables.table([make_record("M", budget=budget)]).split("\n")[2])[2] == (
-        shown
-    )
+    assert split(table([make_record("M", budget=budget)]).split("\n")[2])[2] == (shown)
 
 
 @pytest.mark.parametrize(
@@ -212,28 +295,50 @@ def test_budgets(budget, shown):
     ],
 )
 def test_rates_have_three_digits(value, shown):
-    assert cells.rate(value) == shown
+    assert tables.rate(value) == shown
 
 
 def test_small_kl_is_not_shown_as_none():
-    assert cells.kl(2e-4) == "<0.001"
-    assert cells.kl(0.0) == "0.000"
+    assert tables.kl(2e-4) == "<0.001"
+    assert tables.kl(0.0) == "0.000"
 
 
 def test_labels_tell_records_of_one_method_apart():
     runs = [make_record("A"), make_record("A", budget=256), make_record("B")]
-    assert cells.labels_of(runs) == ["A (512)", "A (256)", "B"]
-    assert cells.labels_of([FULL, FULL]) == ["Full cache", "Full cache #2"]
+    assert groups.names_of(runs) == ["A (512)", "A (256)", "B"]
+    assert groups.names_of([FULL, FULL]) == ["Full cache", "Full cache #2"]
 
 
 def test_summary_holds_ratios_and_is_json():
-    found = run_report.summary([*RECORDS, make_record("Broken", kl=float("nan"))])
+    found = report.summary([*RECORDS, make_record("Broken", kl=float("nan"))])
     assert found["full_cache"] == "Full cache"
     assert found["methods"]["KeyDiff"]["speedup"] == pytest.approx(1.6)
     assert found["methods"]["KeyDiff"]["kv_ratio"] == pytest.approx(26 / 48)
     assert found["methods"]["Broken"]["kl"] is None
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert run_report.summary(RECORDS[1:])["methods"]["KeyDiff"]["speedup"] is None
+    assert report.summary(RECORDS[1:])["methods"]["KeyDiff"]["speedup"] is None
+
+
+def test_a_codec_has_a_column_where_there_is_one():
+    runs = [*RECORDS, make_record("KeyDiff", codec="int8")]
+    assert "Codec" not in table(RECORDS)
+    head, _, full, *_, last = table(runs).split("\n")
+    assert split(head)[3] == "Codec"
+    assert (split(full)[3], split(last)[3]) == ("identity", "int8")
+    assert split(last)[0] == "KeyDiff (int8)"
+    alone = make_record("All, int8", budget=None, codec="int8")
+    assert groups.full_cache([alone, FULL]) is FULL
+
+
+def test_tables_are_drawn_in_a_terminal_only(monkeypatch, capsys):
+    page = table(RECORDS)
+    report.show(page)
+    assert capsys.readouterr().out == page + "\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
+    report.show(page)
+    drawn = capsys.readouterr().out
+    assert "StreamingLLM" in drawn and "14.4 (1.60x)" in drawn and "---" not in drawn
 
 
 # --- sweeps -------------------------------------------------------------------------
@@ -246,10 +351,10 @@ def sweep_records(**changes):
         for phases in ("prefill_and_decode", "after_prefill"):
             for budget in (768, 1152):
                 fields = {
-                    "label": label,
+                    "series": label,
                     "schedule": phases,
                     "budget": budget,
-                    "accuracy": skill * budget / 1152,
+                    "score": skill * budget / 1152,
                     "kl": 10.0 / budget,
                     "kv_bytes_decode": budget * 46e3,
                     "kv_bytes_live": budget * 23e3,
@@ -257,18 +362,18 @@ def sweep_records(**changes):
                 }
                 name = f"{label}, {budget}, {phases}"
                 records.append(make_record(name, **(fields | changes)))
-    records[-1]["accuracy"] = records[-1]["kl"] = None
+    records[-1]["score"] = records[-1]["kl"] = None
     return records
 
 
 def test_a_sweep_is_one_of_budgets_or_schedules():
-    assert tables.is_sweep(sweep_records())
-    assert not tables.is_sweep(RECORDS)
-    assert not tables.is_sweep([make_record("A"), make_record("A", budget=256), FULL])
+    assert groups.is_sweep(sweep_records())
+    assert not groups.is_sweep(RECORDS)
+    assert not groups.is_sweep([make_record("A"), make_record("A", budget=256), FULL])
 
 
 def test_the_best_of_each_setting_comes_first():
-    head, _, full, *best = run_report.overview(sweep_records()).split("\n")
+    head, _, full, *best = report.overview(sweep_records()).split("\n")
     assert split(head)[:5] == [
         "Method",
         "Schedule",
@@ -282,28 +387,28 @@ def test_the_best_of_each_setting_comes_first():
         for phases in ("prefill_and_decode", "after_prefill")
         for budget in ("768", "1,152")
     ]
-    tied = run_report.overview(sweep_records(accuracy=1.0, kl=0.1)).split("\n")[3]
+    tied = report.overview(sweep_records(score=1.0, kl=0.1)).split("\n")[3]
     assert split(tied)[4] == "1"
 
 
 def test_a_sweeps_report_has_its_pictures(tmp_path):
     records = sweep_records()
-    text = run_report.write_report(records, tmp_path).read_text(encoding="utf-8")
-    assert run_report.overview(records) in text and tables.table(records) in text
+    text = report.write_report(records, tmp_path).read_text(encoding="utf-8")
+    assert report.overview(records) in text and table(records) in text
     assert "26.5 / 53.0" in text and "frees nothing" in text
-    assert text.index("heat_map.png") < text.index(tables.table(records))
+    assert text.index("heat_map.png") < text.index(table(records))
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [
         "heat_map.png",
         "pareto.png",
     ]
-    run_report.write_report([r | {"kl": None} for r in records[1:]], tmp_path)
+    report.write_report([r | {"kl": None} for r in records[1:]], tmp_path)
 
 
 def test_pareto_fronts():
     points = np.array([[1, 0.5], [1, 0.5], [2, 0.4], [3, 0.9], [3, 0.2], [np.nan, 1]])
-    assert sweep_pictures._front(points, 1) == [0, 1, 3]
-    assert sweep_pictures._front(points, -1) == [0, 1, 2, 4]
-    assert sweep_pictures._front(points[-1:], 1) == []
+    assert scatters.front(points, 1) == [0, 1, 3]
+    assert scatters.front(points, -1) == [0, 1, 2, 4]
+    assert scatters.front(points[-1:], 1) == []
 
 
 # --- report and pictures ------------------------------------------------------------
@@ -311,10 +416,10 @@ def test_pareto_fronts():
 
 def test_report_is_written(tmp_path):
     before = dict(matplotlib.rcParams)
-    path = run_report.write_report(RECORDS, tmp_path)
+    path = report.write_report(RECORDS, tmp_path)
     assert dict(matplotlib.rcParams) == before
     text = path.read_text(encoding="utf-8")
-    assert tables.table(RECORDS) in text
+    assert table(RECORDS) in text
     assert "Model tiny on cpu with a memory limit of 512 MB" in text
     assert "numpy 2.0" in text
     for name in ("quality_vs_memory.png", "throughput_vs_memory.png"):
@@ -326,40 +431,36 @@ def test_report_is_written(tmp_path):
 
 
 def test_report_survives_what_is_missing(tmp_path):
-    bare = [{"method": "Bare"}, make_record("No KL", kl=None, kv_bytes_per_row=None)]
-    assert run_report.write_report(bare, tmp_path).exists()
+    bare = [
+        {"method": "Bare"},
+        make_record("No KL", kl=None, kv_bytes_peak_per_seq=None),
+    ]
+    assert report.write_report(bare, tmp_path).exists()
     with pytest.raises(ValueError, match="no records"):
-        run_report.write_report([], tmp_path)
-
-
-def figure(draw, records):
-    full, labels = cells.full_cache(records), cells.labels_of(records)
-    return draw(records, pictures.marks_of(records, full), labels)
-
-
-def quality(records):
-    return figure(pictures._quality, records)
-
-
-def throughput(records):
-    return figure(pictures._throughput, records)
+        report.write_report([], tmp_path)
 
 
 def test_second_panel_is_agreement_without_kl():
     without = [make_record("A", kl=None)]
-    assert quality(without).axes[1].get_ylabel() == "top-1 (share)"
-    assert quality(RECORDS).axes[1].get_ylabel() == "KL (nats per token)"
+    assert scatters.quality_vs_memory(without).axes[1].get_ylabel() == "top-1 (share)"
+    assert (
+        scatters.quality_vs_memory(RECORDS).axes[1].get_ylabel()
+        == "KL (nats per token)"
+    )
 
 
 def test_zero_kl_has_a_place_on_the_log_axis():
-    axes = quality(RECORDS).axes[1]
+    axes = scatters.quality_vs_memory(RECORDS).axes[1]
     star = next(line for line in axes.lines if line.get_marker() == "*")
     assert axes.get_yticks()[0] == pytest.approx(star.get_ydata()[0])
     assert axes.get_yticklabels()[0].get_text() == "0"
 
 
 def test_methods_keep_their_look_and_batches_are_named():
-    left, right = quality(RECORDS), throughput(RECORDS)
+    left, right = (
+        scatters.quality_vs_memory(RECORDS),
+        scatters.throughput_vs_memory(RECORDS),
+    )
     looks = [
         [(h.get_markerfacecolor(), h.get_marker()) for h in f.legends[0].legend_handles]
         for f in (left, right)
@@ -372,7 +473,7 @@ def test_methods_keep_their_look_and_batches_are_named():
 
 def test_points_on_one_spot_are_moved_apart():
     pixels = np.array([[5.0, 5.0], [5.0, 5.0], [np.nan, 5.0], [5.0, 5.0], [90.0, 5.0]])
-    moved = pictures._apart(pixels, 10)
+    moved = scatters.apart(pixels, 10)
     np.testing.assert_array_equal(moved[[0, 4]], pixels[[0, 4]])
     assert np.isnan(moved[2]).all()
     assert sorted(moved[[0, 1, 3], 0]) == [-5, 5, 15]
@@ -384,11 +485,11 @@ def test_points_on_one_spot_are_moved_apart():
 
 def throughput_record(method, role, new, batch, speed, **changes):
     record = {
-        "kind": "throughput",
-        "role": role,
+        "experiment": "throughput",
+        "batch_rule": role,
         "new_tokens": new,
-        "batch": batch,
-        "tokens_per_s": speed,
+        "batch_size": batch,
+        "output_tokens_per_s": speed,
         "predicted_tokens_per_s": 2 * speed,
         "budget": None if role == "full" else 64,
     }
@@ -398,7 +499,7 @@ def throughput_record(method, role, new, batch, speed, **changes):
 PEER = {
     key: value
     for key, value in throughput_record("kvpress", None, 8, 3, 5.0).items()
-    if key not in ("role", "predicted_tokens_per_s")
+    if key not in ("batch_rule", "predicted_tokens_per_s")
 } | {"engine": "kvpress"}
 SPEEDS = [
     throughput_record("ED", "ed", 8, 4, 10.0),
@@ -411,20 +512,34 @@ SPEEDS = [
 
 
 def test_throughput_is_told_as_ratios_to_ed_and_to_the_full_cache():
-    head, _, *lines = run_report.overview(SPEEDS).split("\n")
+    head, _, *lines = report.overview(SPEEDS).split("\n")
     columns = [split(head).index(name) for name in ("Engine", "x ED", "x FKV")]
     told = [[split(line)[i] for i in columns] for line in lines]
     assert told[2] == ["kvjax", "2.00", "2.50"]
     assert told[3] == ["kvpress", "0.50", "0.62"]
     assert told[5] == ["kvjax", "1.50", "-"]
-    assert "Engine" not in run_report.overview(SPEEDS[:2])
+    assert "Engine" not in report.overview(SPEEDS[:2])
+
+
+def test_scores_stand_beside_the_rates_of_the_same_answers(tmp_path):
+    told = {
+        "xsum": {"metric": "rougeL", "score": 0.25},
+        "needle": {"metric": "accuracy", "score": 0.75},
+    }
+    records = [record | {"tasks": told} for record in SPEEDS[:2]]
+    head, _, first, _ = report.overview(records).split("\n")
+    found = dict(zip(split(head), split(first), strict=True))
+    assert (found["xsum (rougeL)"], found["needle (accuracy)"]) == ("0.25", "0.75")
+    assert found["End-to-end tok/s"] == "10.0"
+    assert "xsum (rougeL)" in report.write_report(records, tmp_path).read_text()
+    assert "Needle" in split(report.overview(SPEEDS).split("\n")[0])
 
 
 def test_long_names_leave_the_panels_their_height():
     named = [{**SPEEDS[0], "method": f"{'a long name ' * 4}{n}"} for n in range(10)]
     heights = []
     for records in (named[:1], named):
-        figure = throughput_pictures._figure(records)
+        figure = scatters.throughput_vs_batch(records)
         figure.canvas.draw()
         box = figure.axes[0].get_position()
         heights.append(box.height * figure.get_figheight())
@@ -432,7 +547,7 @@ def test_long_names_leave_the_panels_their_height():
 
 
 def test_predictions_stand_over_measurements():
-    left, right = throughput_pictures._figure(SPEEDS).axes
+    left, right = scatters.throughput_vs_batch(SPEEDS).axes
     points = [tuple(map(float, line.get_xydata()[0])) for line in left.lines]
     assert points.count((16.0, 20.0)) == 2  # a post begins where its mark is
     assert (16.0, 40.0) in points
@@ -442,8 +557,8 @@ def test_predictions_stand_over_measurements():
 
 
 def test_throughput_survives_what_is_missing(tmp_path):
-    bare = [{"kind": "throughput", "method": "A"}]
+    bare = [{"experiment": "throughput", "method": "A"}]
     assert "not measured" in [
-        text.get_text() for text in throughput_pictures._figure(bare).axes[0].texts
+        text.get_text() for text in scatters.throughput_vs_batch(bare).axes[0].texts
     ]
-    assert run_report.write_report(bare, tmp_path).exists()
+    assert report.write_report(bare, tmp_path).exists()

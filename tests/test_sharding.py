@@ -288,9 +288,9 @@ def test_params_are_read_where_they_belong(tmp_path, monkeypatch):
 HOST = """
 import sys
 import kvjax
-from kvjax import meshes
-meshes.start(sys.argv[1])
-model = kvjax.load(sys.argv[2], mesh="data:2,model:4")
+from kvjax.parallel import meshes
+meshes.start(sys.argv[1], 2, int(sys.argv[2]))
+model = kvjax.load(sys.argv[3], mesh="data:2,model:4")
 done = kvjax.generate(
     model,
     [[3, 1, 4, 1, 5], list(range(40)), [2, 7]],
@@ -315,7 +315,7 @@ def test_two_processes_write_what_one_does(tmp_path, monkeypatch):
     four |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     hosts = [
         subprocess.Popen(
-            [sys.executable, "-c", HOST, f"{address}/2/{i}", str(folder)],
+            [sys.executable, "-c", HOST, address, str(i), str(folder)],
             env=os.environ | four,
             stdout=subprocess.PIPE,
             text=True,
@@ -338,7 +338,14 @@ def test_two_processes_write_what_one_does(tmp_path, monkeypatch):
     assert told == [f"{[each.tokens for each in done]} {kept}"] * 2
 
 
-@pytest.mark.parametrize("asked", ["localhost:1", "localhost:1/2/2", "here/2/0"])
-def test_processes_that_cannot_be(asked):
-    with pytest.raises(UserError, match="HOST:PORT/N/I"):
-        meshes.start(asked)
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (("localhost:1",), "num_processes None"),
+        (("localhost:1", 2, 2), "process_id 2: give both, the id from 0"),
+        (("here", 2, 0), "coordinator_address 'here': give HOST:PORT"),
+    ],
+)
+def test_processes_that_cannot_be(asked, message):
+    with pytest.raises(UserError, match=message):
+        meshes.start(*asked)

@@ -7,6 +7,7 @@ import pathlib
 import runpy
 import subprocess
 import sys
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,22 +18,24 @@ from test_tasks import HAYSTACK, make_tokenizer
 from kvjax import load
 from kvjax.engine import api, staggered
 from kvjax.engine.planner import phase_bytes
-from kvjax.evaluation import batch_rules, roofline, throughput
+from kvjax.evaluation import batch_rules, report, roofline, run, tasks, throughput
 from kvjax.evaluation.batch_rules import (
     divisors,
     find_batch,
     step_back,
-    time_prompts,
     turns,
 )
-from kvjax.evaluation.report import run_report
 from kvjax.evaluation.report.records import read_records
-from kvjax.models import decoder, presets
+from kvjax.evaluation.tasks import base
+from kvjax.models import decoder, placement, presets
+from kvjax.parallel import meshes
+from kvjax.registry import Registry
 from kvjax.types import Model, UserError
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 MEMORY = 1_200_000
 CONFIG = {
+    "experiment": "throughput",
     "model": "tiny",
     "dtype": "float32",
     "memory_gb": 0.0012,
@@ -41,21 +44,21 @@ CONFIG = {
     "budget": 48,
     "prefill_chunk": 16,
     "methods": [
-        {"name": "FKV", "protocol": "full"},
-        {"name": "ED", "protocol": "ed"},
+        {"name": "FKV", "batch_rule": "full"},
+        {"name": "ED", "batch_rule": "ed"},
         {
             "name": "SnapKV",
-            "protocol": "staggered",
+            "batch_rule": "staggered",
             "policy": "snapkv",
             "options": {"window": 8},
         },
-        {"name": "Batch-Max", "protocol": "batch_max", "policy": "key_diff"},
+        {"name": "Batch-Max", "batch_rule": "batch_max", "policy": "key_diff"},
     ],
-    "prompts": 12,
+    "num_examples": 12,
     "prompt_tokens": 100,
-    "depths": [0.2, 0.8],
+    "tasks": [{"name": "needle", "options": {"depths": [0.2, 0.8]}}],
     "max_new_tokens": [3, 6],
-    "repeats": 2,
+    "min_timed_batches": 2,
 }
 SPEED = ("second", "_per_s", "measured", "roofline", "predicted")
 
@@ -75,12 +78,12 @@ def model():
 def experiment(tmp_path, monkeypatch, model):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(HAYSTACK)
-    monkeypatch.setattr(throughput, "load", lambda name, dtype: model)
-    return throughput.from_config(CONFIG, {"haystack": str(tmp_path / "texts")})
+    monkeypatch.setattr(run, "load", lambda name, dtype, mesh: model)
+    return run.from_config(CONFIG, {"haystack": str(tmp_path / "texts")})
 
 
 def job_of(experiment, model, place, new=6):
-    return throughput._job(experiment, model, experiment.methods[place], new)
+    return throughput._job(model, experiment.methods[place], 100, new)
 
 
 def exhausted():
@@ -122,34 +125,8 @@ def test_a_divisor_only(experiment, model):
     assert find_batch("batch_max", job, MEMORY, 13, 12).batch == 1
 
 
-def fake_clock(seconds):
-    """A run whose batches take `seconds` each, and whose tokens name their prompt."""
-    calls = []
-
-    def run_batch(prompts, rows):
-        calls.append(list(rows))
-        reading, writing = seconds[len(calls) - 1]
-        new = [[i, len(prompt)] for i, prompt in zip(rows, prompts, strict=True)]
-        return api.BatchResult(new, None, reading, writing)
-
-    return run_batch, calls
-
-
-def test_time_prompts(experiment, model):
-    """All batches count; the last one is filled up."""
-    planned = find_batch("batch_max", job_of(experiment, model, 3), MEMORY, 12, 2)
-    assert planned.batch == 2
-    prompts = [[1] * length for length in (3, 5, 7)]
-    clock = [(1.0, 2.0), (3.0, 4.0)]
-    run_batch, calls = fake_clock(clock)
-    timing = time_prompts(run_batch, planned, prompts, repeats=1)
-    assert calls == [[0, 1], [2, 0]]
-    assert timing.tokens == [[0, 3], [1, 5], [2, 7]]
-    assert timing.prefill == [1.0, 3.0] and timing.decode == [2.0, 4.0]
-
-
 @pytest.mark.parametrize(
-    ("count", "batch", "repeats", "expected"),
+    ("count", "batch", "least", "expected"),
     [
         (4, 2, 1, [[0, 1], [2, 3]]),
         (4, 2, 3, [[0, 1], [2, 3], [0, 1]]),
@@ -157,23 +134,24 @@ def test_time_prompts(experiment, model):
         (5, 3, 1, [[0, 1, 2], [3, 4, 0]]),
     ],
 )
-def test_turns(count, batch, repeats, expected):
+def test_turns(count, batch, least, expected):
     """Every prompt once, full batches only, as many as are to be timed."""
-    assert turns(count, batch, repeats) == expected
+    assert turns(count, batch, least) == expected
 
 
 def test_records_and_resumption(experiment, tmp_path):
     """Stopped at any step, it goes on there and ends with the same records."""
     steps = []
-    whole = throughput.run(experiment, tmp_path / "a", lambda *step: steps.append(step))
-    assert sum(units for _, units in steps) == experiment.units == 8
+    whole = run.run(experiment, tmp_path / "a", lambda *step: steps.append(step))
+    assert sum(units for _, units in steps) == 4 * experiment.units_per_method == 8
     names = ["FKV", "ED", "SnapKV", "Batch-Max"]
     assert [(r["method"], r["new_tokens"]) for r in whole] == [
         (name, new) for new in (3, 6) for name in names
     ]
     full, ed, snap, batch_max = whole[:4]
-    assert full["batch"] <= ed["batch"] < batch_max["batch"]
-    assert snap["batch"] > ed["batch"] and snap["group"] < snap["batch"]
+    assert full["batch_size"] <= ed["batch_size"] < batch_max["batch_size"]
+    assert snap["batch_size"] > ed["batch_size"]
+    assert snap["prefill_batch"] < snap["batch_size"]
     assert (ed["policy"], ed["budget"], ed["schedule"]) == ("recency", 2, "decode_only")
     assert (full["budget"], snap["schedule"]) == (None, "after_prefill")
     for record in whole:
@@ -192,7 +170,7 @@ def test_records_and_resumption(experiment, tmp_path):
                 raise Stop
 
         try:
-            again = throughput.run(experiment, tmp_path / "b", stop)
+            again = run.run(experiment, tmp_path / "b", stop)
             break
         except Stop:
             stops += 1
@@ -203,16 +181,22 @@ def test_records_and_resumption(experiment, tmp_path):
     assert without_speed(again) == without_speed(whole)
     path = tmp_path / "b" / "records.jsonl"
     assert len(read_records(path)) == len(path.read_text().splitlines()) == 8
-    other = dataclasses.replace(experiment, repeats=3)
-    with pytest.raises(UserError, match=r"another configuration [(]repeats was 2"):
-        throughput.run(other, tmp_path / "b", lambda *step: None)
+    batches = [read_records(tmp_path / name / "batches.jsonl") for name in "ab"]
+    place = lambda x: [x[k] for k in ("method", "max_new_tokens", "examples", "texts")]
+    assert list(map(place, batches[0])) == list(map(place, batches[1])), "each once"
+    other = dataclasses.replace(experiment, min_timed_batches=3)
+    with pytest.raises(
+        UserError, match=r"another configuration [(]min_timed_batches was 2"
+    ):
+        run.run(other, tmp_path / "b", lambda *step: None)
 
 
 def check_record(record):
     """Its own arithmetic, and that JSON holds it."""
-    assert record["kind"] == "throughput" and record["engine"] == "kvjax"
-    batches = max(-(-12 // record["batch"]), 2)
-    new = record["batch"] * record["new_tokens"]
+    assert record["experiment"] == "throughput" and record["format"] == 2
+    assert record["codec"] == "identity" and record["engine"] == "kvjax"
+    batches = max(-(-12 // record["batch_size"]), 2)
+    new = record["batch_size"] * record["new_tokens"]
     for phase in ("prefill", "decode"):
         assert len(record[f"{phase}_seconds_all"]) == batches
         median = np.median(record[f"{phase}_seconds_all"])
@@ -221,9 +205,9 @@ def check_record(record):
         new / record["decode_seconds"]
     )
     both = np.add(record["prefill_seconds_all"], record["decode_seconds_all"])
-    assert record["tokens_per_s"] == pytest.approx(new / np.median(both))
+    assert record["output_tokens_per_s"] == pytest.approx(new / np.median(both))
     assert record["planned_bytes"] <= record["memory_bytes"] == MEMORY
-    assert 0 <= record["accuracy"] <= 1 and record["examples"] == 12
+    assert 0 <= record["score"] <= 1 and record["num_examples"] == 12
     for phase in ("prefill", "decode"):
         assert record[f"{phase}_bytes"] > 0 and record[f"{phase}_flops"] > 0
         share = record[f"{phase}_roofline"]
@@ -245,18 +229,21 @@ def test_out_of_memory_steps_back(experiment, model, tmp_path, monkeypatch):
         return real(params, planned, seed, prompts, indices)
 
     monkeypatch.setattr(batch_rules, "run_planned", run_planned)
-    short = dataclasses.replace(experiment, max_new_tokens=(3,), repeats=1)
-    full, ed, snap, batch_max = throughput.run(short, tmp_path, lambda *step: None)
-    assert ed["batch"] == 3 and ed["batch_limit"] == "out of memory"
+    asked = short(experiment, methods=experiment.methods)
+    full, ed, snap, batch_max = run.run(asked, tmp_path, lambda *step: None)
+    assert ed["batch_size"] == 3 and ed["limited_by"] == "out of memory"
     assert ed["stepped_back"] == list(range(ed["stepped_back"][0], 3, -1))
     assert len(ed["stepped_back"]) >= 2
-    assert (full["batch"], full["stepped_back"]) == (3, [])
-    assert full["batch_limit"] == "ED"
-    assert batch_max["batch"] == 3 and batch_max["stepped_back"] == [
+    assert (full["batch_size"], full["stepped_back"]) == (3, [])
+    assert full["limited_by"] == "ED"
+    assert batch_max["batch_size"] == 3 and batch_max["stepped_back"] == [
         size for size in reversed(divisors(12)) if 3 < size <= tried_first(tried)
     ]
-    assert (snap["group"], set(snap["stepped_back"])) == (1, {snap["batch"]})
-    assert all(r["tokens_per_s"] > 0 for r in (full, ed, snap, batch_max))
+    assert (snap["prefill_batch"], set(snap["stepped_back"])) == (
+        1,
+        {snap["batch_size"]},
+    )
+    assert all(r["output_tokens_per_s"] > 0 for r in (full, ed, snap, batch_max))
 
 
 def tried_first(tried):
@@ -269,7 +256,7 @@ def test_other_errors_are_not_swallowed(experiment, tmp_path, monkeypatch):
 
     monkeypatch.setattr(batch_rules, "run_planned", run_planned)
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-        throughput.run(experiment, tmp_path, lambda *step: None)
+        run.run(experiment, tmp_path, lambda *step: None)
 
 
 def test_one_row_that_does_not_run(experiment, model):
@@ -278,50 +265,170 @@ def test_one_row_that_does_not_run(experiment, model):
         step_back("ed", planned, 12)
 
 
-def test_peers_stand_beside_ours(experiment, tmp_path):
-    """Other engines get the same prompts, once, and their records come last."""
+def short(experiment, **changes):
+    """One method, one measurement, a batch of all prompts or fewer."""
+    sizes = {"max_new_tokens": (3,), "min_timed_batches": 1}
+    sizes["methods"] = experiment.methods[:1]
+    return dataclasses.replace(experiment, **(sizes | changes))
+
+
+def test_baselines_stand_beside_ours(experiment, model, tmp_path):
+    """Other libraries get the same prompts, once, graded like ours; they come last."""
     asked, told = [], []
 
-    def peer(prompts, new_tokens, memory_bytes, repeats, progress):
-        asked.append((prompts, new_tokens, memory_bytes, repeats))
+    def baseline(prompts, new_tokens, memory_bytes, least, progress):
+        asked.append((prompts, new_tokens, memory_bytes, least))
         progress("theirs runs", 0)
-        return {"method": "theirs", "engine": "x", "new_tokens": new_tokens}
+        first = model.tokenizer("Sentence s1 has")["input_ids"]
+        return {
+            "method": "theirs",
+            "engine": "x",
+            "new_tokens": new_tokens,
+            "model": "theirs.gguf",
+            "provenance": {"versions": {"x": "1"}},
+            "tokens": [first] * len(prompts),
+        }
 
-    one = dataclasses.replace(
-        experiment, methods=experiment.methods[:1], max_new_tokens=(3,), repeats=1
-    )
+    one = short(experiment, baselines=({"policy": "x"},))
+    say = lambda *step: told.append(step)
     for _ in range(2):
-        say = lambda *step: told.append(step)
-        records = throughput.run(one, tmp_path, say, {"theirs": peer})
+        records = run.run(one, tmp_path, say, {"theirs": baseline})
         assert [r["method"] for r in records] == ["FKV", "theirs"]
-    assert [what for what, units in told if units] == ["FKV", "theirs"] * 2
-    assert told.count(("theirs runs", 0)) == 1
+    assert sum(units for _, units in told) == 4
+    assert told.count(("theirs, 3 new: theirs runs", 0)) == 1
     (prompts, *rest), *more = asked
     assert not more and rest == [3, MEMORY, 1]
-    assert len(prompts) == 12 and max(map(len, prompts)) <= 100
+    assert len(prompts) == 12 and {len(prompt) for prompt in prompts} <= {*range(101)}
+    assert len({len(prompt) for prompt in prompts}) == 1
+    ours, theirs = records
+    assert theirs["tasks"]["needle"]["num_examples"] == 12 and theirs["score"] == 0
+    assert "tokens" not in theirs and theirs["format"] == 2
+    assert theirs["model"] == "theirs.gguf" and theirs["seed"] == 0
+    assert theirs["provenance"]["versions"] == {"x": "1"}
+    assert ours["provenance"]["command"] == theirs["provenance"]["command"]
+    with pytest.raises(UserError, match="both named FKV"):
+        run.run(one, tmp_path, say, {"FKV": baseline})
+
+
+@pytest.fixture
+def speaking(experiment, monkeypatch):
+    """A model all of whose tokens are words, loaded by runs from here on."""
+    tokenizer = make_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer))._replace(tokenizer=tokenizer)
+    monkeypatch.setattr(run, "load", lambda name, dtype, mesh: model)
+    return model
+
+
+class Count(NamedTuple):
+    """A task whose prompts differ in length, and whose grade counts words."""
+
+    lengths: tuple[int, ...] = (20, 35, 50)
+
+    def examples(self, tokenizer, count, seed):
+        words = HAYSTACK.split()
+        return [
+            base.Example(f"count-{i}", " ".join(words[: self.lengths[i % 3]]), ("",))
+            for i in range(count)
+        ]
+
+    def grade(self, text, example):
+        return {"words": len(set(text.split())) / 20, "none": 0.0}
+
+    def task(self):
+        return base.Task("count", self.examples, self.grade, "words", 5, "a test")
+
+
+def test_any_task_and_its_grades(speaking, tmp_path, monkeypatch):
+    """What is timed is graded, as quality would: up to the token that ends a text."""
+    monkeypatch.setattr(tasks, "_registry", Registry("task", base.Task))
+    tasks.register("count", Count().task)
+    asked = {"tasks": [{"name": "count"}], "num_examples": 5, "max_new_tokens": 6}
+    config = CONFIG | asked | {"methods": ["FKV", "Batch-Max"]}
+    config = {key: v for key, v in config.items() if key != "prompt_tokens"}
+    many = run.from_config(config, {})
+    full, batch_max = run.run(many, tmp_path / "speed", lambda *step: None)
+    (lengths,) = {
+        tuple(record["tasks"]["count"][key] for key in ("prompt_tokens", "metric"))
+        for record in (full, batch_max)
+    }
+    prompts = [
+        len(speaking.tokenizer(e.prompt)["input_ids"])
+        for e in Count().examples(None, 5, 0)
+    ]
+    assert lengths == (np.mean(prompts), "words")
+    assert full["prompt_tokens"] == max(prompts)
+    read = full["batch_size"] * np.mean(prompts)
+    assert full["prefill_tokens_per_s"] == pytest.approx(read / full["prefill_seconds"])
+    same = {key: CONFIG[key] for key in ("model", "dtype", "memory_gb", "seed")}
+    same |= {"haystack": "", "prefill_chunk": 16, "budget": 48}
+    same |= {"tasks": [{"name": "count", "num_examples": 5, "max_new_tokens": 6}]}
+    same["methods"] = [
+        {"name": "FKV"},
+        {"name": "Batch-Max", "policy": "average_attention"},
+    ]
+    graded = run.run(run.from_config(same, {}), tmp_path / "q", lambda *step: None)
+    for fast, good in zip((full, batch_max), graded, strict=True):
+        assert fast["score"] == good["score"] > 0
+        assert fast["tasks"]["count"]["metrics"] == good["tasks"]["count"]["metrics"]
+    with pytest.raises(UserError, match="baselines read prompts of one length"):
+        run.run(many, tmp_path / "speed", lambda *step: None, {"x": lambda *_: {}})
+
+
+@pytest.mark.parametrize("ends", [(), tuple(range(2000))])
+def test_answers_are_graded_up_to_their_end(
+    experiment, speaking, tmp_path, monkeypatch, ends
+):
+    """All tokens are generated and timed, whatever ends a text."""
+    monkeypatch.setattr(api, "end_tokens", lambda model: ends)
+    run.run(short(experiment), tmp_path, lambda *step: None)
+    for batch in read_records(tmp_path / "batches.jsonl"):
+        assert batch["new_tokens"] == 3 * len(batch["examples"])
+        assert all(text == "" for text in batch["texts"]) == bool(ends)
+
+
+def test_a_mesh(experiment, model, tmp_path, monkeypatch):
+    """Batches are of as many rows as the mesh divides; pools are not."""
+    alone = short(experiment, memory_gb=0.05)
+    (one,) = run.run(alone, tmp_path / "one", lambda *step: None)
+
+    def load(name, dtype, mesh):
+        over = meshes.mesh(mesh, model.spec.num_kv_heads)
+        params = placement.split(model.spec, model.params, over)
+        return model._replace(params=params, spec=placement.fitted(model.spec, over))
+
+    monkeypatch.setattr(run, "load", load)
+    asked = dataclasses.replace(alone, mesh="data:2,model:4")
+    (split,) = run.run(asked, tmp_path / "split", lambda *step: None)
+    assert split["batch_size"] == one["batch_size"] == 12
+    assert split["mesh"] == "data:2,model:4" and one["mesh"] is None
+    texts = [
+        [b["texts"] for b in read_records(tmp_path / name / "batches.jsonl")]
+        for name in ("one", "split")
+    ]
+    assert texts[0] == texts[1]
+    pool = dataclasses.replace(asked, methods=experiment.methods[2:3])
+    with pytest.raises(UserError, match="one device: leave the mesh out"):
+        run.run(pool, tmp_path / "pool", lambda *step: None)
 
 
 def test_a_model_without_a_tokenizer(experiment, model, tmp_path, monkeypatch):
     """Random prompts of exactly the length, and nothing to grade."""
     bare = model._replace(tokenizer=None)
-    monkeypatch.setattr(throughput, "load", lambda name, dtype: bare)
-    one = dataclasses.replace(
-        experiment, methods=experiment.methods[:1], max_new_tokens=(3,), repeats=1
-    )
-    (record,) = throughput.run(one, tmp_path, lambda *step: None)
-    assert (record["accuracy"], record["examples"]) == (None, 0)
+    monkeypatch.setattr(run, "load", lambda name, dtype, mesh: bare)
+    (record,) = run.run(short(experiment), tmp_path, lambda *step: None)
+    assert (record["score"], record["num_examples"]) == (None, 0)
     assert record["prompt_tokens"] == 100
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"repeats": 0}, "repeats 0: at least 1"),
+        ({"min_timed_batches": 0}, "min_timed_batches 0: at least 1"),
         ({"max_new_tokens": []}, "max_new_tokens is empty"),
         ({"max_new_tokens": [0]}, "max_new_tokens 0: at least 1"),
         ({"methods": []}, "methods .*: give one or more"),
         ({"promts": 3}, "unknown field 'promts'"),
-        ({"methods": [{"name": "x"}]}, "protocol None is unknown"),
+        ({"methods": [{"name": "x"}]}, "batch_rule None is unknown"),
         ({"methods": ["EDD"]}, "method 'EDD' is unknown: .* 'FKV', 'ED', 'Batch-Max'"),
         ({"memory_gb": -1}, "memory_gb -1"),
         (
@@ -329,7 +436,7 @@ def test_a_model_without_a_tokenizer(experiment, model, tmp_path, monkeypatch):
                 "methods": [
                     {
                         "name": "x",
-                        "protocol": "staggered",
+                        "batch_rule": "staggered",
                         "phases": "prefill_and_decode",
                     }
                     | {"policy": "recency"}
@@ -340,10 +447,10 @@ def test_a_model_without_a_tokenizer(experiment, model, tmp_path, monkeypatch):
     ],
 )
 def test_mistakes(tmp_path, monkeypatch, model, change, message):
-    monkeypatch.setattr(throughput, "load", lambda name, dtype: model)
+    monkeypatch.setattr(run, "load", lambda name, dtype, mesh: model)
     with pytest.raises(UserError, match=message):
-        experiment = throughput.from_config(CONFIG | change, {})
-        throughput.run(experiment, tmp_path, lambda *step: None)
+        experiment = run.from_config(CONFIG | change, {})
+        run.run(experiment, tmp_path, lambda *step: None)
 
 
 def test_the_roofline_is_of_this_batch(experiment, model):
@@ -364,18 +471,20 @@ def config_of(path):
 def test_configs(path):
     """They are understood, and fit the models that they name."""
     fields = config_of(path).to_dict()
-    assert fields.pop("kind") == "throughput"
-    asked = throughput.from_config(fields, {})
-    throughput._check(asked, {})
-    assert {entry.protocol for entry in asked.methods} == set(batch_rules.PROTOCOLS)
+    asked = run.from_config(fields, {})
+    assert asked.experiment == "throughput"
+    asked.check()
+    assert {each.batch_rule for each in asked.methods} == set(batch_rules.BATCH_RULES)
     assert path.stem in runpy.run_path(str(path))["__doc__"]
-    assert len(divisors(asked.prompts)) >= 6
+    assert len(divisors(asked.tasks[0].num_examples)) >= 6
     if asked.model.startswith("random:"):
         spec = presets.spec(asked.model.removeprefix("random:"))
-        for entry in asked.methods:
+        bare = Model(spec, decoder.param_shapes(spec), None)
+        length = asked.tasks[0].prompt_tokens
+        for method in asked.methods:
             for new in asked.max_new_tokens:
-                bare = Model(spec, decoder.param_shapes(spec), None)
-                assert throughput._job(asked, bare, entry, new).new == new
+                job = throughput._job(bare, method, length, new)
+                assert job.max_new_tokens == new
 
 
 @pytest.mark.parametrize("name", ["squeeze", "kcache"])
@@ -401,21 +510,22 @@ def test_random_models(monkeypatch):
 
 def test_table_and_report(tmp_path):
     records = [
-        {"kind": "throughput", "method": name, "role": role, "new_tokens": new}
-        | {"tokens_per_s": speed * new, "budget": 64, "engine": "kvjax"}
+        {"experiment": "throughput", "method": name, "batch_rule": rule}
+        | {"format": 2, "new_tokens": new, "output_tokens_per_s": speed * new}
+        | {"budget": 64, "engine": "kvjax"}
         for new in (3, 6)
-        for name, role, speed in (("ED", "ed", 2.0), ("Batch|Max", "batch_max", 5.0))
+        for name, rule, speed in (("ED", "ed", 2.0), ("Batch|Max", "batch_max", 5.0))
     ]
-    table = run_report.overview(records)
+    table = report.overview(records)
     assert table.count(" 2.50 ") == 2 and table.count(" 1.00 ") == 2
     assert "| 30.0 | 2.50 |" in " ".join(table.split()) and "Batch\\|Max" in table
-    path = run_report.write_report(records, tmp_path)
+    path = report.write_report(records, tmp_path)
     assert table in path.read_text()
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "report.md",
         "throughput_vs_batch.png",
     ]
-    labels = list(run_report.summary(records)["methods"])
+    labels = list(report.summary(records)["methods"])
     names = ("ED", "Batch|Max")
     assert labels == [f"{name} ({new} new)" for new in (3, 6) for name in names]
 
@@ -424,7 +534,10 @@ def test_table_and_report(tmp_path):
     ("arguments", "message"),
     [
         (["configs/squeeze/throughput.py"], "SqueezeAttention is missing"),
-        (["configs/batch_max/random_8b.py", "--config.kind=x"], "kind 'x' is unknown"),
+        (
+            ["configs/batch_max/random_8b.py", "--config.experiment=x"],
+            "experiment 'x' is",
+        ),
     ],
 )
 def test_the_command_says_what_is_wrong(tmp_path, arguments, message):

@@ -10,19 +10,20 @@ Our choice, for want of the paper's tables: |kv|, p, the memory (all of the devi
 number of prompts, and the prompts' length, that of a long article. *Staggered* is not
 in the paper.
 
-Speed depends on shapes alone, so the weights are random unless `--config.model` names a
-folder that holds them. Without real weights prompts are random tokens; with them,
-pass-key prompts of this length. CNN/DailyMail itself is not graded.
+Speed depends on shapes alone, so weights and prompts are random unless `--config.model`
+names a folder that holds real weights. Then the prompts are the task's, cut to this
+length, and their answers are graded; its rows come from `--data_dir`, see
+`kvjax.evaluation.tasks.data`.
 """
 
 from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    """The fields of `kvjax.throughput.Throughput`, and what its methods share."""
+    """The fields of `throughput.Throughput`, and what its methods share."""
     return ConfigDict(
         {
-            "kind": "throughput",
+            "experiment": "throughput",
             "model": "random:llama-2-13b",
             "dtype": "bfloat16",
             "memory_gb": 0,  # the device's own limit
@@ -31,10 +32,11 @@ def get_config() -> ConfigDict:
             "budget": 512,  # |kv|
             "prefill_chunk": 64,  # p
             "methods": ("FKV", "ED", "Batch-Max", "Staggered SnapKV"),
-            "prompts": 240,
+            "tasks": ({"name": "cnn_dailymail"},),
+            "data_dir": "",
+            "num_examples": 240,
             "prompt_tokens": 1024,
-            "depths": (0.1, 0.3, 0.5, 0.7, 0.9),
             "max_new_tokens": (512,),
-            "repeats": 3,
+            "min_timed_batches": 3,
         }
     )

@@ -10,19 +10,20 @@ Our choice, for want of the paper's tables: |kv|, p, the memory (all of the devi
 number of prompts, and the prompts' length, all that Llama 2's context of 4,096 leaves
 beside 512 new tokens. *Staggered* is not in the paper.
 
-Speed depends on shapes alone, so the weights are random unless `--config.model` names a
-folder that holds them. Without real weights prompts are random tokens; with them,
-pass-key prompts of this length. NarrativeQA itself is not graded.
+Speed depends on shapes alone, so weights and prompts are random unless `--config.model`
+names a folder that holds real weights. Then the prompts are the task's, cut to this
+length, and their answers are graded; its rows come from `--data_dir`, see
+`kvjax.evaluation.tasks.data`.
 """
 
 from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    """The fields of `kvjax.throughput.Throughput`, and what its methods share."""
+    """The fields of `throughput.Throughput`, and what its methods share."""
     return ConfigDict(
         {
-            "kind": "throughput",
+            "experiment": "throughput",
             "model": "random:phi-3.5-mini",
             "dtype": "bfloat16",
             "memory_gb": 0,  # the device's own limit
@@ -31,10 +32,11 @@ def get_config() -> ConfigDict:
             "budget": 1024,  # |kv|
             "prefill_chunk": 128,  # p
             "methods": ("FKV", "ED", "Batch-Max", "Staggered SnapKV"),
-            "prompts": 120,
+            "tasks": ({"name": "narrativeqa"},),
+            "data_dir": "",
+            "num_examples": 120,
             "prompt_tokens": 3584,
-            "depths": (0.1, 0.3, 0.5, 0.7, 0.9),
             "max_new_tokens": (512,),
-            "repeats": 3,
+            "min_timed_batches": 3,
         }
     )

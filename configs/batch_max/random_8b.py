@@ -14,10 +14,10 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    """The fields of `kvjax.throughput.Throughput`, and what its methods share."""
+    """The fields of `throughput.Throughput`, and what its methods share."""
     return ConfigDict(
         {
-            "kind": "throughput",
+            "experiment": "throughput",
             "model": "random:llama-3.1-8b",
             "dtype": "bfloat16",
             "memory_gb": 0,  # the device's own limit
@@ -32,10 +32,12 @@ def get_config() -> ConfigDict:
                 "Batch-Max, KeyDiff",
                 "Staggered SnapKV",
             ),
-            "prompts": 240,
+            "tasks": (
+                {"name": "needle", "options": {"depths": (0.1, 0.3, 0.5, 0.7, 0.9)}},
+            ),
+            "num_examples": 240,
             "prompt_tokens": 4000,
-            "depths": (0.1, 0.3, 0.5, 0.7, 0.9),
             "max_new_tokens": (128, 512),
-            "repeats": 3,
+            "min_timed_batches": 3,
         }
     )

@@ -1,7 +1,7 @@
 """Batch-Max's comparison on a CPU: SmolLM2 in 2 GB, and a rival the paper never met.
 
     python experiments/run.py --config=configs/batch_max/smollm2_cpu.py \\
-        --workdir=runs/batch_max_cpu [--peer_python=PYTHON]
+        --workdir=runs/batch_max_cpu [--baseline_python=PYTHON]
 
 SmolLM2-135M-Instruct reads prompts of nearly 1,500 tokens with a pass key in them and
 generates exactly 128, then exactly 512 tokens for each, whatever ends the text.
@@ -32,10 +32,10 @@ SNAPKV = {
 
 
 def get_config() -> ConfigDict:
-    """The fields of `kvjax.throughput.Throughput`, and what its methods share."""
+    """The fields of `throughput.Throughput`, and what its methods share."""
     return ConfigDict(
         {
-            "kind": "throughput",
+            "experiment": "throughput",
             "model": "smollm2-135m-instruct",
             "dtype": "float32",
             "memory_gb": 2.0,
@@ -48,7 +48,7 @@ def get_config() -> ConfigDict:
                 "ED",
                 {
                     "name": "Staggered SnapKV",
-                    "protocol": "staggered",
+                    "batch_rule": "staggered",
                     "policy": "snapkv",
                     "options": {"pool": "average"},  # as kvpress does
                     "prefill_chunk": 256,  # one prompt is read at a time
@@ -56,17 +56,22 @@ def get_config() -> ConfigDict:
                 "Batch-Max",
                 "Batch-Max, KeyDiff",
             ),
-            "peers": (  # only with --peer_python
+            "baselines": (  # only with --baseline_python
                 {"policy": None},
                 SNAPKV,
-                {"policy": None, "keep_freed": True},  # faster, and no longer in 2 GB
-                SNAPKV | {"keep_freed": True},
+                {
+                    "policy": None,
+                    "retain_freed_memory": True,
+                },  # faster, and no longer in 2 GB
+                SNAPKV | {"retain_freed_memory": True},
                 {"policy": "key_diff", "budget": 512},
             ),
-            "prompts": 24,
+            "tasks": (
+                {"name": "needle", "options": {"depths": (0.1, 0.3, 0.5, 0.7, 0.9)}},
+            ),
+            "num_examples": 24,
             "prompt_tokens": 1500,
-            "depths": (0.1, 0.3, 0.5, 0.7, 0.9),
             "max_new_tokens": (128, 512),
-            "repeats": 3,
+            "min_timed_batches": 3,
         }
     )

@@ -118,7 +118,7 @@ class LayerByLayer:
         read, token, done = Prefilled(state.cache, None), state.token, state.done
         step, drawn = state.step, []
         for _ in range(limit):
-            if np.all(done):
+            if done.all():
                 break
             n = 1 - np.asarray(done, np.int32)
             read = _step(self._model, self._writing, read, token[:, None], n, False)
@@ -144,7 +144,7 @@ class LayerByLayer:
         top = every.max(axis=-1, keepdims=True)
         total = np.log(np.exp(every - top).sum(axis=-1)) + top[..., 0]
         beyond = np.arange(tokens.shape[1])[None] >= lengths[:, None]
-        greedy = (every.argmax(axis=-1).T == tokens) | beyond
+        greedy = (tokens == every.argmax(axis=-1).T) | beyond
         return steps.Scores(np.where(beyond, 0.0, (chosen - total).T), greedy, every)
 
     def finished(self, state: steps.DecodeState) -> cache.KVState:

@@ -178,8 +178,20 @@ def run_batch(
     Raises:
       RuntimeError: the state ran out of slots.
     """
-    job, pool = runner.job, None
     start = time.perf_counter()
+    pool = prefill_batch(runner, prompts, prompt_ids, seed)
+    middle = time.perf_counter()
+    pool, tokens = decode_batch(runner, pool, len(prompts), stop)
+    jax.block_until_ready(pool)
+    end = time.perf_counter()
+    return BatchResult(tokens, runner.finished(pool), middle - start, end - middle)
+
+
+def prefill_batch(
+    runner: Runner, prompts: Prompts, prompt_ids: Sequence[int], seed: int = 0
+) -> Any:
+    """The runner's state once all prompts are read, and first tokens drawn."""
+    job, pool = runner.job, None
     for first in _starts(job):
         rows = slice(first, first + job.group.batch)
         read = runner.prefill(prompts[rows])
@@ -187,10 +199,7 @@ def run_batch(
         del read  # the next group's is not to lie beside it
         pool = jax.block_until_ready(runner.insert(pool, part, first))
         del part
-    middle = time.perf_counter()
-    pool, tokens = _written(runner, pool, len(prompts), stop)
-    state = runner.finished(jax.block_until_ready(pool))
-    return BatchResult(tokens, state, middle - start, time.perf_counter() - middle)
+    return pool
 
 
 def _starts(job: Job) -> list[int]:
@@ -199,8 +208,8 @@ def _starts(job: Job) -> list[int]:
     return [min(start, job.batch - rows) for start in range(0, job.batch, rows)]
 
 
-def _written(
-    runner: Runner, state: Any, rows: int, stop: Stop | None
+def decode_batch(
+    runner: Runner, state: Any, rows: int, stop: Stop | None = None
 ) -> tuple[Any, list[list[int]]]:
     """The state at the end, and the new tokens of the first `rows` rows."""
     job = runner.job
@@ -220,7 +229,7 @@ def _written(
 def _stopped(
     job: Job, state: Any, new: list[list[int]], stop: Stop | None
 ) -> tuple[Any, bool]:
-    """The state with those rows done that nobody wants more of, and whether any goes on."""
+    """The state without the rows that nobody wants more of; whether any goes on."""
     done = axes.to_host(state.done).copy()
     if stop is not None:
         done[: len(new)] |= [stop(tokens) for tokens in new]

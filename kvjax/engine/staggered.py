@@ -48,6 +48,7 @@ def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
       UserError: a schedule without a compaction; not even a pool of one row fits.
     """
     check(job)
+    job = dataclasses.replace(job, prefill_batch=None)
     check_one_row(job, memory_bytes)
     batch, group, limit = _estimated(job, memory_bytes, max_batch)
     needed = {}

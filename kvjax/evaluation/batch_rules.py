@@ -1,36 +1,26 @@
-"""Which batch a method runs at, and how long it takes: Batch-Max's protocol.
+"""Which batch a method runs at: Batch-Max's protocol, and a pool.
 
-Source: Metel et al. 2024, arXiv 2412.05693, section 4.1. Whether a batch fits is read
-off its compiled programs; `step_back` is for devices that run out of memory all the
-same.
+Source: Metel et al. 2024, arXiv 2412.05693, section 4.1::
+
+    ed          b0 - 1, where b0 is the smallest batch at which ED (full prefill, then
+                the newest pair only) no longer fits
+    full        the same, or the largest that fits if that is less
+    batch_max   the largest of D that fits, see `divisors`
+    staggered   the largest pool, then the largest groups, see `kvjax.engine.staggered`
+
+Whether a batch fits is read off its compiled programs; `step_back` is for devices that
+run out of memory all the same. Over a mesh, batches are what its rows divide.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from kvjax.engine import api, staggered
+from kvjax.engine import staggered
 from kvjax.engine.compiled import Job
-from kvjax.engine.memory import peak_memory
-from kvjax.engine.planner import Plan, plan_if_fits, plan_job
-from kvjax.types import PyTree, UserError
+from kvjax.engine.planner import Plan, check_one_row, plan_if_fits, plan_job
+from kvjax.types import UserError
 
-PROTOCOLS = ("full", "ed", "batch_max", "staggered")
-
-
-class Timing(NamedTuple):
-    """What came of running all prompts.
-
-    Attributes:
-      tokens: new tokens of each prompt.
-      prefill, decode: seconds of every timed batch.
-      measured_bytes: None where it is not known.
-    """
-
-    tokens: list[list[int]]
-    prefill: list[float]
-    decode: list[float]
-    measured_bytes: int | None
+BATCH_RULES = ("full", "ed", "batch_max", "staggered")
 
 
 def divisors(count: int) -> list[int]:
@@ -41,17 +31,18 @@ def divisors(count: int) -> list[int]:
     return [size for size in range(1, count + 1) if count % size == 0]
 
 
-def find_batch(
-    protocol: str, job: Job, memory_bytes: int, count: int, most: int
-) -> Plan:
-    """The batch that a protocol gives a job.
+def check(rule: str, job: Job, memory_bytes: int) -> None:
+    """Raises UserError for a job that the rule can find no batch for; instant."""
+    if rule == "staggered":
+        staggered.check(job)
+    check_one_row(job, memory_bytes)
 
-    `ed` gets b0 - 1, where b0 is the smallest batch that does not fit, and so does
-    `full`, whose `most` is ED's; `batch_max` the largest of D that fits, see
-    `divisors`; `staggered` the largest pool, then the largest groups.
+
+def find_batch(rule: str, job: Job, memory_bytes: int, count: int, most: int) -> Plan:
+    """The batch that a rule gives a job.
 
     Args:
-      protocol: of `PROTOCOLS`.
+      rule: of `BATCH_RULES`; `full`, for which `most` is ED's batch, is as `ed`.
       job: whatever batch it names.
       memory_bytes: the limit.
       count: prompts there are.
@@ -60,11 +51,12 @@ def find_batch(
     Raises:
       UserError: not even one row fits.
     """
-    if protocol == "staggered":
+    if rule == "staggered":
         return staggered.plan_job(job, memory_bytes, most)
     planned = plan_job(job, memory_bytes, most)
-    sizes = divisors(count) if protocol == "batch_max" else range(1, count + 1)
-    planned = _largest(planned, [size for size in sizes if size <= most])
+    sizes = divisors(count) if rule == "batch_max" else range(1, count + 1)
+    even = [s for s in sizes if s <= most and s % job.data_parallel == 0]
+    planned = _largest(planned, even)
     if planned.batch < most:
         return planned
     limit = "prompts" if most == count else "ED"
@@ -89,86 +81,35 @@ def _with_batch(planned: Plan, batch: int) -> Plan | None:
     return plan_if_fits(job, planned.limited_by, planned.memory_bytes)
 
 
-def step_back(protocol: str, planned: Plan, count: int) -> Plan:
+def step_back(rule: str, planned: Plan, count: int) -> Plan:
     """The next smaller plan after one that ran out of memory all the same.
 
     Raises:
       UserError: there is none.
     """
-    if isinstance(planned, staggered.StaggeredPlan) and planned.group > 1:
+    if planned.job.is_staggered and planned.prefill_groups[0] > 1:
         return dataclasses.replace(
             staggered.halved(planned), limited_by="out of memory"
         )
-    if planned.batch == 1:
+    fewer = planned.batch - planned.job.data_parallel
+    if fewer < 1:
         raise UserError(
             f"one row of {planned.job.spec.name} runs out of memory, though "
             f"{planned.peak_bytes / 1e9:.3g} GB were planned: lower memory_gb, and see "
             "what else uses the device"
         )
-    found = find_batch(
-        protocol, planned.job, planned.memory_bytes, count, planned.batch - 1
-    )
+    found = find_batch(rule, planned.job, planned.memory_bytes, count, fewer)
     return dataclasses.replace(found, limited_by="out of memory")
 
 
-def run_planned(
-    params: PyTree,
-    planned: Plan,
-    seed: int,
-    prompts: Sequence[Sequence[int]],
-    indices: Sequence[int],
-) -> api.BatchResult:
-    """One batch, as its plan says."""
-    if isinstance(planned, staggered.StaggeredPlan):
-        return staggered.run_batch(params, planned, prompts, indices, seed)
-    return api.run_batch(params, planned.job, prompts, indices, seed)
-
-
-def turns(count: int, batch: int, repeats: int) -> list[list[int]]:
-    """The prompts of every timed batch: each once, and `repeats` batches or more.
+def turns(count: int, batch: int, least: int) -> list[list[int]]:
+    """The prompts of every timed batch: each once, and `least` batches or more.
 
     All batches are full, as rows cost the same whatever they hold: where the prompts
     are out, the first ones come again.
     """
-    rows = batch * max(-(-count // batch), repeats)
+    rows = batch * max(-(-count // batch), least)
     return [
         [row % count for row in range(start, start + batch)]
         for start in range(0, rows, batch)
     ]
-
-
-def time_prompts(
-    run_batch: Callable[..., api.BatchResult],
-    planned: Plan,
-    prompts: Sequence[Sequence[int]],
-    repeats: int,
-) -> Timing:
-    """Runs and times batch after batch, see `turns`.
-
-    None is thrown away: programs are compiled by then, and medians of three or more
-    forgive the first.
-
-    Args:
-      run_batch: of prompts and their numbers.
-      planned: for the batch.
-      prompts: token ids.
-      repeats: batches to time, at least.
-    """
-    batches = turns(len(prompts), planned.batch, repeats)
-
-    def timed(rows):
-        """What the batch leaves, without its state: the next one needs the room."""
-        result = run_batch([prompts[i] for i in rows], rows)
-        return result.tokens, result.prefill_seconds, result.decode_seconds
-
-    with peak_memory(planned.weights_bytes) as measured:
-        done = [timed(rows) for rows in batches]
-    tokens: dict[int, list[int]] = {}
-    for rows, (new, *_) in zip(batches, done, strict=True):
-        tokens |= dict(zip(rows, new, strict=True))
-    return Timing(
-        tokens=[tokens[i] for i in range(len(prompts))],
-        prefill=[seconds for _, seconds, _ in done],
-        decode=[seconds for _, _, seconds in done],
-        measured_bytes=measured[0] if measured else None,
-    )

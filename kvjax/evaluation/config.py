@@ -1,24 +1,25 @@
 """What an experiment asks: methods, tasks and sizes, made from a config's fields."""
 
 import dataclasses
-import json
-import pathlib
-import shutil
+from collections.abc import Mapping
 from typing import Any
-
-import jax
-from jax.experimental import multihost_utils
 
 from kvjax import policies
 from kvjax.cache import config
 from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.schedule import Schedule
 from kvjax.engine.planner import device_memory
+from kvjax.evaluation import tasks
+from kvjax.registry import Registry
 from kvjax.types import ModelSpec, UserError
 
-_OF_METHODS = ("prefill_chunk", "evict_size", "budget")  # fields that methods share
-_RESULTS = ("records.jsonl", "batches.jsonl", "reference.npy")  # that runs leave
-_OF_TASKS = ("examples", "prompt_tokens", "max_new_tokens")  # and tasks
+Fields = Mapping[str, Any]
+# Fields that methods share where they do not set their own, and tasks.
+OF_METHODS = ("prefill_chunk", "evict_size", "budget", "codec")
+OF_TASKS = ("num_examples", "prompt_tokens", "max_new_tokens")
+
+_CODECS = Registry("codec")
+_CODECS.register("identity", lambda: config.codecs.identity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +28,21 @@ class Method:
 
     Attributes:
       name: what tables and pictures call it.
-      policy: a name of `kvjax.policies.names()`, None for the full cache.
+      policy: a name of `kvjax.policies.names()`, or `module:function` of one's own;
+        None for the full cache.
       options: the policy's parameters.
-      phases, prefill_chunk, evict_size: the `Schedule`; `evict_size` None is the prefill_chunk.
+      phases, prefill_chunk, evict_size: the `Schedule`; `evict_size` None is
+        `prefill_chunk`.
       budget: |kv|, one int or one per layer; None for the full cache.
+      budget_share: the share of a prompt that the budget stands for, such as 0.5, where
+        tasks of other lengths have other budgets; for reports alone.
+      codec: how pairs are stored: a codec's name, or `module:function`.
       rope_positions: where a key stands for its rotary angle, see `CacheConfig`.
       implementation: which attention runs, see `CacheConfig`.
-      label: what the methods have in common that differ only in budget and schedule,
+      series: what the methods have in common that differ only in budget and schedule,
         the name of their row in a sweep's tables and pictures; None is the name.
+      batch_rule: how its batch is found, one of `batch_rules.BATCH_RULES`; of
+        throughput alone.
     """
 
     name: str
@@ -44,11 +52,14 @@ class Method:
     prefill_chunk: int = 64
     evict_size: int | None = None
     budget: int | tuple[int, ...] | None = None
+    budget_share: float | None = None
+    codec: str = "identity"
     rope_positions: str = "original"
     implementation: str | None = None
-    label: str | None = None
+    series: str | None = None
+    batch_rule: str | None = None
 
-    def compression(self, spec: ModelSpec) -> CacheConfig:
+    def cache_config(self, spec: ModelSpec) -> CacheConfig:
         """Raises UserError where the parts do not fit each other."""
         policy, schedule = self.check()
         return make_config(
@@ -56,12 +67,14 @@ class Method:
             policy,
             self.budget,
             schedule,
+            codec=_CODECS.make(self.codec),
             rope_positions=self.rope_positions,
             implementation=self.implementation,
         )
 
     def check(self) -> tuple[policies.Policy | None, Schedule]:
         """Policy and schedule, or a UserError for what is wrong in any model."""
+        _CODECS.make(self.codec)
         evict_size = self.prefill_chunk if self.evict_size is None else self.evict_size
         if self.policy is None:
             return None, Schedule("none", self.prefill_chunk, evict_size)
@@ -78,8 +91,8 @@ class TaskRun:
     """A task, and how much of it.
 
     Attributes:
-      name: of `kvjax.evaluation.tasks.names()`.
-      examples: how many.
+      name: of `kvjax.evaluation.tasks.names()`, or `module:function` of one's own.
+      num_examples: how many.
       prompt_tokens: most tokens of a prompt: longer ones are cut in their middle, and
         tasks that write prompts of any length write them that long. None is the task's
         own length, or else all that the model can read.
@@ -90,22 +103,28 @@ class TaskRun:
     """
 
     name: str
-    examples: int
+    num_examples: int
     prompt_tokens: int | None = None
     max_new_tokens: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
     ignore_eos: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """All that a run depends on; see `configs/quickstart.py` for the fields.
+    """What every run depends on; `quality` and `throughput` add to it.
 
-    With `layerwise`, prompts run as in `kvjax.engine.layerwise`: for sweeps over many methods.
-    Nothing is timed then, and memory is planned from shapes, for one method at a time.
-    `windows` of 0 leaves fidelity out. `mesh` is as in `kvjax.models.meshes.mesh`.
+    Attributes:
+      experiment: "quality" or "throughput".
+      model, dtype, mesh: of `kvjax.load`.
+      memory_gb: see `kvjax.engine.planner.device_memory`.
+      seed: of all that is drawn.
+      haystack: a folder of texts for tasks that need prose; None is the built-in one.
+      data_dir: a folder of data sets.
+      methods, tasks: what is compared, and on what.
     """
 
+    experiment: str
     model: str
     dtype: str
     memory_gb: float | None
@@ -113,18 +132,13 @@ class Experiment:
     haystack: str | None
     methods: tuple[Method, ...]
     tasks: tuple[TaskRun, ...]
-    windows: int = 0
-    window_prompt_tokens: int = 0
-    window_continuation_tokens: int = 0
-    layerwise: bool = False
     data_dir: str | None = None
     mesh: str | None = None
 
     @property
-    def units(self) -> int:
-        """Of work that progress is counted in: prompts read."""
-        each = sum(task.examples for task in self.tasks) + self.windows
-        return len(self.methods) * each
+    def units_per_method(self) -> int:
+        """Of work that progress is counted in."""
+        raise NotImplementedError
 
     def check(self) -> None:
         """Raises UserError for all that can be told wrong before a model is loaded."""
@@ -133,53 +147,35 @@ class Experiment:
             if not names or len(set(names)) < len(names):
                 raise UserError(f"{what} {names}: give one or more, of different names")
         for task in self.tasks:
-            for field in ("examples", "prompt_tokens", "max_new_tokens"):
-                value = getattr(task, field)
-                if value is not None and value < 1:
-                    raise UserError(f"{task.name}: {field} {value}: at least 1")
-        for field in ("windows", "seed"):
-            if getattr(self, field) < 0:
-                raise UserError(f"{field} {getattr(self, field)}: 0 or more")
-        if self.mesh and self.layerwise:
-            raise UserError("a mesh runs whole models: set layerwise to false")
+            tasks.get(task.name)
+            at_least(1, **{field: getattr(task, field) for field in OF_TASKS})
+        at_least(0, seed=self.seed)
         device_memory(self.memory_gb)
         for method in self.methods:
             method.check()
 
 
-def from_config(config: dict[str, Any], overrides: dict[str, Any]) -> Experiment:
-    """The experiment that a config's fields describe.
+def at_least(least: int, **numbers: int | None) -> None:
+    """Raises UserError for the first number that is smaller; None passes."""
+    for field, value in numbers.items():
+        if value is not None and value < least:
+            more = "0 or more" if least == 0 else f"at least {least}"
+            raise UserError(f"{field} {value}: {more}")
 
-    Args:
-      config: fields of `Experiment`; `prefill_chunk`, `evict_size` and `budget` for the methods,
-        `examples`, `prompt_tokens` and `max_new_tokens` for the tasks that do not set
-        their own. A `memory_gb` of 0 is the device's limit; an empty text is None. If
-        `quick` is there and true, the fields in `quick_fields` replace those of the
-        same name, `methods` among them.
-      overrides: fields to replace where the value is not None.
 
-    Raises:
-      UserError: a field that is missing or unknown.
+def flattened(config: Fields, overrides: Fields) -> dict[str, Any]:
+    """A config's fields, the quick ones and the overrides in their places.
+
+    If `quick` is there and true, the fields in `quick_fields` replace those of the same
+    name; of a dict, its own fields. A `memory_gb` of 0 is the device's limit, and an
+    empty text None. Overrides that are None change nothing.
     """
-    given = flattened(config, overrides)
-    of_methods, of_tasks = (
-        {key: given.pop(key) for key in keys if key in given}
-        for keys in (_OF_METHODS, _OF_TASKS)
-    )
-    given["methods"] = tuple(method(m, of_methods) for m in given.pop("methods", ()))
-    given["tasks"] = tuple(
-        with_options(TaskRun, of_tasks | dict(task), f"task {task.get('name')!r}")
-        for task in given.pop("tasks", ())
-    )
-    return build(Experiment, given, "config")
-
-
-def flattened(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """A config's fields, the quick ones and the overrides in their places."""
     given = dict(config)
     quick_fields = given.pop("quick_fields", {})
     if given.pop("quick", False):
-        given |= quick_fields
+        for key, value in quick_fields.items():
+            merges = isinstance(value, Mapping) and key in given
+            given[key] = dict(given[key]) | dict(value) if merges else value
     given |= {key: v for key, v in overrides.items() if v is not None}
     for field in ("haystack", "data_dir", "mesh"):
         if field in given:
@@ -189,27 +185,38 @@ def flattened(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, An
     return given
 
 
-def method(fields: dict[str, Any], shared: dict[str, Any]) -> Method:
+def taken(fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of these names, which are no longer in `fields`."""
+    return {name: fields.pop(name) for name in names if name in fields}
+
+
+def method(fields: Fields, shared: Fields) -> Method:
     """A method from its fields and those that it shares with others.
 
-    The full cache is read in the same blocks; budget and eviction are none of its.
+    The full cache is read in the same chunks; budget, eviction and codec are none of
+    its.
     """
     if not fields.get("policy"):
         shared = {key: value for key, value in shared.items() if key == "prefill_chunk"}
-    fields = shared | dict(fields)
+    fields = {**shared, **fields}
     return with_options(Method, fields, f"method {fields.get('name')!r}")
 
 
-def with_options(cls, fields: dict[str, Any], what: str):
+def task(fields: Fields, shared: Fields) -> TaskRun:
+    """A task from its fields and those that it shares with others."""
+    return with_options(TaskRun, {**shared, **fields}, f"task {fields.get('name')!r}")
+
+
+def with_options(cls, fields: Fields, what: str):
     """`build` for a class with `options`: a dict in a config, sorted pairs here."""
     options = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in fields.get("options", {}).items()
     }
-    return build(cls, dict(fields) | {"options": tuple(sorted(options.items()))}, what)
+    return build(cls, {**fields, "options": tuple(sorted(options.items()))}, what)
 
 
-def build(cls, fields: dict[str, Any], what: str):
+def build(cls, fields: Fields, what: str):
     """A dataclass from a dict, its lists made tuples and its fields checked."""
     known = {field.name for field in dataclasses.fields(cls)}
     unknown = sorted(set(fields) - known)
@@ -224,61 +231,3 @@ def build(cls, fields: dict[str, Any], what: str):
         )
     except TypeError as error:
         raise UserError(f"{what}: {error}") from None
-
-
-def opened(experiment: Any, workdir: pathlib.Path) -> pathlib.Path:
-    """The folder, if what lies in it answers the same question.
-
-    Args:
-      experiment: a dataclass: the question, kept in `experiment.json`.
-      workdir: made if it is not there.
-
-    Raises:
-      UserError: it holds results of another configuration, or cannot be made.
-    """
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        workdir = _own(workdir)
-    except OSError as error:
-        raise UserError(f"workdir {workdir}: {error.strerror}; name another") from None
-    asked = json.loads(json.dumps(dataclasses.asdict(experiment)))
-    path = workdir / "experiment.json"
-    found = [name for name in _RESULTS if (workdir / name).exists()]
-    if found and not path.exists():
-        raise UserError(
-            f"workdir {workdir} holds {found[0]} of a run that nothing tells about: "
-            "name another folder or delete it"
-        )
-    if not found:
-        partial = path.with_suffix(".part")
-        partial.write_text(json.dumps(asked, indent=2) + "\n")
-        partial.replace(path)
-        return workdir
-    before = json.loads(path.read_text())
-    changed = sorted(key for key in asked if asked[key] != before.get(key))
-    if changed:
-        raise UserError(
-            f"workdir {workdir} holds results of another configuration ({changed[0]} "
-            f"was {before.get(changed[0])!r:.80}): name another folder or delete it"
-        )
-    return workdir
-
-
-def _own(workdir: pathlib.Path) -> pathlib.Path:
-    """The folder of this process: process 0's is the workdir itself.
-
-    Of a run on several hosts every process writes the same results. The others begin
-    with what process 0 has, on a disk that all share, so that all take the same steps.
-    """
-    if jax.process_count() == 1:
-        return workdir
-    own = workdir
-    if index := jax.process_index():
-        own = workdir / f"process-{index}"
-        shutil.rmtree(own, ignore_errors=True)
-        own.mkdir()
-        for path in workdir.iterdir():
-            if path.is_file():
-                shutil.copy(path, own)
-    multihost_utils.sync_global_devices("workdir")
-    return own

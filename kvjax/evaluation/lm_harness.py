@@ -4,7 +4,7 @@
     python -m kvjax.evaluation.lm_harness --tasks gsm8k --model kvjax \\
         --model_args pretrained=smollm2-135m-instruct,policy=key_diff,budget=512
 
-Everything after `kvjax.evaluation.lm_harness` is for the harness's own command line, `lm_eval`, which
+What follows the module's name is for the harness's own command line, `lm_eval`, which
 knows the models of its own package alone: this one registers kvjax and then calls it.
 docs/harness.md lists the model's arguments.
 """
@@ -20,10 +20,10 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from kvjax.engine import api, compiled, likelihood, stop_texts
+from kvjax.engine import api, compiled, likelihood, runner, stop_texts
 from kvjax.engine.planner import device_memory
 from kvjax.engine.sampling import Sampling
-from kvjax.evaluation.quality import Method
+from kvjax.evaluation.config import Method
 from kvjax.models.weights import load
 from kvjax.types import Model, UserError
 
@@ -38,12 +38,15 @@ class Requests:
 
     Args:
       pretrained: a model, or what `kvjax.load` takes.
-      policy: a name of `kvjax.policies.names()`; None or `full` is the full cache.
+      policy: a name of `kvjax.policies.names()`, or `module:function` of one's own;
+        None or `full` is the full cache.
       budget: pairs per head, or a list of one number per layer.
-      schedule, prefill_chunk, evict_size: of `kvjax.Schedule`; `evict_size` None is the prefill_chunk.
+      schedule: the phases of `kvjax.Schedule`.
+      prefill_chunk, evict_size: as there; `evict_size` None is `prefill_chunk`.
       dtype, context: of `kvjax.load`.
-      memory_gb: see `kvjax.plan.device_memory`; batches are as large as it allows.
-      rope_positions, implementation: of `kvjax.CacheConfig`.
+      memory_gb: see `kvjax.engine.planner.device_memory`; batches are as large as it
+        allows.
+      codec, rope_positions, implementation: of `Method`.
       seed: of the sampling.
       batch_size: the harness's; 1, its default, and `auto` are as many prompts as fit,
         another number is the most at once.
@@ -69,6 +72,7 @@ class Requests:
         dtype: str = "float32",
         context: int | None = None,
         memory_gb: float | None = None,
+        codec: str = "identity",
         rope_positions: str = "original",
         implementation: str | None = None,
         seed: int = 0,
@@ -86,6 +90,7 @@ class Requests:
             prefill_chunk=prefill_chunk,
             evict_size=evict_size,
             budget=tuple(budget) if isinstance(budget, list | tuple) else budget,
+            codec=codec,
             rope_positions=rope_positions,
             implementation=implementation,
         )
@@ -105,7 +110,7 @@ class Requests:
                 "which stands for an empty context"
             )
         self.model, self.seed = model, seed
-        self.config = method.compression(model.spec)
+        self.config = method.cache_config(model.spec)
         self.memory = device_memory(memory_gb)
         self.most = _most(batch_size, max_batch_size)
         self.template: str | None = None
@@ -285,7 +290,7 @@ class Requests:
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes into its results besides the model's arguments."""
-        schedule = self.config.schedule
+        phases, chunk, evict_size = dataclasses.astuple(self.config.schedule)
         return {
             "model_num_parameters": sum(
                 leaf.size for leaf in jax.tree.leaves(self.model.params)
@@ -293,7 +298,7 @@ class Requests:
             "model_dtype": str(self.model.params["embed"].dtype),
             "kv_policy": self.config.policy.name if self.config.policy else None,
             "kv_budget": self.config.budget,
-            "kv_schedule": f"{schedule.phases}, {schedule.prefill_chunk}, {schedule.evict_size}",
+            "kv_schedule": f"{phases}, {chunk}, {evict_size}",
         }
 
     def _encoded(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -356,14 +361,14 @@ class Requests:
         ends = api.end_tokens(self.model)
         job = compiled.job_of(self.model, self.config, size, new, how, ends)
         job = dataclasses.replace(job, decode_chunk=min(new, _LOOK))
-        for chosen, result in api.generate_batches(
+        for chosen, result in runner.generate_batches(
             self.model.params,
             job,
             [prompts[i] for i in rows],
             self.memory,
             self.seed,
-            numbers=rows,
-            most=self.most,
+            prompt_ids=rows,
+            max_batch=self.most,
             stop=functools.partial(stop_texts.stops, self.tokenizer, until),
         ):
             for place, tokens in zip(chosen, result.tokens, strict=True):

@@ -1,171 +1,177 @@
-"""Methods measured on tasks: quality, throughput and memory of each, resumable.
+"""What methods cost in quality: their answers to tasks, graded, and their predictions.
 
-Everything finished is written down at once, one line per batch, so that a run that was
-interrupted goes on where it stopped and loses at most the batch in flight::
-
-    WORKDIR/experiment.json   what was asked; another question wants another folder
-    WORKDIR/batches.jsonl     one line per finished batch
-    WORKDIR/reference.npy     the full cache's logits, f32[windows, continuation, V]
-    WORKDIR/records.jsonl     one line per finished method, made from its batches
+Tasks run in batches that fill the memory, a line of `batches.jsonl` each. Fidelity
+compares a method's next-token distributions on long texts to the full cache's, which
+are kept in `WORKDIR/reference.npy`, f32[windows, continuation, V].
 """
 
 import dataclasses
 import functools
-import inspect
-import os
-import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from kvjax import cache
 from kvjax.cache.config import CacheConfig, make_config
-from kvjax.engine import api, compiled, layerwise, stop_texts
+from kvjax.engine import api, compiled, layerwise, runner, stop_texts
 from kvjax.engine.compiled import Job
 from kvjax.engine.memory import peak_memory
 from kvjax.engine.planner import (
     Plan,
     check_one_row,
-    device_memory,
     plan_by_shapes,
     plan_job,
     state_bytes,
     weights_bytes,
 )
-from kvjax.engine.steps import NO_EOS, compact, prefill, score_tokens
-from kvjax.engine.stop_texts import ended
-from kvjax.evaluation import tasks
-from kvjax.evaluation.config import Experiment, Method, TaskRun, opened
-from kvjax.evaluation.report import survivors
-from kvjax.evaluation.report.records import Record, append_record, made_by, read_records
+from kvjax.engine.steps import NO_EOS
+from kvjax.evaluation import config
+from kvjax.evaluation.config import Experiment, Method
+from kvjax.evaluation.report.records import Record, survivor_map
+from kvjax.evaluation.samples import Samples, graded, samples_of, summary
+from kvjax.evaluation.setting import Progress, Row, Setting, described
 from kvjax.evaluation.tasks import fidelity, text
-from kvjax.evaluation.tasks.base import Encoded, Example, Task
-from kvjax.evaluation.tasks.base import encode as encoded
-from kvjax.models.weights import load
-from kvjax.parallel import axes, meshes
 from kvjax.types import Model, UserError
 
 _LOOK = 32  # tokens generated between two looks for a stop text
-Progress = Callable[[str, int], None]  # what runs now, and units of work just finished
 
 
-class Prepared(NamedTuple):
-    """A task's examples, encoded.
+@dataclasses.dataclass(frozen=True)
+class Fidelity:
+    """Texts on which predictions are compared, teacher-forced; no windows, no texts."""
 
-    Attributes:
-      run: what was asked.
-      task: the task.
-      examples: its questions.
-      prompts: their tokens, and how many were cut out.
-      new: most tokens of an answer.
+    num_windows: int = 0
+    prompt_tokens: int = 0
+    continuation_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quality(Experiment):
+    """See `configs/quickstart.py` for the fields.
+
+    With `layerwise`, prompts run as in `kvjax.engine.layerwise`: for sweeps over many
+    methods. Nothing is timed then, and memory is planned from shapes, for one method at
+    a time.
     """
 
-    run: TaskRun
-    task: Task
-    examples: list[Example]
-    prompts: list[Encoded]
-    new: int
+    experiment: str = "quality"
+    fidelity: Fidelity = Fidelity()
+    layerwise: bool = False
 
     @property
-    def longest(self) -> int:
-        return max(len(prompt.tokens) for prompt in self.prompts)
+    def units_per_method(self) -> int:
+        """Prompts read."""
+        asked = sum(task.num_examples for task in self.tasks)
+        return asked + self.fidelity.num_windows
+
+    def check(self) -> None:
+        super().check()
+        config.at_least(0, num_windows=self.fidelity.num_windows)
+        for method in self.methods:
+            if method.batch_rule:
+                raise UserError(
+                    f"method {method.name!r}: batch_rule is for throughput; quality "
+                    "runs at the largest batch that fits"
+                )
+        if self.mesh and self.layerwise:
+            raise UserError("a mesh runs whole models: set layerwise to false")
 
 
-def run(
-    experiment: Experiment, workdir: str | os.PathLike, progress: Progress
-) -> list[Record]:
-    """Runs what is not yet in `workdir` and returns one record per method.
+def from_config(fields: config.Fields, overrides: config.Fields) -> Quality:
+    """The experiment that a config's fields describe.
+
+    Args:
+      fields: of `Quality`; `prefill_chunk`, `evict_size`, `budget` and `codec` for the
+        methods, `num_examples`, `prompt_tokens` and `max_new_tokens` for the tasks that
+        do not set their own. See `config.flattened` for what else.
+      overrides: fields to replace where the value is not None.
 
     Raises:
-      UserError: anything that does not fit, before long work starts.
+      UserError: a field that is missing or unknown.
     """
-    experiment.check()
-    workdir = opened(experiment, pathlib.Path(workdir))
-    compiled.keep_compiled()
-    progress(f"loading {experiment.model}", 0)
-    model = load(experiment.model, experiment.dtype, mesh=experiment.mesh)
-    memory = device_memory(experiment.memory_gb)
-    made = {m.name: m.compression(model.spec) for m in experiment.methods}
-    given = [prepared(experiment, run, model) for run in experiment.tasks]
-    jobs = {
-        (name, task.run.name): _job(experiment, model, each, task)
-        for name, each in made.items()
-        for task in given
-    }
-    engine = _layers(model, made.values()) if experiment.layerwise else _whole(model)
-    for job in jobs.values():
-        engine.check(job, memory)
-    windows = _windows(experiment, model)
-    records = read_records(workdir / "records.jsonl")
-    finished = {record["method"]: record for record in records}
+    given = config.flattened(fields, overrides)
+    of_methods = config.taken(given, config.OF_METHODS)
+    of_tasks = config.taken(given, config.OF_TASKS)
+    windows = config.build(Fidelity, given.pop("fidelity", {}), "fidelity")
+    given["methods"] = tuple(
+        config.method(each, of_methods) for each in given.pop("methods", ())
+    )
+    given["tasks"] = tuple(
+        config.task(each, of_tasks) for each in given.pop("tasks", ())
+    )
+    return config.build(Quality, given | {"fidelity": windows}, "config")
+
+
+def rows(setting: Setting) -> list[Row]:
+    """One per method; raises UserError for what does not fit, before long work."""
+    experiment, model = setting.experiment, setting.model
+    configs = {m.name: m.cache_config(model.spec) for m in experiment.methods}
+    tasks = [samples_of(experiment, each, model) for each in experiment.tasks]
+    engine = _layers(model, configs.values()) if experiment.layerwise else _whole(model)
+    windows = _windows(setting)
+    made = []
     for method in experiment.methods:
-        if method.name in finished:
-            progress(method.name, experiment.units // len(experiment.methods))
-            continue
-        say = functools.partial(_say, progress, method.name)
-        plans = {}
-        for task in given:
-            say("planning and compiling", 0)
-            job = jobs[method.name, task.run.name]
-            plan = engine.plan(job, memory, len(task.examples))
-            run_batch = functools.partial(engine.run_batch, plan.job, experiment.seed)
-            _answers(model, plan, run_batch, task, method, workdir, say)
-            plans[task.run.name] = plan
-        if windows:
-            forced = functools.partial(_forced, model, engine.forced, windows, memory)
-            _fidelity(model, made[method.name], forced, windows, method, workdir, say)
-        record = _record(experiment, method, plans, given, workdir)
-        append_record(workdir / "records.jsonl", record)
-        finished[method.name] = record
-        engine.forget()
-    return [finished[method.name] for method in experiment.methods]
+        kept = configs[method.name]
+        jobs = [(each, _job(setting, kept, each)) for each in tasks]
+        for _, job in jobs:
+            engine.check(job, setting.memory)
+        run = _Run(setting, engine, method, kept, jobs, windows)
+        measure = functools.partial(_measured, run)
+        made.append(Row(method.name, None, experiment.units_per_method, measure))
+    return made
 
 
-def prepared(experiment: Experiment, run: TaskRun, model: Model) -> Prepared:
-    """A task's examples as tokens that the model can read, the same for all methods.
-
-    Raises:
-      UserError: an unknown task or option, data that is not there, no room.
-    """
-    task = tasks.get(run.name)
-    new = run.max_new_tokens or task.max_new_tokens
-    room = model.spec.context_length - new
-    room = min(room, run.prompt_tokens or room)
-    every = inspect.signature(task.examples).parameters
-    known = sorted(set(every) - {"tokenizer", "count", "seed"})
-    common = {"haystack": experiment.haystack, "data_dir": experiment.data_dir}
-    common["length"] = run.prompt_tokens
-    options = {k: v for k, v in common.items() if k in known and v is not None}
-    options |= dict(run.options)
-    if unknown := sorted(set(options) - set(known)):
-        raise UserError(
-            f"task {run.name} has no option {unknown[0]!r}: it has {', '.join(known)}"
-        )
-    examples = task.examples(model.tokenizer, run.examples, experiment.seed, **options)
-    encode = functools.partial(encoded, model.tokenizer, task, room=room)
-    prompts = [encode(each) for each in examples]
-    if "length" in known and any(prompt.cut for prompt in prompts):
-        raise UserError(
-            f"task {run.name} writes prompts that are longer than the {room} tokens "
-            f"that {model.spec.name} can read before {new} new ones: give it "
-            f"prompt_tokens of {room} or less"
-        )
-    return Prepared(run, task, examples, prompts, new)
-
-
-def _windows(experiment: Experiment, model: Model) -> list[fidelity.Window]:
-    if not experiment.windows:
+def _windows(setting: Setting) -> list[fidelity.Window]:
+    asked = setting.experiment.fidelity
+    if not asked.num_windows:
         return []
     return fidelity.windows(
-        model.tokenizer,
-        experiment.windows,
-        experiment.window_prompt_tokens,
-        experiment.window_continuation_tokens,
-        experiment.seed,
-        text.haystack(experiment.haystack),
+        setting.model.tokenizer,
+        asked.num_windows,
+        asked.prompt_tokens,
+        asked.continuation_tokens,
+        setting.experiment.seed,
+        text.haystack(setting.experiment.haystack),
     )
+
+
+def _job(setting: Setting, kept: CacheConfig, task: Samples) -> Job:
+    model, asked = setting.model, setting.experiment.fidelity
+    bucket = functools.partial(compiled.bucket, model.spec, kept)
+    bucket(asked.prompt_tokens, asked.continuation_tokens)  # raises if they do not fit
+    eos = NO_EOS if task.run.ignore_eos else api.end_tokens(model)
+    prompt = bucket(task.longest, task.new)
+    job = compiled.job_of(model, kept, prompt, task.new, eos=eos)
+    return dataclasses.replace(job, decode_chunk=_LOOK if task.task.stop else None)
+
+
+class _Run(NamedTuple):
+    """All that a method is measured by: tasks with their jobs, and windows."""
+
+    setting: Setting
+    engine: "_Engine"
+    method: Method
+    config: CacheConfig
+    tasks: list[tuple[Samples, Job]]
+    windows: list[fidelity.Window]
+
+    def lines(self, task: str) -> list[Record]:
+        """Of the batches that are finished."""
+        return self.setting.batches.where(method=self.method.name, task=task)
+
+
+def _measured(run: _Run, say: Progress) -> Record:
+    """A method's record."""
+    plans = []
+    for task, job in run.tasks:
+        say("planning and compiling", 0)
+        count = len(task.examples)
+        plans.append(run.engine.plan(job, run.setting.memory, count))
+        _answers(run, task, plans[-1], say)
+    if run.windows:
+        _fidelity(run, say)
+    return _record(run, plans)
 
 
 class _Engine(NamedTuple):
@@ -173,188 +179,137 @@ class _Engine(NamedTuple):
 
     check: Callable[[Job, int], Any]  # raises where not even one row fits; instant
     plan: Callable[[Job, int, int], Plan]
-    run_batch: Callable[..., api.BatchResult]  # of job, seed, prompts, rows
-    forced: Callable[..., np.ndarray]  # of windows, what is kept
-    forget: Callable[[], None]  # what was compiled: many programs exhaust memory maps
+    runner: Callable[[Job], runner.Runner]
 
 
 def _whole(model: Model) -> _Engine:
-    def run_batch(job, seed, prompts, rows, stop):
-        return api.run_batch(model.params, job, prompts, rows, seed, stop)
-
-    def forget():
-        compiled.programs.cache_clear()
-        jax.clear_caches()
-
-    forced = functools.partial(_forced_batch, model)
-    return _Engine(check_one_row, plan_job, run_batch, forced, forget)
+    whole = functools.partial(runner.Whole, model.params)
+    return _Engine(check_one_row, plan_job, whole)
 
 
 def _layers(model: Model, methods: Iterable[CacheConfig]) -> _Engine:
-    readings = layerwise.Readings(model, methods)
-
-    def run_batch(job, seed, prompts, rows, stop):
-        reading = readings.after(job.config, prompts, job.max_new_tokens)
-        reading, tokens = layerwise.write(
-            model, job.config, reading, job.max_new_tokens, job.eos, stop
-        )
-        return api.BatchResult(tokens, layerwise.joined(reading), None, None)
-
-    def forced(windows, made):
-        given = np.asarray([window.continuation for window in windows])
-        prompts = [window.prompt for window in windows]
-        reading = readings.after(made, prompts, given.shape[1])
-        return layerwise.score_tokens(model, made, reading, given[:, :-1])
-
     check = functools.partial(plan_by_shapes, max_batch=1)
-    return _Engine(check, plan_by_shapes, run_batch, forced, jax.clear_caches)
+    return _Engine(check, plan_by_shapes, layerwise.Readings(model, methods).runner)
 
 
-def _say(progress: Progress, name: str, what: str, units: int) -> None:
-    progress(f"{name}: {what}", units)
-
-
-def _job(experiment: Experiment, model: Model, made, task: Prepared) -> Job:
-    read, written = (
-        experiment.window_prompt_tokens,
-        experiment.window_continuation_tokens,
-    )
-    compiled.bucket(model.spec, made, read, written)  # raises if they do not fit
-    prompt = compiled.bucket(model.spec, made, task.longest, task.new)
-    eos = NO_EOS if task.run.ignore_eos else api.end_tokens(model)
-    job = compiled.job_of(model, made, prompt, task.new, eos=eos)
-    return dataclasses.replace(job, decode_chunk=_LOOK if task.task.stop else None)
-
-
-def _answers(model, plan, run_batch, task: Prepared, method, workdir, say) -> None:
+def _answers(run: _Run, task: Samples, plan: Plan, say: Progress) -> None:
     """Runs the examples that no finished batch holds, and grades them."""
-    path, name = workdir / "batches.jsonl", task.run.name
-    done = {i for batch in _finished(path, method, name) for i in batch["examples"]}
+    done = {i for batch in run.lines(task.name) for i in batch["examples"]}
     if done:
-        say(f"{name}, taken up again", len(done))
+        say(f"{task.name}, taken up again", len(done))
     left = [i for i in range(len(task.examples)) if i not in done]
+    for rows in runner.batches(left, plan.batch):
+        say(f"{task.name}, {len(rows)} prompts at once", 0)
+        line = _batch(run, task, plan, rows)
+        run.setting.batches.add({"method": run.method.name, **line})
+        say(task.name, len(rows))
+
+
+def _batch(run: _Run, task: Samples, plan: Plan, rows: list[int]) -> Record:
+    """The line of one batch."""
+    model, seed = run.setting.model, run.setting.experiment.seed
+    prompts = task.tokens(rows)
     stop = functools.partial(stop_texts.stops, model.tokenizer, task.task.stop)
-    for rows in api.batches(left, plan.batch):
-        say(f"{name}, {len(rows)} prompts at once", 0)
-        prompts = [task.prompts[i].tokens for i in rows]
-        with peak_memory(plan.weights_bytes) as measured:
-            result = run_batch(prompts, rows, stop)
-        texts = [
-            model.tokenizer.decode(new, skip_special_tokens=True)
-            for new in result.tokens
-        ]
-        live, allocated = cache.pair_bytes(result.state)
-        batch = {
-            "method": method.name,
-            "task": name,
-            "examples": rows,
-            "scores": [
-                task.task.grade(ended(made, task.task.stop), task.examples[i])
-                for i, made in zip(rows, texts, strict=True)
-            ],
-            "details": [dict(task.examples[i].details) for i in rows],
-            "texts": texts,
-            "prompt_tokens": sum(map(len, prompts)),
-            "cut_tokens": [task.prompts[i].cut for i in rows],
-            "new_tokens": sum(map(len, result.tokens)),
-            "prefill_seconds": result.prefill_seconds,
-            "decode_seconds": result.decode_seconds,
-            "measured_bytes": measured[0] if measured else None,
-            "kv_bytes_live": live,
-            "kv_bytes_allocated": allocated * len(rows) // len(result.state.next_pos),
-        }
-        if 0 in rows and plan.job.config.policy:
-            row = rows.index(0)
-            kept = cache.kept_positions(result.state)[row]
-            batch["survivors"] = survivors.drawn(kept, len(prompts[row]))
-        append_record(path, batch)
-        say(name, len(rows))
+    with peak_memory(plan.weights_bytes) as measured:
+        chosen = run.engine.runner(plan.job)
+        result = runner.run_batch(chosen, prompts, rows, seed, stop)
+    live, allocated = cache.stored_bytes(result.state)
+    line = {
+        "task": task.name,
+        "examples": rows,
+        **graded(task, model, rows, result.tokens),
+        "prompt_tokens": sum(map(len, prompts)),
+        "new_tokens": sum(map(len, result.tokens)),
+        "prefill_seconds": result.prefill_seconds,
+        "decode_seconds": result.decode_seconds,
+        "measured_bytes": measured[0] if measured else None,
+        "kv_bytes_live": live,
+        "kv_bytes_allocated": allocated * len(rows) // len(result.state.next_pos),
+    }
+    if 0 in rows and plan.job.config.policy:
+        row = rows.index(0)
+        kept = cache.kept_positions(result.state)[row]
+        line["survivors"] = survivor_map(kept, len(prompts[row]))
+    return line
 
 
-def _fidelity(model, made, run, windows, method, workdir, say) -> None:
+def _fidelity(run: _Run, say: Progress) -> None:
     """Compares the method's next-token distributions to the full cache's."""
-    path = workdir / "batches.jsonl"
-    if _finished(path, method, "fidelity"):
-        say("fidelity, taken up again", len(windows))
+    if run.lines("fidelity"):
+        say("fidelity, taken up again", len(run.windows))
         return
-    reference = _reference(model, run, workdir, say)
-    say(f"fidelity, {len(windows)} texts", 0)
-    same = made.policy is None and made.implementation is None
-    logits = reference if same else run(made)
-    targets = np.asarray([window.continuation for window in windows]).reshape(-1)
+    reference = _reference(run, say)
+    say(f"fidelity, {len(run.windows)} texts", 0)
+    logits = reference if _is_full_cache(run) else _forced(run, run.config)
+    targets = np.asarray([window.continuation for window in run.windows]).reshape(-1)
     width = logits.shape[-1]
     scores = fidelity.compare(
         reference.reshape(-1, width), logits.reshape(-1, width), targets
     )
-    append_record(path, {"method": method.name, "task": "fidelity", **scores})
-    say("fidelity", len(windows))
+    line = {"method": run.method.name, "task": "fidelity", **scores}
+    run.setting.batches.add(line)
+    say("fidelity", len(run.windows))
 
 
-def _reference(model, run, workdir, say) -> np.ndarray:
-    path = workdir / "reference.npy"
+def _is_full_cache(run: _Run) -> bool:
+    """Whether the method is the reference itself, but for the size of its chunks."""
+    spec, kept = run.setting.model.spec, run.config
+    return not kept.policy and kept == make_config(spec, None, None, kept.schedule)
+
+
+def _reference(run: _Run, say: Progress) -> np.ndarray:
+    path = run.setting.workdir / "reference.npy"
     if not path.exists():
         say("the full cache's predictions", 0)
-        full = make_config(model.spec, None, None)
-        logits = run(full)
+        logits = _forced(run, make_config(run.setting.model.spec, None, None))
         partial = path.with_suffix(".part.npy")
         np.save(partial, logits)
         partial.replace(path)
     return np.load(path)
 
 
-def _forced(
-    model: Model, forced, windows, memory: int, made: CacheConfig
-) -> np.ndarray:
+def _forced(run: _Run, kept: CacheConfig) -> np.ndarray:
     """Teacher-forced logits f32[windows, continuation, V], as many as fit at a time."""
-    job = _window_job(model, made, windows)
+    setting, windows = run.setting, run.windows
+    job = _window_job(setting.model, kept, windows)
     row = 2 * max(state_bytes(job).values())  # and as much again for temporaries
-    rows = max(1, (memory - weights_bytes(job)) // row * job.data_parallel)
+    rows = max(1, (setting.memory - weights_bytes(job)) // row * job.data_parallel)
     parts = [
-        forced([windows[i] for i in part], made)
-        for part in api.batches(range(len(windows)), rows)
+        _forced_batch(run.engine, job, [windows[i] for i in part])
+        for part in runner.batches(range(len(windows)), rows)
     ]
     return np.concatenate(parts)
 
 
-def _window_job(model: Model, made: CacheConfig, windows) -> Job:
+def _window_job(model: Model, kept: CacheConfig, windows) -> Job:
     prompt, new = len(windows[0].prompt), len(windows[0].continuation)
-    return compiled.job_of(
-        model, made, compiled.bucket(model.spec, made, prompt, new), new
-    )
+    bucket = compiled.bucket(model.spec, kept, prompt, new)
+    job = compiled.job_of(model, kept, bucket, new)
+    return dataclasses.replace(job, scored=True, keep_logits=True)
 
 
-def _forced_batch(model: Model, windows, made: CacheConfig) -> np.ndarray:
-    job, params = _window_job(model, made, windows), model.params
+def _forced_batch(engine: _Engine, job: Job, windows) -> np.ndarray:
+    """Teacher-forced logits of one batch."""
     job = dataclasses.replace(
         job, batch=-(-len(windows) // job.data_parallel) * job.data_parallel
     )
-    tokens, lengths = api.pad_prompts(job, [window.prompt for window in windows])
-    given = np.zeros((job.batch, job.max_new_tokens - 1), np.int32)
-    given[: len(windows)] = [window.continuation[:-1] for window in windows]
-    state = compiled.compile_init(job, job.prefill_capacity)()
-    how = {"spec": job.spec, "made": made}
-    with meshes.use(job.mesh):
-        state, first = prefill(params, state, tokens, lengths, **how)
-        if made.schedule.compacts:
-            state = compact(state, capacity=job.decode_capacity, **how)
-        state, rest = score_tokens(
-            params, state, *meshes.shard_rows(job.mesh, given), **how
-        )
-    cache.raise_errors(state)
-    first, rest = axes.to_host((first, rest))
-    logits = np.concatenate([first[None], rest])
-    return np.swapaxes(logits, 0, 1)[: len(windows)]
+    run = engine.runner(job)
+    read = run.prefill([window.prompt for window in windows])
+    given = np.zeros((job.batch, job.max_new_tokens), np.int32)
+    given[: len(windows)] = [window.continuation for window in windows]
+    lengths = np.where(np.arange(job.batch) < len(windows), job.max_new_tokens, 0)
+    scores = run.score(read, given, lengths.astype(np.int32))
+    return np.swapaxes(scores.logits, 0, 1)[: len(windows)]
 
 
-def _record(experiment, method, plans, tasks, workdir) -> Record:
+def _record(run: _Run, plans: list[Plan]) -> Record:
     """A method's line, from the lines of its batches."""
-    path = workdir / "batches.jsonl"
-    scores = {task.run.name: _scores(path, method, task) for task in tasks}
-    batches = [b for task in tasks for b in _finished(path, method, task.run.name)]
-    count = sum(len(task.examples) for task in tasks)
-    quality = _finished(path, method, "fidelity")
-    tightest = max(plans.values(), key=lambda plan: plan.row_bytes)
-    made = tightest.job.config
+    samples = [task for task, _ in run.tasks]
+    tasks = {task.name: summary(task, run.lines(task.name)) for task in samples}
+    batches = [batch for task in samples for batch in run.lines(task.name)]
+    count = sum(len(task.examples) for task in samples)
+    compared = (run.lines("fidelity") or [{}])[0]
+    tightest = max(plans, key=lambda plan: plan.row_bytes)
 
     def total(key):
         values = [batch[key] for batch in batches]
@@ -368,80 +323,27 @@ def _record(experiment, method, plans, tasks, workdir) -> Record:
 
     measured = [b["measured_bytes"] for b in batches if b["measured_bytes"]]
     decoding = [
-        state_bytes(p.job)["decode"] * p.job.data_parallel // p.batch
-        for p in plans.values()
+        state_bytes(plan.job)["decode"] * plan.job.data_parallel // plan.batch
+        for plan in plans
     ]
     return {
-        "method": method.name,
-        "label": method.label or method.name,
-        "policy": made.policy.name if made.policy else None,
-        "schedule": made.schedule.phases,
-        "budget": method.budget,
-        "rope_positions": method.rope_positions,
-        "batch": tightest.batch,
-        "batch_limit": tightest.limited_by,
-        "tasks": scores,
-        "accuracy": sum(s["score"] for s in scores.values()) / len(scores),
-        "examples": count,
+        **described(run.method, tightest),
+        "tasks": tasks,
+        "score": sum(each["score"] for each in tasks.values()) / len(tasks),
+        "num_examples": count,
         **{
-            key: quality[0][key] if quality else None
+            key: compared.get(key)
             for key in ("loss", "reference_loss", "kl", "top1_agreement")
         },
         "prefill_tokens_per_s": rate("prompt_tokens", reading),
         "decode_tokens_per_s": rate("new_tokens", writing),
-        "tokens_per_s": rate("new_tokens", seconds),
-        "kv_bytes_per_row": max(plan.row_bytes for plan in plans.values()),
+        "output_tokens_per_s": rate("new_tokens", seconds),
         "kv_bytes_decode": max(decoding),
         "kv_bytes_live": total("kv_bytes_live") / count,
         "kv_bytes_allocated": total("kv_bytes_allocated") / count,
-        "planned_bytes": max(plan.peak_bytes for plan in plans.values()),
+        "planned_bytes": max(plan.peak_bytes for plan in plans),
         "measured_bytes": max(measured, default=None),
-        "memory_bytes": tightest.memory_bytes,
         "seconds": seconds,
-        "seed": experiment.seed,
-        "prompt_tokens": max(each["most_prompt_tokens"] for each in scores.values()),
-        "max_new_tokens": max(each["max_new_tokens"] for each in scores.values()),
-        "model": experiment.model,
-        "mesh": experiment.mesh,
-        "device": jax.devices()[0].device_kind,
-        **made_by(),
+        "prompt_tokens": max(each["most_prompt_tokens"] for each in tasks.values()),
+        "max_new_tokens": max(each["max_new_tokens"] for each in tasks.values()),
     }
-
-
-def _scores(path: pathlib.Path, method: Method, task: Prepared) -> dict[str, Any]:
-    """A task's means, and its headline metric for every depth, length and the like."""
-    batches = _finished(path, method, task.run.name)
-    scores = [score for batch in batches for score in batch["scores"]]
-    details = [detail for batch in batches for detail in batch["details"]]
-    cut = [tokens for batch in batches for tokens in batch["cut_tokens"]]
-    cells: dict[tuple, list[float]] = {}
-    for detail, score in zip(details, scores, strict=True):
-        cells.setdefault(tuple(sorted(detail.items())), []).append(
-            score[task.task.metric]
-        )
-    means = {name: float(np.mean([s[name] for s in scores])) for name in scores[0]}
-    maps = [batch["survivors"] for batch in batches if "survivors" in batch]
-    return {
-        "metric": task.task.metric,
-        "score": means[task.task.metric],
-        "metrics": means,
-        "examples": len(scores),
-        "prompt_tokens": sum(b["prompt_tokens"] for b in batches) / len(scores),
-        "most_prompt_tokens": task.run.prompt_tokens or task.longest,
-        "max_new_tokens": task.new,
-        "cut_prompts": sum(tokens > 0 for tokens in cut),
-        "cells": [
-            dict(cell) | {"score": float(np.mean(found)), "examples": len(found)}
-            for cell, found in sorted(cells.items())
-            if cell
-        ],
-        "survivors": maps[0] if maps else None,
-    }
-
-
-def _finished(path: pathlib.Path, method: Method, task: str) -> list[dict]:
-    return [
-        batch
-        for batch in read_records(path)
-        if batch["method"] == method.name and batch["task"] == task
-    ]

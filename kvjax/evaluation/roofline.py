@@ -63,7 +63,7 @@ def predict(plan: Plan, rates: Rates, prompt_tokens: int | None = None) -> Predi
     """The most that a full batch can reach: nothing but the formulae is waited for.
 
     Args:
-      plan: of `plan.plan_job` or `staggered.plan_job`.
+      plan: of `planner.plan_job` or `staggered.plan_job`.
       rates: see `measured_rates`.
       prompt_tokens: per prompt; None is the longest that the plan has room for.
     """
@@ -238,7 +238,7 @@ def measured_rates(dtype: str = "float32") -> Rates:
 def _best(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
     """Seconds of the fastest of as many runs as `_SECONDS` has room for, two at least.
 
-    Each takes what the one before it config. One more run before them compiles.
+    Each takes what the one before it made. One more run before them compiles.
     """
     x = jax.block_until_ready(run(x))
     times: list[float] = []

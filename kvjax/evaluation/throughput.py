@@ -1,54 +1,41 @@
 """Tokens per second at one memory limit: the protocol of Batch-Max, and a new rival.
 
 Source: Metel et al. 2024, arXiv 2412.05693, section 4.1. Every method generates a fixed
-number of tokens for the same prompts, whatever ends a text. What differs is the batch::
-
-    ed          b0 - 1, where b0 is the smallest batch at which ED (full prefill, then
-                the newest pair only) no longer fits
-    full        the same, or the largest that fits if that is less
-    batch_max   the largest of D that fits, see `batch_rules.divisors`
-    staggered   the largest pool, then the largest groups, see `kvjax.engine.staggered`
-
-Whether a batch fits is read off its compiled programs, and confirmed by running it: a
-device that runs out of memory all the same sends the method one batch back. Prompts are
-pass-key prompts, so the very tokens that are timed are graded too.
-
-Everything finished is written down at once::
-
-    WORKDIR/experiment.json   what was asked; another question wants another folder
-    WORKDIR/records.jsonl     one line per method and number of new tokens
+number of tokens for the same prompts, whatever ends a text. What differs is the batch,
+see `batch_rules`: whether one fits is read off its compiled programs, and confirmed by
+running it. A device that runs out of memory all the same sends the method one batch
+back. The prompts are a task's, so the very tokens that are timed are graded too, up to
+the one that ends the text.
 """
 
 import dataclasses
 import functools
-import os
-import pathlib
+import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
-from kvjax.engine import compiled, staggered
+from kvjax.engine import api, compiled, runner
 from kvjax.engine.compiled import Job
-from kvjax.engine.planner import Plan, check_one_row, device_memory, out_of_memory
-from kvjax.evaluation import batch_rules, roofline
-from kvjax.evaluation.config import Method, build, flattened, opened, with_options
-from kvjax.evaluation.report.records import Record, append_record, made_by, read_records
-from kvjax.evaluation.tasks import needle, text
-from kvjax.models.weights import load
+from kvjax.engine.memory import peak_memory
+from kvjax.engine.planner import Plan, out_of_memory
+from kvjax.evaluation import batch_rules, config, roofline
+from kvjax.evaluation.config import Experiment, Method
+from kvjax.evaluation.report.records import Record
+from kvjax.evaluation.samples import Samples, graded, samples_of, summary
+from kvjax.evaluation.setting import Baseline, Progress, Row, Setting, described
+from kvjax.evaluation.tasks.base import Encoded
 from kvjax.types import Model, UserError
 
-Progress = Callable[[str, int], None]  # what runs now, and units of work just finished
-Peer = Callable[..., Record]
-
 METHODS: dict[str, dict[str, Any]] = {  # that a config asks for by name
-    "FKV": {"protocol": "full"},
-    "ED": {"protocol": "ed"},
-    "Batch-Max": {"protocol": "batch_max", "policy": "average_attention"},
-    "Batch-Max, KeyDiff": {"protocol": "batch_max", "policy": "key_diff"},
-    "Staggered SnapKV": {"protocol": "staggered", "policy": "snapkv"},
+    "FKV": {"batch_rule": "full"},
+    "ED": {"batch_rule": "ed"},
+    "Batch-Max": {"batch_rule": "batch_max", "policy": "average_attention"},
+    "Batch-Max, KeyDiff": {"batch_rule": "batch_max", "policy": "key_diff"},
+    "Staggered SnapKV": {"batch_rule": "staggered", "policy": "snapkv"},
 }
 _COMMON: dict[str, dict[str, Any]] = {
     "full": {},
@@ -58,74 +45,70 @@ _COMMON: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry(Method):
-    """A row of the table; `protocol` says how its batch is found."""
-
-    protocol: str = "full"
-
-
-@dataclasses.dataclass(frozen=True)
-class Throughput:
-    """All that a run depends on; see `configs/batch_max/smollm2_cpu.py`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Throughput(Experiment):
+    """See `configs/batch_max/smollm2_cpu.py` for the fields.
 
     Attributes:
-      prompts: how many; every method works through all of them.
-      prompt_tokens: the most that a prompt has.
-      depths: where the pass key stands, in turn.
+      tasks: the one whose prompts every method works through.
       max_new_tokens: generated per prompt; each number is a measurement of its own.
-      repeats: batches that are timed, at least; see `batch_rules.turns`.
+      min_timed_batches: batches that are timed, at least; see `batch_rules.turns`.
+      baselines: fields of other libraries' methods, for whoever can run them. Where
+        there are any, prompts that hide something are all made as long as the shortest.
     """
 
-    model: str
-    dtype: str
-    memory_gb: float | None
-    seed: int
-    haystack: str | None
-    methods: tuple[Entry, ...]
-    prompts: int
-    prompt_tokens: int
-    depths: tuple[float, ...]
+    experiment: str = "throughput"
     max_new_tokens: tuple[int, ...]
-    repeats: int
+    min_timed_batches: int
+    baselines: tuple[dict[str, Any], ...] = ()
 
     @property
-    def units(self) -> int:
-        """Of work that progress is counted in: measurements."""
-        return len(self.methods) * len(self.max_new_tokens)
+    def units_per_method(self) -> int:
+        """Measurements."""
+        return len(self.max_new_tokens)
+
+    def check(self) -> None:
+        super().check()
+        if len(self.tasks) > 1 or self.tasks[0].max_new_tokens:
+            raise UserError(
+                "throughput is of one task, without max_new_tokens of its own: give "
+                "the experiment's, one number or more"
+            )
+        if not self.max_new_tokens:
+            raise UserError("max_new_tokens is empty: give one number or more")
+        config.at_least(1, min_timed_batches=self.min_timed_batches)
+        for new in self.max_new_tokens:
+            config.at_least(1, max_new_tokens=new)
 
 
-class Prompts(NamedTuple):
-    """Token ids, and what a completion is worth; None where nobody can tell."""
-
-    tokens: list[Sequence[int]]
-    grade: Callable[[int, list[int]], float] | None
-
-
-def from_config(config: dict[str, Any], overrides: dict[str, Any]) -> Throughput:
+def from_config(fields: config.Fields, overrides: config.Fields) -> Throughput:
     """The experiment that a config's fields describe.
 
     Args:
-      config: fields of `Throughput`, and `prefill_chunk` and `budget` for the methods that do
-        not set their own. A method is a name of `METHODS`, or fields; its `protocol`
-        also sets what all its methods have in common, such as ED's policy and budget.
-        A `memory_gb` of 0 is the device's limit; an empty `haystack` is the default
-        text.
+      fields: of `Throughput`; `prefill_chunk`, `budget` and `codec` for the methods,
+        `num_examples` and `prompt_tokens` for the task, that do not set their own. A
+        method is a name of `METHODS`, or fields; its `batch_rule` also sets what all
+        its methods have in common, such as ED's policy and budget. Without `tasks` it
+        is the needle. See `config.flattened` for what else.
       overrides: fields to replace where the value is not None.
 
     Raises:
       UserError: a field that is missing or unknown.
     """
-    given = flattened(config, overrides)
-    given.pop("peers", None)  # other engines are the caller's, see `run`
-    shared = {
-        key: given.pop(key) for key in ("prefill_chunk", "budget") if key in given
-    }
-    methods = tuple(_entry(each, shared) for each in given.pop("methods", ()))
-    return build(Throughput, given | {"methods": methods}, "config")
+    given = config.flattened(fields, overrides)
+    of_methods = config.taken(given, ("prefill_chunk", "budget", "codec"))
+    of_tasks = config.taken(given, ("num_examples", "prompt_tokens"))
+    asked = given.pop("tasks", ({"name": "needle"},))
+    given["tasks"] = tuple(config.task(each, of_tasks) for each in asked)
+    given["methods"] = tuple(
+        _method(each, of_methods) for each in given.pop("methods", ())
+    )
+    if isinstance(given.get("max_new_tokens"), int):
+        given["max_new_tokens"] = (given["max_new_tokens"],)
+    return config.build(Throughput, given, "config")
 
 
-def _entry(asked: str | Mapping[str, Any], shared: dict[str, Any]) -> Entry:
+def _method(asked: str | Mapping[str, Any], shared: dict[str, Any]) -> Method:
     if isinstance(asked, str):
         if asked not in METHODS:
             raise UserError(
@@ -133,175 +116,211 @@ def _entry(asked: str | Mapping[str, Any], shared: dict[str, Any]) -> Entry:
                 + ", ".join(map(repr, METHODS))
             )
         asked = {"name": asked} | METHODS[asked]
-    fields = dict(asked)
-    protocol = fields.get("protocol")
-    if protocol not in batch_rules.PROTOCOLS:
+    rule = asked.get("batch_rule")
+    if rule not in batch_rules.BATCH_RULES:
         raise UserError(
-            f"method {fields.get('name')!r}: protocol {protocol!r} is unknown, use one "
-            f"of {', '.join(batch_rules.PROTOCOLS)}"
+            f"method {asked.get('name')!r}: batch_rule {rule!r} is unknown, use one of "
+            + ", ".join(batch_rules.BATCH_RULES)
         )
-    if protocol == "full":
-        shared = {key: v for key, v in shared.items() if key != "budget"}
-    fields = shared | _COMMON[protocol] | fields
-    return with_options(Entry, fields, f"method {fields.get('name')!r}")
+    return config.method(_COMMON[rule] | dict(asked), shared)
 
 
-def run(
-    experiment: Throughput,
-    workdir: str | os.PathLike,
-    progress: Progress,
-    peers: Mapping[str, Peer] | None = None,
-) -> list[Record]:
-    """Measures what is not yet in `workdir`; one record per method and new tokens.
-
-    Args:
-      experiment: what to measure.
-      workdir: where records go, and are found again.
-      progress: told what runs.
-      peers: methods of other engines by the name in their records, each called with
-        `(prompts, new_tokens, memory_bytes, repeats, progress)` for a record in our
-        format: the same prompts, as token ids, in the same memory; `progress` counts
-        nothing. If the record has `tokens`, the answers, they are graded and taken out.
+def rows(setting: Setting) -> list[Row]:
+    """One per method and number of new tokens; ED's is measured before the full cache.
 
     Raises:
-      UserError: anything that does not fit, before long work starts.
+      UserError: what does not fit, before long work.
     """
-    peers = peers or {}
-    _check(experiment, peers)
-    workdir = opened(experiment, pathlib.Path(workdir))
-    compiled.keep_compiled()
-    progress(f"loading {experiment.model}", 0)
-    model = load(experiment.model, experiment.dtype)
-    memory = device_memory(experiment.memory_gb)
-    for new in experiment.max_new_tokens:
-        for entry in experiment.methods:
-            check_one_row(_job(experiment, model, entry, new), memory)
-    setting = _Setting(experiment, model, _prompts(experiment, model), memory)
-    path = workdir / "records.jsonl"
-    for new in experiment.max_new_tokens:
-        for entry in sorted(experiment.methods, key=lambda each: each.protocol != "ed"):
-            done = _named(path, new)
-            if entry.name not in done:
-                say = functools.partial(_say, progress, f"{entry.name}, {new} new")
-                most = _most(setting, entry, done)
-                append_record(path, _measured(setting, entry, new, most, say))
-                _forget()
-            progress(entry.name, 1)
-        for name, measure in peers.items():
-            if name not in _named(path, new):
-                asked = setting.prompts.tokens, new, memory, experiment.repeats
-                record = _graded(setting.prompts, measure(*asked, progress))
-                append_record(path, made_by() | {"seed": experiment.seed} | record)
-            progress(name, 1)
-    found = [_named(path, new) for new in experiment.max_new_tokens]
-    names = [*(entry.name for entry in experiment.methods), *peers]
-    return [records[name] for records in found for name in names]
+    experiment, model = setting.experiment, setting.model
+    samples, found = _samples(experiment, model), []
+    if setting.baselines and len(set(samples.lengths)) > 1:
+        raise UserError(
+            f"baselines read prompts of one length, and those of {samples.name} "
+            "differ: take another task, or do without baselines"
+        )
+    for place, new in enumerate(experiment.max_new_tokens):
+        for method in experiment.methods:
+            job = _job(model, method, samples.longest, new)
+            batch_rules.check(method.batch_rule, job, setting.memory)
+            measure = functools.partial(_measured, setting, samples, method, job)
+            rank = 2 * place + (method.batch_rule != "ed")
+            found.append(Row(method.name, new, 1, measure, rank))
+        for name, baseline in setting.baselines.items():
+            measure = functools.partial(_baseline, setting, samples, baseline, new)
+            found.append(Row(name, new, 1, measure, 2 * place + 1))
+    return found
 
 
-class _Setting(NamedTuple):
-    """What all measurements of a run share."""
+def _samples(experiment: Throughput, model: Model) -> Samples:
+    """The task's; random tokens for a model without a tokenizer."""
+    (run,) = experiment.tasks
+    new = max(experiment.max_new_tokens)
+    if model.tokenizer is not None:
+        samples = samples_of(experiment, run, model, new)
+        return _of_one_length(samples) if experiment.baselines else samples
+    size = run.num_examples, run.prompt_tokens or model.spec.context_length - new
+    rng = np.random.default_rng(experiment.seed)
+    drawn = rng.integers(model.spec.vocab_size, size=size).tolist()
+    return Samples(run, None, [], [Encoded(tuple(row), 0) for row in drawn], new)
 
-    experiment: Throughput
-    model: Model
-    prompts: Prompts
-    memory: int
+
+def _of_one_length(samples: Samples) -> Samples:
+    """All as long as the shortest: a few tokens go from the text, far from the key.
+
+    Libraries that pad are not to pay for padding. Where examples do not say at what
+    depth the key is, they stay as they are.
+    """
+    depths = [dict(example.details).get("depth") for example in samples.examples]
+    if None in depths:
+        return samples
+    least = min(samples.lengths)
+
+    def shortened(prompt, depth):
+        cut = least // 4 if depth >= 0.5 else 3 * least // 4
+        rest = cut + len(prompt.tokens) - least
+        kept = prompt.tokens[:cut] + prompt.tokens[rest:]
+        return Encoded(kept, prompt.cut + rest - cut)
+
+    return samples._replace(prompts=list(map(shortened, samples.prompts, depths)))
+
+
+def _job(model: Model, method: Method, longest: int, new: int) -> Job:
+    """Without an end token: all rows generate `new` tokens."""
+    kept = method.cache_config(model.spec)
+    prompt = compiled.bucket(model.spec, kept, longest, new)
+    return compiled.job_of(model, kept, prompt, new)
 
 
 def _measured(
-    setting: _Setting, entry: Entry, new: int, most: int, say: Progress
+    setting: Setting, samples: Samples, method: Method, job: Job, say: Progress
 ) -> Record:
     """One method's record: its batch found, run, and stepped back from if need be."""
-    experiment, model, prompts, memory = setting
-    job = _job(experiment, model, entry, new)
-    count, stepped_back = len(prompts.tokens), []
+    rule, count, stepped_back = method.batch_rule, len(samples.prompts), []
     say("planning and compiling", 0)
-    planned = batch_rules.find_batch(entry.protocol, job, memory, count, most)
-    while True:
+    most = _most(setting, method, job.max_new_tokens, count)
+    planned = batch_rules.find_batch(rule, job, setting.memory, count, most)
+    while (batches := _timed(setting, samples, method, planned, say)) is None:
+        stepped_back.append(planned.batch)
+        planned = batch_rules.step_back(rule, planned, count)
+    say("finished", 1)
+    return {
+        **described(method, planned),
+        "stepped_back": stepped_back,
+        **_figures(setting, samples, planned, batches),
+    }
+
+
+def _most(setting: Setting, method: Method, new: int, count: int) -> int:
+    """Prompts there are; for the full cache, ED's batch where ED is measured too."""
+    if method.batch_rule != "full":
+        return count
+    eds = setting.records.where(batch_rule="ed", new_tokens=new)
+    return min((record["batch_size"] for record in eds), default=count)
+
+
+def _timed(
+    setting: Setting, samples: Samples, method: Method, planned: Plan, say: Progress
+) -> list[Record] | None:
+    """The lines of its batches, see `batch_rules.turns`; None where memory ran out.
+
+    None is thrown away: programs are compiled by then, and medians of three or more
+    forgive the first. Those of an earlier run count.
+    """
+    place = {
+        "method": method.name,
+        "max_new_tokens": planned.job.max_new_tokens,
+        "batch_size": planned.batch,
+        "prefill_batch": planned.prefill_groups[0],
+    }
+    if setting.batches.where(**place, out_of_memory=True):
+        return None
+    count, least = len(samples.prompts), setting.experiment.min_timed_batches
+    turns = batch_rules.turns(count, planned.batch, least)
+    done = len(setting.batches.where(**place))
+    for rows in turns[done:]:
         say(f"{planned.batch} prompts at once", 0)
-        run_batch = functools.partial(
-            batch_rules.run_planned, model.params, planned, experiment.seed
-        )
         try:
-            timing = batch_rules.time_prompts(
-                run_batch, planned, prompts.tokens, experiment.repeats
-            )
-            return _record(setting, entry, planned, timing, stepped_back)
+            setting.batches.add(place | _batch(setting, samples, planned, rows))
         except jax.errors.JaxRuntimeError as error:
             if not out_of_memory(error):
                 raise
-            stepped_back.append(planned.batch)
-        planned = batch_rules.step_back(entry.protocol, planned, count)
+            setting.batches.add(place | {"out_of_memory": True})
+            return None
+    return setting.batches.where(**place)
 
 
-def _graded(prompts: Prompts, record: Record) -> Record:
-    """A peer's record, with what its answers are worth in the place of the answers."""
-    answers = record.pop("tokens", None)
-    if answers is None or prompts.grade is None:
-        return record
-    grades = [prompts.grade(*each) for each in enumerate(answers)]
-    return record | {"accuracy": statistics.fmean(grades), "examples": len(grades)}
-
-
-def _record(
-    setting: _Setting,
-    entry: Entry,
-    planned: Plan,
-    timing: batch_rules.Timing,
-    stepped_back: list[int],
+def _batch(
+    setting: Setting, samples: Samples, planned: Plan, rows: list[int]
 ) -> Record:
-    """The line of one measurement; seconds are the medians of its batches."""
-    experiment, prompts = setting.experiment, setting.prompts
-    config, new = planned.job.config, planned.job.max_new_tokens
-    length = max(map(len, prompts.tokens))
-    read, written = planned.batch * length, planned.batch * new
-    prefill, decode = map(statistics.median, (timing.prefill, timing.decode))
-    both = statistics.median(map(sum, zip(timing.prefill, timing.decode, strict=True)))
-    speed = read / prefill, written / decode
-    grade = prompts.grade
-    grades = [grade(*each) for each in enumerate(timing.tokens)] if grade else []
+    """The line of one batch; its state is gone by then: the next one needs the room."""
+    model, prompts = setting.model, samples.tokens(rows)
+    with peak_memory(planned.weights_bytes) as measured:
+        planned_run = runner.of_plan(model.params, planned)
+        seed = setting.experiment.seed
+        result = runner.run_batch(planned_run, prompts, rows, seed)
     return {
-        "kind": "throughput",
-        "method": entry.name,
-        "label": entry.label or entry.name,
-        "engine": "kvjax",
-        "policy": config.policy.name if config.policy else None,
-        "schedule": config.schedule.phases,
-        "budget": entry.budget,
-        "role": entry.protocol,
-        "batch": planned.batch,
-        "group": planned.prefill_groups[0],
-        "batch_limit": planned.limited_by,
-        "stepped_back": stepped_back,
-        "prompts": len(prompts.tokens),
-        "prompt_tokens": length,
+        "task": samples.name,
+        "examples": rows,
+        **graded(samples, model, rows, _until_end(model, result.tokens)),
+        "prompt_tokens": sum(map(len, prompts)),
+        "new_tokens": sum(map(len, result.tokens)),
+        "prefill_seconds": result.prefill_seconds,
+        "decode_seconds": result.decode_seconds,
+        "measured_bytes": measured[0] if measured else None,
+    }
+
+
+def _until_end(model: Model, answers: list[list[int]]) -> list[list[int]]:
+    """What the model would have written if its end tokens had counted."""
+    ends = api.end_tokens(model)
+    going = lambda token: token not in ends
+    return [list(itertools.takewhile(going, tokens)) for tokens in answers]
+
+
+def _figures(
+    setting: Setting, samples: Samples, planned: Plan, batches: list[Record]
+) -> Record:
+    """What the batches come to; seconds are their medians."""
+    new, length = planned.job.max_new_tokens, samples.mean_length
+    read, written = planned.batch * length, planned.batch * new
+    reading = [batch["prefill_seconds"] for batch in batches]
+    writing = [batch["decode_seconds"] for batch in batches]
+    prefill, decode = statistics.median(reading), statistics.median(writing)
+    both = statistics.median(map(sum, zip(reading, writing, strict=True)))
+    speed = read / prefill, written / decode
+    measured = [b["measured_bytes"] for b in batches if b["measured_bytes"]]
+    return {
+        **_scores(samples, batches),
+        "prompts": len(samples.prompts),
+        "prompt_tokens": samples.longest,
         "new_tokens": new,
         "max_new_tokens": new,
         "prefill_seconds": prefill,
         "decode_seconds": decode,
         "seconds": both,
-        "prefill_seconds_all": timing.prefill,
-        "decode_seconds_all": timing.decode,
+        "prefill_seconds_all": reading,
+        "decode_seconds_all": writing,
         "prefill_tokens_per_s": speed[0],
         "decode_tokens_per_s": speed[1],
-        "tokens_per_s": written / both,
-        "accuracy": statistics.fmean(grades) if grades else None,
-        "examples": len(grades),
-        "kv_bytes_per_row": planned.row_bytes,
-        "planned_bytes": planned.peak_bytes,
-        "measured_bytes": timing.measured_bytes,
-        "memory_bytes": planned.memory_bytes,
-        **_roofline(experiment.dtype, planned, length, *speed),
-        "seed": experiment.seed,
-        "model": experiment.model,
-        "device": jax.devices()[0].device_kind,
-        **made_by(),
+        "output_tokens_per_s": written / both,
+        "measured_bytes": max(measured, default=None),
+        **_roofline(setting.experiment.dtype, planned, round(length), *speed),
+    }
+
+
+def _scores(samples: Samples, batches: list[Record]) -> Record:
+    found = summary(samples, batches)
+    return {
+        "tasks": {samples.name: found} if found else None,
+        "score": found["score"] if found else None,
+        "num_examples": found["num_examples"] if found else 0,
     }
 
 
 def _roofline(
     dtype: str, planned: Plan, length: int, reading: float, writing: float
 ) -> Record:
-    """What a full batch has to do, what the device could, and the share reached.
+    """What a full batch has to do, what the devices could, and the share reached.
 
     Args:
       dtype: of the run.
@@ -309,7 +328,9 @@ def _roofline(
       length: of its prompts, in tokens.
       reading, writing: tokens per second that were measured.
     """
+    devices = planned.job.mesh.size if planned.job.mesh else 1
     rates = roofline.measured_rates(dtype)
+    rates = roofline.Rates(*(devices * rate for rate in rates))
     best = roofline.predict(planned, rates, length)
     steps = {
         "prefill": roofline.prefill(planned, length),
@@ -327,96 +348,18 @@ def _roofline(
     }
 
 
-def _most(setting: _Setting, entry: Entry, done: dict[str, Record]) -> int:
-    """Prompts there are; for the full cache, ED's batch where ED is measured too.
-
-    ED goes first, so that its record, steps back included, is there by then.
-    """
-    count = len(setting.prompts.tokens)
-    if entry.protocol != "full":
-        return count
-    eds = [each for each in setting.experiment.methods if each.protocol == "ed"]
-    return min((done[each.name]["batch"] for each in eds), default=count)
-
-
-def _prompts(experiment: Throughput, model: Model) -> Prompts:
-    """Pass-key prompts; random tokens for a model without a tokenizer."""
-    count, length = experiment.prompts, experiment.prompt_tokens
-    if model.tokenizer is None:
-        rng = np.random.default_rng(experiment.seed)
-        drawn = rng.integers(model.spec.vocab_size, size=(count, length))
-        return Prompts(drawn.tolist(), None)
-    examples = needle.examples(
-        model.tokenizer,
-        count,
-        length,
-        experiment.depths,
-        experiment.seed,
-        text.haystack(experiment.haystack),
-    )
-
-    def grade(index, tokens):
-        return needle.grade(examples[index], model.tokenizer.decode(tokens))
-
-    return Prompts(_equal(examples), grade)
-
-
-def _equal(examples: Sequence[needle.Example]) -> list[Sequence[int]]:
-    """All as long as the shortest: a few tokens go from the text, far from the key.
-
-    Engines that pad are not to pay for padding.
-    """
-    least = min(len(example.tokens) for example in examples)
-
-    def shortened(example):
-        cut = least // 4 if example.depth >= 0.5 else 3 * least // 4
-        rest = cut + len(example.tokens) - least
-        return [*example.tokens[:cut], *example.tokens[rest:]]
-
-    return list(map(shortened, examples))
-
-
-def _job(experiment: Throughput, model: Model, entry: Entry, new: int) -> Job:
-    """Without an end token: all rows generate `new` tokens."""
-    config = entry.compression(model.spec)
-    prompt = compiled.bucket(model.spec, config, experiment.prompt_tokens, new)
-    return compiled.job_of(model, config, prompt, new)
-
-
-def _check(experiment: Throughput, peers: Mapping[str, Peer]) -> None:
-    """All that can be told wrong before the model is loaded."""
-    names = [*(entry.name for entry in experiment.methods), *peers]
-    if not experiment.methods or len(set(names)) < len(names):
-        raise UserError(f"methods {names}: give one or more, with different names")
-    if not experiment.max_new_tokens:
-        raise UserError("max_new_tokens is empty: give one number or more")
-    if experiment.seed < 0:
-        raise UserError(f"seed {experiment.seed}: 0 or more")
-    sizes = {"prompts": experiment.prompts, "repeats": experiment.repeats}
-    sizes |= {"prompt_tokens": experiment.prompt_tokens}
-    for field, value in [
-        *sizes.items(),
-        *(("max_new_tokens", new) for new in experiment.max_new_tokens),
-    ]:
-        if value < 1:
-            raise UserError(f"{field} {value}: at least 1")
-    device_memory(experiment.memory_gb)
-    for entry in experiment.methods:
-        entry.check()
-
-
-def _named(path: pathlib.Path, new: int) -> dict[str, Record]:
-    """The finished records of one number of new tokens, by their methods."""
-    records = read_records(path)
-    return {r["method"]: r for r in records if r["new_tokens"] == new}
-
-
-def _say(progress: Progress, name: str, what: str, units: int) -> None:
-    progress(f"{name}: {what}", units)
-
-
-def _forget() -> None:
-    """Compiled programs go: those of many methods exhaust a process's memory maps."""
-    compiled.programs.cache_clear()
-    staggered.compile_programs.cache_clear()
-    jax.clear_caches()
+def _baseline(
+    setting: Setting, samples: Samples, measure: Baseline, new: int, say: Progress
+) -> Record:
+    """A baseline's record, with what its answers are worth in their place."""
+    prompts = samples.tokens(range(len(samples.prompts)))
+    least = setting.experiment.min_timed_batches
+    record = measure(prompts, new, setting.memory, least, say)
+    answers = record.pop("tokens", None)
+    if answers is not None and samples.task is not None:
+        rows = range(len(answers))
+        given = _until_end(setting.model, answers)
+        line = {"examples": rows, **graded(samples, setting.model, rows, given)}
+        record |= _scores(samples, [line])
+    say("finished", 1)
+    return record

@@ -18,38 +18,47 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from kvjax.parallel import axes
 from kvjax.types import UserError
 
-_PROCESS = re.compile(r"([^/]+:\d+)/(\d+)/(\d+)")
+_ADDRESS = re.compile(r".+:\d+")
 _ASKED = re.compile(r"(data|model):(\d+)")
 
 
-def start(asked: str) -> None:
+def start(
+    coordinator_address: str,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> None:
     """Joins the processes of a run on several hosts; before anything else of JAX.
 
     All processes run the same program on the same input and get the same results; a
     mesh is over the devices of all of them.
 
     Args:
-      asked: `auto` where JAX can tell by itself (Cloud TPU, SLURM, Open MPI,
-        Kubernetes), or `HOST:PORT/N/I`: where process 0 listens, how many there are,
-        and which of them this is.
+      coordinator_address: HOST:PORT, where process 0 listens; `auto` where JAX can tell
+        all three by itself (Cloud TPU, SLURM, Open MPI, Kubernetes).
+      num_processes: how many there are.
+      process_id: which of them this is, from 0.
 
     Raises:
-      UserError: a text that is of neither form.
+      UserError: an address of another form, or numbers that do not fit.
     """
-    if asked == "auto":
+    if coordinator_address == "auto":
         jax.distributed.initialize()
         return
-    found = _PROCESS.fullmatch(asked)
-    if not found or int(found[3]) >= int(found[2]):
+    if not _ADDRESS.fullmatch(coordinator_address):
         raise UserError(
-            f"distributed {asked!r}: give auto, or HOST:PORT/N/I with I below N"
+            f"coordinator_address {coordinator_address!r}: give HOST:PORT, or auto"
         )
-    jax.distributed.initialize(found[1], int(found[2]), int(found[3]))
+    if None in (num_processes, process_id) or not 0 <= process_id < num_processes:
+        raise UserError(
+            f"num_processes {num_processes}, process_id {process_id}: give both, the "
+            "id from 0 and below the number"
+        )
+    jax.distributed.initialize(coordinator_address, num_processes, process_id)
 
 
 @functools.lru_cache(maxsize=16)
 def mesh(asked: str, num_kv_heads: int) -> Mesh:
-    """The mesh that was asked for, over all devices, with the axes of `kvjax.parallel.axes`.
+    """The mesh that was asked for, over all devices, with the axes of `axes`.
 
     Where the KV heads do not divide over the devices of a model, they are split over as
     many of them as they do, and the same on the others.

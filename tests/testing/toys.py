@@ -43,8 +43,8 @@ def _whole(parts):
 def _init(spec, batch, capacity, codec, dtype):
     shape = (batch, spec.num_kv_heads, capacity, spec.head_dim)
     empty = jnp.full(shape[:3], EMPTY, jnp.int32)
-    pairs = _split(jnp.zeros(shape, dtype))
-    return HalvesLayer(pairs, pairs, _split(empty))
+    zeros = lambda: _split(jnp.zeros(shape, dtype))
+    return HalvesLayer(zeros(), zeros(), _split(empty))
 
 
 def _like_dense(layer):

@@ -1,0 +1,28 @@
+"""What runs write down, and what becomes of it: records, tables, figures, pages.
+
+A run calls `overview`, `summary` and `write_report` with its records, and `show` to
+print. `read` and `write_comparison` join the records of several runs, and `leaderboard`
+makes their page.
+"""
+
+from kvjax.evaluation.report.groups import read
+from kvjax.evaluation.report.page import (
+    comparison_overview,
+    leaderboard,
+    overview,
+    summary,
+    write_comparison,
+    write_report,
+)
+from kvjax.evaluation.report.tables import show
+
+__all__ = [
+    "comparison_overview",
+    "leaderboard",
+    "overview",
+    "read",
+    "show",
+    "summary",
+    "write_comparison",
+    "write_report",
+]

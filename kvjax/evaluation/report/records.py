@@ -1,31 +1,41 @@
 """Records of runs: one JSON line per method in a file that may be interrupted.
 
-A record is a dict, one per method and one JSON line in a file. What it may hold (a
-missing value counts as unknown and shows as "-"):
+A record is a dict, one per method (and number of new tokens) and one JSON line in a
+file. What it may hold; a missing value counts as unknown and shows as "-":
 
+    format                      `FORMAT`; what lacks it is of the first format, and
+                                `upgraded` when it is read
+    experiment                  "quality" or "throughput": which protocol was run
     method, policy, schedule    names; `method` is what tables and pictures call it
-    label                       what methods have in common that differ in budget and
+    series                      what methods have in common that differ in budget and
                                 schedule only: the name of their row in a sweep
     budget                      slots per KV head: an int, one per layer, or None (all)
-    rope                        "true" or "slot": where keys stand
-    batch, batch_limit          prompts at a time, and what limits them
-    accuracy, examples          share of needles found, among how many
+    budget_share                the share of a prompt that the budget is meant to be,
+                                such as 0.5, where tasks of other lengths have others
+    codec                       how pairs are stored; "identity": as they are
+    rope_positions              "original" or "cache": where keys stand
+    engine                      "kvjax", or whose else it is
+    batch_size, limited_by      prompts at a time, and what limits them
+    prefill_batch, batch_rule   prompts read at a time, and how the batch was found
+    score, num_examples         the mean of the tasks' scores, among how many prompts
+    tasks                       {name: {metric, score, metrics, num_examples, breakdown,
+                                survivors, ...}}; `breakdown` has the score of every
+                                depth and the like, `survivors` a `survivor_map`
     kl, loss, reference_loss    nats per token
     top1_agreement              share of tokens
     prefill_tokens_per_s, decode_tokens_per_s
-    tokens_per_s                end to end: generated tokens by total time
-    kv_bytes_per_row            most bytes of KV cache that one prompt takes at any time
+    output_tokens_per_s         end to end: generated tokens by total time
+    predicted_tokens_per_s      the same, if the roofline were reached
+    prefill_roofline, decode_roofline    shares of the roofline's rates
+    kv_bytes_peak_per_seq       most bytes of KV cache that one prompt takes at any time
     kv_bytes_decode             the same while tokens are generated
     kv_bytes_live, kv_bytes_allocated    of it, bytes of one prompt's keys and values at
                                 the end: of the pairs kept, and of all slots
     planned_bytes, measured_bytes, memory_bytes    of the whole run; the last, its limit
-    tasks                       {name: {metric, score, metrics, examples, ...}}, of
-                                which `accuracy` is the mean score; `survivors` is the
-                                first prompt's map, see `kvjax.evaluation.report.survivors`
-    seconds, seed, prompt_tokens, max_new_tokens, model, device, command, versions
-    kind                        "throughput" for those of `kvjax.evaluation.throughput`, which also
-                                say engine, role, group, new_tokens and what the
-                                roofline allows; see `kvjax.evaluation.report.throughput_report`
+    prompt_tokens, max_new_tokens, new_tokens    of a prompt; the last, where all
+                                prompts have exactly as many
+    seconds, seed, model, device
+    provenance                  {"command", "versions"}: see `provenance`
 """
 
 import importlib.metadata
@@ -33,24 +43,54 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from kvjax.types import UserError
 
 Record = dict[str, Any]
 
+FORMAT = 2
+SURVIVOR_PARTS = 64  # of a prompt, in a map of survivors
+
+# What the first format called otherwise.
+_FIELDS = {
+    "accuracy": "score",
+    "batch": "batch_size",
+    "batch_limit": "limited_by",
+    "examples": "num_examples",
+    "group": "prefill_batch",
+    "kind": "experiment",
+    "kv_bytes_per_row": "kv_bytes_peak_per_seq",
+    "label": "series",
+    "role": "batch_rule",
+    "rope": "rope_positions",
+    "tokens_per_s": "output_tokens_per_s",
+}
+_TASK_FIELDS = {"cells": "breakdown", "examples": "num_examples"}
+_VALUES = {
+    "rope_positions": {"true": "original", "slot": "cache"},
+    "schedule": {
+        "full": "none",
+        "prefill+decode": "prefill_and_decode",
+        "decode": "decode_only",
+    },
+}
+
 
 def read_records(path: str | os.PathLike) -> list[Record]:
-    """Returns the records of a JSON-lines file; none if there is no such file.
+    """Returns the records of a JSON-lines file, upgraded; none without such a file.
 
     A last line that an interruption cut short is left out.
 
     Raises:
-      UserError: another line is not JSON, naming the file and the line.
+      UserError: another line is not JSON or of a later format, naming file and line.
     """
     path = pathlib.Path(path)
     if not path.exists():
@@ -63,9 +103,10 @@ def read_records(path: str | os.PathLike) -> list[Record]:
 def append_record(path: str | os.PathLike, record: Record) -> None:
     """Adds one line to a JSON-lines file and has it on disk on return.
 
-    NumPy scalars and arrays become plain numbers. A torn last line is removed first.
+    It says which format it is of. NumPy scalars and arrays become plain numbers. A torn
+    last line is removed first.
     """
-    line = json.dumps(record, default=_plain).encode() + b"\n"
+    line = json.dumps({"format": FORMAT} | record, default=_plain).encode() + b"\n"
     with open(path, "ab+") as file:
         file.seek(0)
         last = file.read().rpartition(b"\n")[2]
@@ -83,8 +124,32 @@ def is_torn(path: str | os.PathLike) -> bool:
     return _is_torn(pathlib.Path(path).read_bytes().rpartition(b"\n")[2])
 
 
-def made_by() -> Record:
-    """What a record says of its making: `command`, and `versions` of what computed it.
+def upgraded(record: Record) -> Record:
+    """A record in the words of `FORMAT`, whichever format it was written in.
+
+    Raises:
+      ValueError: its format is a later one.
+    """
+    if (found := record.get("format", 1)) > FORMAT:
+        raise ValueError(f"format {found} is newer than {FORMAT}: update kvjax")
+    if found == FORMAT:
+        return record
+    new = {"format": FORMAT, "codec": "identity"} | _renamed(record, _FIELDS)
+    for field, values in _VALUES.items():
+        if field in new:
+            new[field] = values.get(new[field], new[field])
+    if "score" in new:
+        new.setdefault("experiment", "quality")
+    if share := _share_in_name(new):
+        new["budget_share"] = share
+    if new.get("tasks"):
+        new["tasks"] = {name: _upgraded_task(t) for name, t in new["tasks"].items()}
+    made = {key: new.pop(key) for key in ("command", "versions") if key in new}
+    return new | ({"provenance": made} if made else {})
+
+
+def provenance() -> Record:
+    """What a record says of its making: the command, and what computed it.
 
     A script below the current folder is named from there.
     """
@@ -95,13 +160,67 @@ def made_by() -> Record:
     script = script if below.startswith(os.pardir) else below
     command = shlex.join(["python", script, *arguments])
     return {
-        "command": "a notebook" if "kernel_launcher" in script else command,
-        "versions": {
-            "jax": importlib.metadata.version("jax"),
-            "kvjax": kvjax.__version__,
-            "python": platform.python_version(),
-        },
+        "provenance": {
+            "command": "a notebook" if "kernel_launcher" in script else command,
+            "versions": {
+                "jax": importlib.metadata.version("jax"),
+                "kvjax": kvjax.__version__,
+                "python": platform.python_version(),
+            },
+        }
     }
+
+
+def survivor_map(kept: Sequence[Sequence[np.ndarray]], length: int) -> list[str]:
+    """What is left of a prompt, small enough for a line of records.
+
+    Args:
+      kept: positions of the kept pairs, `[layer][head]`; those from `length` on, which
+        were generated, do not count.
+      length: of the prompt, in tokens.
+
+    Returns:
+      A string per layer of `SURVIVOR_PARTS` characters, or one per token if there are
+      fewer. They stand for equal parts of the prompt, from "0", nothing is kept there,
+      to "9", everything is.
+    """
+    edges = np.linspace(0, length, min(SURVIVOR_PARTS, length) + 1).round()
+    room = np.diff(edges)
+
+    def counts(head):
+        return np.diff(np.searchsorted(np.sort(head), edges))
+
+    return [
+        "".join(
+            str(round(9 * share))
+            for share in np.mean([counts(head) for head in layer], 0) / room
+        )
+        for layer in kept
+    ]
+
+
+def survivor_shares(drawn: Sequence[str]) -> Float[np.ndarray, "L parts"]:
+    """The shares that a `survivor_map` says, 0 to 1, to the nearest ninth."""
+    return np.array([[int(digit) / 9 for digit in layer] for layer in drawn])
+
+
+def _renamed(old: Record, names: dict[str, str]) -> Record:
+    return {names.get(key, key): value for key, value in old.items()}
+
+
+def _upgraded_task(task: Record) -> Record:
+    new = _renamed(task, _TASK_FIELDS)
+    if "breakdown" in new:
+        new["breakdown"] = [_renamed(each, _TASK_FIELDS) for each in new["breakdown"]]
+    return new
+
+
+def _share_in_name(record: Record) -> float | None:
+    """The first format told a budget's share in the method's name only: "tova, 50%"."""
+    found = re.fullmatch(
+        re.escape(str(record.get("series"))) + r", (\d+)%", str(record.get("method"))
+    )
+    return int(found[1]) / 100 if found else None
 
 
 def _is_torn(last: bytes) -> bool:
@@ -114,11 +233,13 @@ def _is_torn(last: bytes) -> bool:
 
 def _parse(path: pathlib.Path, number: int, line: bytes) -> Record:
     try:
-        return json.loads(line)
+        found = json.loads(line)
+        return upgraded(found) if isinstance(found, dict) else found
+    except json.JSONDecodeError as error:
+        why = f"not a JSON record: {error}; mend or remove it"
     except ValueError as error:
-        raise UserError(
-            f"{path}, line {number}: not a JSON record: {error}; mend or remove it"
-        ) from None
+        why = str(error)
+    raise UserError(f"{path}, line {number}: {why}")
 
 
 def _plain(value: Any) -> Any:

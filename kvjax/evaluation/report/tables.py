@@ -1,151 +1,352 @@
-"""Markdown tables of one run's records, whose columns line up in a terminal.
-
-Records are a *sweep* if two labels or more come with several budgets or schedules.
-"""
+"""Tables of records, and a table as Markdown, in a terminal and in LaTeX."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
-from kvjax.evaluation.report import cells, grids
-from kvjax.evaluation.report.cells import label, number, rate, schedule, slots
+from kvjax.evaluation.report import groups
+from kvjax.evaluation.report.groups import Quality, Source, series, slots, text
 from kvjax.evaluation.report.records import Record
 
 Columns = dict[str, Callable[[Record], str]]
-_LEFT = ("Method", "Engine", "Schedule", "Batch (limited by)")
+_LEFT = {"Method", "Engine", "Schedule", "Codec", "Batch (limited by)"}
 
 
-def is_sweep(records: Sequence[Record]) -> bool:
-    """Whether two labels or more come with several budgets or schedules."""
-    found: dict[str, set] = {}
-    for record in records:
-        found.setdefault(label(record), set()).add(setting_of(record))
-    return sum(len(settings) > 1 for settings in found.values()) > 1
+class Table(NamedTuple):
+    """A table of text.
+
+    Attributes:
+      head: names of the columns.
+      rows: cells, as many in each row as there are columns.
+      left: the columns that are set flush left; numbers are set flush right.
+      bold: places (row, column) of what stands out.
+      breaks: rows before which LaTeX draws a rule.
+    """
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: frozenset[int] = frozenset({0})
+    bold: frozenset[tuple[int, int]] = frozenset()
+    breaks: frozenset[int] = frozenset()
 
 
-def _row_labels(records: Sequence[Record]) -> list[str]:
-    """First cells of a table: in a sweep, columns tell budget and schedule."""
-    return (
-        [label(r) for r in records] if is_sweep(records) else cells.labels_of(records)
-    )
+def markdown(table: Table) -> str:
+    """The table in Markdown, its columns lined up for a terminal."""
+    rows = [
+        [f"**{cell}**" if (i, j) in table.bold else cell for j, cell in enumerate(row)]
+        for i, row in enumerate(table.rows)
+    ]
+    lines = [[cell.replace("|", "\\|") for cell in row] for row in [table.head, *rows]]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    left = [j in table.left for j in range(len(widths))]
+    rule = [
+        "-" * width if flush else "-" * (width - 1) + ":"
+        for width, flush in zip(widths, left, strict=True)
+    ]
+
+    def padded(row):
+        for cell, width, flush in zip(row, widths, left, strict=True):
+            yield cell.ljust(width) if flush else cell.rjust(width)
+
+    shown = (lines[0], rule, *lines[1:])
+    return "\n".join("| " + " | ".join(padded(row)) + " |" for row in shown)
 
 
-def _sweep_columns(
-    records: Sequence[Record],
-) -> Columns:
-    return {"Schedule": schedule, "KV slots": slots} if is_sweep(records) else {}
+def show(page: str) -> None:
+    """Prints Markdown: drawn where somebody looks at a terminal, and else as it is."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    if sys.stdout.isatty():
+        Console().print(Markdown(page))
+    else:
+        print(page)
 
 
-def setting_of(record: Record) -> tuple[str, str]:
-    return schedule(record), slots(record)
+# --- numbers --------------------------------------------------------------------------
 
 
-def settings_of(records: Sequence[Record]) -> list[tuple[str, str]]:
-    """Schedules and budgets of a sweep, the full cache's left out, budgets rising."""
-    found = {
-        setting_of(r): _mean_budget(r) for r in records if r.get("budget") is not None
-    }
-    phases = list(dict.fromkeys(each for each, _ in found))
-    return sorted(found, key=lambda each: (phases.index(each[0]), found[each]))
+def number(value: float | None, form: str = "{:.2f}") -> str:
+    return "-" if pd.isna(value) else form.format(value)
 
 
-def _mean_budget(record: Record) -> float:
-    return float(np.mean(record["budget"]))
+def rate(value: float | None) -> str:
+    """Three significant digits, and no fraction from 100 on."""
+    if value is None or not math.isfinite(value):
+        return number(value)
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:,.{digits}f}"
 
 
-def _rank(record: Record) -> tuple[float, float]:
-    """Smaller is better: what the score lacks, then KL; unknown is worst."""
-    accuracy, kl = cells.finite(record.get("accuracy")), cells.finite(record.get("kl"))
-    return (
-        math.inf if accuracy is None else -accuracy,
-        math.inf if kl is None else kl,
-    )
+def megabytes(value: float | None) -> str:
+    return "-" if value is None else rate(value / 1e6)
 
 
-# --- tables ---------------------------------------------------------------------------
+def kl(value: float | None) -> str:
+    return "<0.001" if value and 0 < value < 0.001 else number(value, "{:.3f}")
 
 
-def table(records: Sequence[Record]) -> str:
-    """Returns the results as a Markdown table whose columns line up in a terminal."""
-    full = cells.full_cache(records)
-    columns: Columns = {
-        "Schedule": schedule,
-        "KV slots": slots,
-        "Batch (limited by)": cells.batch,
-        cells.quality_of(records).column: lambda r: number(r.get("accuracy")),
-        "KL": lambda r: cells.kl(r.get("kl")),
-        "Top-1": lambda r: number(r.get("top1_agreement")),
-        "Prefill tok/s": lambda r: rate(r.get("prefill_tokens_per_s")),
-        "Decode tok/s": lambda r: rate(r.get("decode_tokens_per_s")),
-        "End-to-end tok/s": lambda r: end_to_end(r, full),
-        "KV MB/prompt": lambda r: cells.megabytes(r.get("kv_bytes_per_row")),
-    }
-    return markdown(records, columns)
+def versions(records: Sequence[Record]) -> str:
+    """Names and versions of the software that made records."""
+    made = [record.get("provenance", {}).get("versions") or {} for record in records]
+    found = {f"{name} {version}" for each in made for name, version in each.items()}
+    return ", ".join(sorted(found)) or "versions not recorded"
 
 
-def end_to_end(record: Record, full: Record) -> str:
-    times = cells.ratio(record, full, "tokens_per_s")
-    shown = "" if times is None else f" ({times:.2f}x)"
-    return rate(record.get("tokens_per_s")) + shown
+def _of(key: str, form: Callable[[Any], str] | str = "{:.2f}"):
+    """A cell that says one field."""
+    shown = form if callable(form) else lambda value: number(value, form)
+    return lambda record: shown(record.get(key))
 
 
-def best_table(records: Sequence[Record]) -> str:
-    """The full cache, and the best method of each column of a sweep.
+def _batch(record: Record) -> str:
+    limit = record.get("limited_by")
+    return text(record.get("batch_size")) + (f" ({limit})" if limit else "")
+
+
+def _live(record: Record) -> str:
+    """Bytes of a prompt's pairs, and of the slots that they lie in."""
+    live, allocated = record.get("kv_bytes_live"), record.get("kv_bytes_allocated")
+    return "-" if live is None else f"{megabytes(live)} / {megabytes(allocated)}"
+
+
+# --- tables of one run ----------------------------------------------------------------
+
+_CELLS: Columns = {  # what a column says of a record
+    "As many": _of("equals", text),
+    "Batch (limited by)": _batch,
+    "Decode tok/s": _of("decode_tokens_per_s", rate),
+    "End-to-end tok/s": _of("output_tokens_per_s", rate),
+    "Engine": lambda r: r.get("engine", "kvjax"),
+    "KL": _of("kl", kl),
+    "KV MB live / allocated": _live,
+    "KV MB/prompt": _of("kv_bytes_peak_per_seq", megabytes),
+    "Limit MB": _of("memory_bytes", megabytes),
+    "Loss": _of("loss", "{:.3f}"),
+    "Loss of full cache": _of("reference_loss", "{:.3f}"),
+    "Measured MB": _of("measured_bytes", megabytes),
+    "New": _of("new_tokens", text),
+    "Planned MB": _of("planned_bytes", megabytes),
+    "Predicted": _of("predicted_tokens_per_s", rate),
+    "Prefill tok/s": _of("prefill_tokens_per_s", rate),
+    "Read at once": _of("prefill_batch", text),
+    "Seconds": _of("seconds", rate),
+    "Seed": _of("seed", text),
+    "Top-1": _of("top1_agreement"),
+    "decoding": _of("kv_bytes_decode", megabytes),
+    "of roofline": _of("prefill_roofline"),
+    "roofline": _of("decode_roofline"),
+}
+
+
+def _cells(*names: str) -> Columns:
+    return {name: _CELLS[name] for name in names}
+
+
+def run_table(records: Sequence[Record]) -> Table:
+    """All methods of a run: quality, rates and memory."""
+    full = groups.full_cache(records)
+
+    def end_to_end(record):
+        times = groups.ratio(record, full, "output_tokens_per_s")
+        shown = "" if times is None else f" ({times:.2f}x)"
+        return rate(record.get("output_tokens_per_s")) + shown
+
+    columns = _methods(records) | _cells("Batch (limited by)")
+    columns[groups.score_of(records).column] = _of("score")
+    columns |= _cells("KL", "Top-1", "Prefill tok/s", "Decode tok/s")
+    columns |= {"End-to-end tok/s": end_to_end} | _cells("KV MB/prompt")
+    return _table(records, columns, _row_names(records))
+
+
+def best_table(records: Sequence[Record]) -> Table:
+    """The full cache, and the best method of each schedule and budget of a sweep.
 
     The best has the highest score (the most needles found) and, among those that share
     it, the smallest KL.
     """
-    full = cells.full_cache(records)
-    best, equals = [full] if full else [], {}
-    for setting in settings_of(records):
-        peers = [r for r in records if setting_of(r) == setting]
-        best.append(min(peers, key=_rank))
-        found = best[-1].get("accuracy")
-        equals[id(best[-1])] = sum(r.get("accuracy") == found for r in peers) - 1
-    columns: Columns = {
-        "Schedule": schedule,
-        "KV slots": slots,
-        cells.quality_of(records).column: lambda r: number(r.get("accuracy")),
-        "As many": lambda r: cells.text(equals.get(id(r))),
-        "KL": lambda r: cells.kl(r.get("kl")),
-        "Top-1": lambda r: number(r.get("top1_agreement")),
-        "Decode tok/s": lambda r: rate(r.get("decode_tokens_per_s")),
-        "KV MB/prompt": lambda r: cells.megabytes(r.get("kv_bytes_per_row")),
-        "decoding": lambda r: cells.megabytes(r.get("kv_bytes_decode")),
-    }
-    return markdown(best, columns, [label(r) for r in best])
+    full, frame = groups.full_cache(records), groups.sweep(records)
+    peers = frame.groupby(["setting", "slots", "score"], dropna=False)
+    frame["equals"] = peers["series"].transform("size") - 1
+    best = frame.drop_duplicates(["setting", "slots"])
+    pairs = zip(best["record"], best["equals"], strict=True)
+    shown = [*([full] if full else []), *(r | {"equals": n} for r, n in pairs)]
+    columns = _methods(shown) | {groups.score_of(records).column: _of("score")}
+    columns |= _cells("As many", "KL", "Top-1", "Decode tok/s", "KV MB/prompt")
+    columns |= _cells("decoding")
+    return _table(shown, columns, list(map(series, shown)))
 
 
-def memory_table(records: Sequence[Record]) -> str:
+def memory_table(records: Sequence[Record]) -> Table:
     """Bytes as planned and measured, losses, time."""
-    columns: Columns = {
-        **_sweep_columns(records),
-        "KV MB live / allocated": cells.live,
-        "Planned MB": lambda r: cells.megabytes(r.get("planned_bytes")),
-        "Measured MB": lambda r: cells.megabytes(r.get("measured_bytes")),
-        "Limit MB": lambda r: cells.megabytes(r.get("memory_bytes")),
-        "Loss": lambda r: number(r.get("loss"), "{:.3f}"),
-        "Loss of full cache": lambda r: number(r.get("reference_loss"), "{:.3f}"),
-        "Seconds": lambda r: rate(r.get("seconds")),
-        "Seed": lambda r: cells.text(r.get("seed")),
-    }
-    return markdown(records, columns)
+    columns = _methods(records) if groups.is_sweep(records) else {}
+    columns |= _cells("KV MB live / allocated", "Planned MB", "Measured MB", "Limit MB")
+    columns |= _cells("Loss", "Loss of full cache", "Seconds", "Seed")
+    return _table(records, columns, _row_names(records))
 
 
-def markdown(records: Sequence[Record], columns: Columns, labels=None) -> str:
-    """`grid` in Markdown."""
-    return grids.markdown(grid(records, columns, labels))
+def throughput_table(records: Sequence[Record]) -> Table:
+    """Batches, rates, shares of the roofline and scores, by number of new tokens.
+
+    `x ED` and `x FKV` are end-to-end rates relative to theirs at as many new tokens.
+    """
+    other = {record.get("engine", "kvjax") for record in records} != {"kvjax"}
+    columns = _cells("Engine", "New") if other else _cells("New")
+    columns |= {k: v for k, v in _methods(records).items() if k != "Schedule"}
+    columns |= _cells("Batch (limited by)", "Read at once", "Prefill tok/s")
+    columns |= _cells("of roofline", "Decode tok/s", "roofline", "End-to-end tok/s")
+    columns["x ED"] = lambda r: number(groups.times(r, records, "ed"))
+    columns["x FKV"] = lambda r: number(groups.times(r, records, "full"))
+    columns |= _cells("Predicted") | _scores(records)
+    columns |= _cells("Planned MB", "Measured MB")
+    return _table(records, columns, [text(r.get("method")) for r in records])
 
 
-def grid(
-    records: Sequence[Record], columns: Columns, labels: Sequence[str] | None = None
-) -> grids.Grid:
-    """One row per record, the label first; text to the left, numbers to the right."""
+def _scores(records: Sequence[Record]) -> Columns:
+    """A column of each task's scores, unless needles are all that was looked for."""
+    score, metrics = groups.score_of(records), groups.metrics_of(records)
+    if score.column == "Needle":
+        return {score.column: _of("score")}
+
+    def of_task(name):
+        return lambda r: number((r.get("tasks") or {}).get(name, {}).get("score"))
+
+    return {f"{name} ({metric})": of_task(name) for name, metric in metrics.items()}
+
+
+def _methods(records: Sequence[Record]) -> Columns:
+    """What is kept, when, and how; the codec, only where somebody has one."""
+    encoded = any(groups.codec(record) != "identity" for record in records)
+    codec = {"Codec": groups.codec} if encoded else {}
+    return {"Schedule": groups.schedule, "KV slots": slots} | codec
+
+
+def _row_names(records: Sequence[Record]) -> list[str]:
+    """First cells of a table: in a sweep, columns tell budget and schedule."""
+    if groups.is_sweep(records):
+        return list(map(series, records))
+    return groups.names_of(records)
+
+
+def _table(records: Sequence[Record], columns: Columns, names: Sequence[str]) -> Table:
+    """A row per record: its name, and what each column says of it."""
     head = ["Method", *columns]
     rows = [
-        [label, *(cell(record) for cell in columns.values())]
-        for label, record in zip(labels or _row_labels(records), records, strict=True)
+        [name, *(cell(record) for cell in columns.values())]
+        for name, record in zip(names, records, strict=True)
     ]
-    left = frozenset(i for i, name in enumerate(head) if name in _LEFT)
-    return grids.Grid(head, rows, left)
+    return Table(head, rows, frozenset(i for i, h in enumerate(head) if h in _LEFT))
+
+
+# --- tables of several runs -----------------------------------------------------------
+
+
+def score_table(group: Quality) -> Table:
+    """Methods by tasks, in points of 100; bold is the best of its budget."""
+    names, cells = _rows(group)
+    told = group.scores.map(points)
+    told["Mean Δ"] = _differences(group)
+    best = group.best.assign(mean=group.differences["best"]).to_numpy()
+    bold = {(i, len(names) + j) for i, j in np.argwhere(best).tolist()}
+    rows = [[*cells(row), *told.loc[row]] for row in group.rows]
+    budgets = [row[2] for row in group.rows]
+    breaks = {i for i in range(1, len(rows)) if budgets[i] != budgets[i - 1]}
+    left = frozenset(range(len(names)))
+    head = [*names, *told.columns]
+    return Table(head, rows, left, frozenset(bold), frozenset(breaks))
+
+
+def rank_table(group: Quality) -> Table:
+    """All methods by their mean difference to the full cache, a rank at each budget.
+
+    Those that did not run every task come last and have no rank.
+    """
+    names, cells = _rows(group)
+    frame = group.differences.assign(
+        told=_differences(group), wins=group.best.sum(axis=1)
+    )
+    for key in ("decode", "peak"):
+        values = group.pivot(key)
+        frame[key] = (values / group.of_full(values)).mean(axis=1)
+    rows, breaks = [], set()
+    for _, peers in frame.groupby("budget", sort=False):
+        breaks |= {len(rows)} if rows else set()
+        ranked = peers["rank"].notna()
+        by = peers["mean"].where(ranked).sort_values(ascending=False, kind="stable")
+        for row, each in peers.loc[by.index].iterrows():
+            wins = str(each["wins"]) if ranked.any() else "-"
+            shares = [number(each[key], "{:.0%}") for key in ("decode", "peak")]
+            place = number(each["rank"], "{:.0f}")
+            rows.append([place, *cells(row), each["told"], wins, *shares])
+    head = ["Rank", *names, "Mean Δ", "Best on", "KV decoding", "KV peak"]
+    left = frozenset(range(1, 1 + len(names)))
+    return Table(head, rows, left, breaks=frozenset(breaks))
+
+
+def task_table(group: Quality) -> Table:
+    """What each column of scores is: metric, prompts, |kv| at each budget, source."""
+    answers, whole = group.answers, group.full
+    budgets = [row[2] for row in group.rows if row != whole]
+    budgets = [b for b in dict.fromkeys(budgets) if not b.replace(",", "").isdigit()]
+    head = ["Task", "Metric", "Prompts", "Tokens (mean)", "Cut", "New"]
+    head += [*(f"|kv| at {budget}" for budget in budgets), "Seed", "Run"]
+    paths = [source.path for source in group.sources]
+    rows = []
+    for name, found in answers.groupby("column", sort=False):
+        first = found.iloc[0]
+        sizes = found.groupby("budget")["slots"].unique()
+        mean = first["task"].get("prompt_tokens") or first["prompt_tokens"]
+        rows.append(
+            [name, first["task"]["metric"], number(first["num_examples"], "{:.0f}")]
+            + [number(mean, "{:,.0f}"), text(first["task"].get("cut_prompts"))]
+            + [number(first["new_tokens"], "{:.0f}")]
+            + [" / ".join(sorted(sizes.get(b, ["-"]))) for b in budgets]
+            + [number(first["seed"], "{:.0f}")]
+            + [", ".join(str(paths.index(p) + 1) for p in found["path"].unique())]
+        )
+    return Table(head, rows, frozenset({0, 1}))
+
+
+def provenance(group: Quality | groups.Throughput) -> str:
+    """Where figures come from, as Markdown: a numbered line per file."""
+    lines = [f"Model {group.model} on {group.device}. Records and what made them:", ""]
+    for number, source in enumerate(group.sources, 1):
+        torn = "; its last line was cut short and is left out" if source.torn else ""
+        lines.append(f"{number}. `{source.path}`: {_made(source)}{torn}")
+    return "\n".join(lines)
+
+
+def _made(source: Source) -> str:
+    made = [r.get("provenance", {}).get("command") for r in source.records]
+    commands = " / ".join(f"`{each}`" for each in dict.fromkeys(made) if each)
+    seeds = dict.fromkeys(r.get("seed") for r in source.records)
+    told = " / ".join(str(seed) for seed in seeds if seed is not None)
+    return (
+        f"{commands or 'command not recorded'}; seed {told or 'unknown'}; "
+        f"{versions(source.records)}"
+    )
+
+
+def _rows(group: Quality) -> tuple[list[str], Callable[[tuple], list[str]]]:
+    """What the first columns are called, and how a method fills them."""
+    encoded = any(row[3] != "identity" for row in group.rows)
+    names = ["Method", "Schedule", "Budget", *(["Codec"] if encoded else [])]
+    return names, lambda row: list(row)[: len(names)]
+
+
+def points(share: float | None, form: str = "{:.1f}") -> str:
+    return "-" if pd.isna(share) else form.format(100 * share)
+
+
+def _differences(group: Quality) -> list[str]:
+    """In points; in brackets of how many tasks, where some are missing."""
+    count, told = len(group.columns), []
+    for row, each in group.differences.iterrows():
+        missing = "" if each["count"] == count else f" ({each['count']} of {count})"
+        unknown = row == group.full or pd.isna(each["mean"])
+        told.append("-" if unknown else points(each["mean"], "{:+.1f}") + missing)
+    return told

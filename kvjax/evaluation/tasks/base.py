@@ -52,6 +52,10 @@ class Task(NamedTuple):
     stop: tuple[str, ...] = ()
     chat: bool = True
 
+    def __call__(self) -> "Task":
+        """Itself: a task stands wherever a function that makes one does."""
+        return self
+
 
 class Encoded(NamedTuple):
     """A prompt as token ids, and how many were cut out of its middle."""

@@ -11,6 +11,6 @@
 and both sides import them.
 """
 
-from peers.protocol import Peer, PeerDied, PeerError, run, serve
+from baselines.protocol import Baseline, BaselineDied, BaselineError, run, serve
 
-__all__ = ["Peer", "PeerDied", "PeerError", "run", "serve"]
+__all__ = ["Baseline", "BaselineDied", "BaselineError", "run", "serve"]

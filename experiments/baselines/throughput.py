@@ -13,7 +13,7 @@ under `alternatives`); a press for exactly `budget` pairs per head; sdpa attenti
 except for the press that reads attention weights. On a CPU large blocks go back to the
 system as they are freed, as in kvjax's own runs, or a batch that fits would not stay in
 its memory. What the libraries do when that is no matter can be asked for as well
-(`keep_freed`).
+(`retain_freed_memory`).
 """
 
 import functools
@@ -24,16 +24,17 @@ from typing import Any, NamedTuple
 
 import jax
 
+from baselines import Baseline, BaselineDied, BaselineError, memory, presses
 from kvjax.evaluation.batch_rules import turns
+from kvjax.evaluation.report.records import FORMAT
 from kvjax.models.weights import hub
 from kvjax.types import UserError
-from peers import Peer, PeerDied, PeerError, memory, presses
 
 CHUNK = 256  # prompt tokens at a time, where transformers reads in chunks
 WARM_UP = 512  # prompt tokens, at most, of the run that is not measured
 UNGRADED = (
-    "accuracy",
-    "examples",
+    "score",
+    "num_examples",
     "loss",
     "reference_loss",
     "kl",
@@ -49,18 +50,19 @@ class Method(NamedTuple):
       policy: of `presses.LABELS`, run by kvpress; None is transformers' full cache.
       budget: pairs per head that stay of the prompt.
       options: of the press, by its own names, such as SnapKV's `window_size`.
-      keep_freed: timed with glibc as it comes, which keeps freed memory for later; the
-        batch is the one that fits without, and `measured_bytes` says what it takes.
+      retain_freed_memory: timed with glibc as it comes, which keeps freed memory for
+        later; the batch is the one that fits without, and `measured_bytes` says what it
+        takes.
     """
 
     policy: str | None = None
     budget: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
-    keep_freed: bool = False
+    retain_freed_memory: bool = False
 
     @property
     def name(self) -> str:
-        kept = ", freed memory kept" if self.keep_freed else ""
+        kept = ", freed memory kept" if self.retain_freed_memory else ""
         if self.policy is None:
             return f"transformers full cache{kept}"
         return f"kvpress {presses.LABELS[self.policy]} ({self.budget}){kept}"
@@ -93,7 +95,7 @@ def measure(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     memory_bytes: int,
-    repeats: int = 3,
+    min_timed_batches: int = 3,
     progress: Progress = lambda what, finished: None,
     keep_tokens: bool = False,
 ) -> list[dict[str, Any]]:
@@ -106,13 +108,13 @@ def measure(
       prompts: token ids, all of one length; no larger batch is tried than there are.
       new_tokens: to generate, whatever they are.
       memory_bytes: what weights, pairs and activations may take together.
-      repeats: batches to time, at least; see `kvjax.evaluation.batch_rules.turns`.
+      min_timed_batches: see `kvjax.evaluation.batch_rules.turns`.
       progress: told what runs.
       keep_tokens: adds `tokens`, each prompt's answer, to be graded and taken out.
 
     Returns:
-      A record per method. Among its fields: `batch`, and `batch_limit`, the phase that
-      needs the most memory or `prompts`; the medians of the batches' seconds, and
+      A record per method. Among its fields: `batch_size`, and `limited_by`, the phase
+      that needs the most memory or `prompts`; the medians of the batches' seconds, and
       all of them in `*_seconds_all`; rates as in kvjax's records, where all new tokens
       count over the seconds of the decode phase, though the prompt gives the first;
       `measured_bytes`, the peak of what was timed; `counted_bytes`, what was expected;
@@ -120,10 +122,10 @@ def measure(
 
     Raises:
       UserError: arguments that do not fit; not even one prompt fits.
-      PeerError: the other side cannot run.
+      BaselineError: the other side cannot run.
     """
-    _check(methods, prompts, new_tokens, repeats)
-    task = _Task(prompts, new_tokens, memory_bytes, repeats)
+    _check(methods, prompts, new_tokens, min_timed_batches)
+    task = _Task(prompts, new_tokens, memory_bytes, min_timed_batches)
     records = []
     for method in methods:
         with _Worker(python, gguf_path, methods, prompts[0]) as worker:
@@ -139,7 +141,7 @@ def measure(
 def joined(
     python: str, model: str, dtype: str, asked: Sequence[Mapping[str, Any]]
 ) -> dict[str, Callable[..., dict[str, Any]]]:
-    """The methods as `kvjax.evaluation.throughput.run` wants them, by their names.
+    """The methods as `kvjax.evaluation.run.run` wants them, by their names.
 
     On a GPU JAX holds most of the memory for itself unless the environment says
     XLA_PYTHON_CLIENT_PREALLOCATE=false; then `memory_gb` has to leave room for both.
@@ -151,27 +153,27 @@ def joined(
       asked: fields of `Method`.
 
     Raises:
-      UserError: a model that is not a GGUF file, which the peers could not read; two
-        methods of one policy and budget; another side that cannot run, or would with
-        another dtype or kind of device.
+      UserError: a model that is not a GGUF file, which the baselines could not read;
+        two methods of one policy and budget; another side that cannot run, or would
+        with another dtype or kind of device.
     """
     path = hub.fetch(model) if model in hub.NAMED else pathlib.Path(model)
     if path.suffix != ".gguf":
         raise UserError(
-            f"peers read GGUF files only, not {model!r}: drop --peer_python"
+            f"baselines read GGUF files only, not {model!r}: drop --baseline_python"
         )
     methods = [_method(fields) for fields in asked]
     names = [method.name for method in methods]
     if len(set(names)) < len(names):
-        raise UserError(f"peers {names}: give each policy and budget once")
+        raise UserError(f"baselines {names}: give each policy and budget once")
     _check_side(python, path, methods, dtype)
 
-    def run(method, prompts, new, memory, repeats, progress):
+    def run(method, prompts, new, memory, min_timed_batches, progress):
         say = lambda what, finished: progress(what, 0)
-        task = prompts, new, memory, repeats, say
+        task = prompts, new, memory, min_timed_batches, say
         try:
             (record,) = measure(python, path, [method], *task, keep_tokens=True)
-        except PeerError as error:
+        except BaselineError as error:
             raise UserError(str(error)) from None
         return record
 
@@ -181,7 +183,9 @@ def joined(
 def _method(fields: Mapping[str, Any]) -> Method:
     if unknown := sorted(set(fields) - set(Method._fields)):
         known = ", ".join(Method._fields)
-        raise UserError(f"peer has an unknown field {unknown[0]!r}: fields are {known}")
+        raise UserError(
+            f"baseline has an unknown field {unknown[0]!r}: fields are {known}"
+        )
     options = tuple(fields.get("options", {}).items())
     return Method(**dict(fields) | {"options": options})
 
@@ -191,15 +195,15 @@ def _check_side(python, path, methods, dtype) -> None:
     try:
         with _Worker(python, path, methods, [1, 2, 3]) as worker:
             about = worker.about
-    except PeerError as error:
+    except BaselineError as error:
         raise UserError(str(error)) from None
     ours = jax.devices()[0].platform
     theirs = "cpu" if about["device"] == "cpu" else "gpu"
     if (about["dtype"], theirs) != (dtype, ours):
         raise UserError(
-            f"peers run in {about['dtype']} on a {theirs.upper()}, kvjax in {dtype} on "
-            f"a {ours.upper()}: set --config.dtype={about['dtype']}, or install what "
-            "runs on the same device on both sides"
+            f"baselines run in {about['dtype']} on a {theirs.upper()}, kvjax in "
+            f"{dtype} on a {ours.upper()}: set --config.dtype={about['dtype']}, or "
+            "install what runs on the same device on both sides"
         )
 
 
@@ -207,7 +211,7 @@ class _Task(NamedTuple):
     prompts: Sequence[Sequence[int]]
     new: int
     limit: int
-    repeats: int
+    min_timed_batches: int
 
     @property
     def length(self) -> int:
@@ -215,7 +219,7 @@ class _Task(NamedTuple):
 
     def batches(self, size: int) -> list[list[list[int]]]:
         """The prompts of every batch, as in kvjax's own measurement."""
-        rows = turns(len(self.prompts), size, self.repeats)
+        rows = turns(len(self.prompts), size, self.min_timed_batches)
         return [[list(self.prompts[row]) for row in batch] for batch in rows]
 
 
@@ -231,12 +235,12 @@ class _Worker:
         self.start()
 
     def start(self) -> None:
-        self.peer = Peer(self.python, "-m", "peers.worker")
+        self.baseline = Baseline(self.python, "-m", "baselines.worker")
         try:
-            self.peer.load(self.path, device="best")
-            self.about = self.peer.ask(self.first)
-        except PeerError:
-            self.peer.close()
+            self.baseline.load(self.path, device="best")
+            self.about = self.baseline.ask(self.first)
+        except BaselineError:
+            self.baseline.close()
             raise
         self.shape = memory.Shape(**self.about["shape"])
 
@@ -244,7 +248,7 @@ class _Worker:
         return self
 
     def __exit__(self, *_) -> None:
-        self.peer.close()
+        self.baseline.close()
 
     def run(
         self,
@@ -261,17 +265,19 @@ class _Worker:
             "batches": task.batches(batch)[: None if timed else 1],
             "new": task.new,
             "limit": limit,
-            "keep_freed": timed and method.keep_freed,
+            "retain_freed_memory": timed and method.retain_freed_memory,
         }
         try:
-            done = self.peer.ask(method.request(task.length) | asked)
-        except PeerDied as death:
-            self.peer.close()
+            done = self.baseline.ask(method.request(task.length) | asked)
+        except BaselineDied as death:
+            self.baseline.close()
             self.start()
             return {"out_of_memory": str(death)}
         wanted = [method.kept(task.length)]
         if done.get("kept", wanted) != wanted:
-            raise PeerError(f"{method.name} kept {done['kept']} pairs, not {wanted}")
+            raise BaselineError(
+                f"{method.name} kept {done['kept']} pairs, not {wanted}"
+            )
         return done
 
 
@@ -318,7 +324,7 @@ def _search(worker: _Worker, plan: _Plan, task: _Task, progress: Progress) -> No
     count = lambda batch: max(_count(worker, plan, task, batch).values())
     known = count, worker.shape.weights, plan.trials, task.limit, len(task.prompts)
     while batch := memory.next_batch(*known):
-        progress(f"{plan.method.name}: does a batch of {batch} fit?", 0)
+        progress(f"does a batch of {batch} fit?", 0)
         done = worker.run(plan.method, task, batch, plan.chunk, task.limit)
         plan.trials.append(_trial(batch, done, task.limit))
 
@@ -328,7 +334,7 @@ def _time(
 ) -> dict[str, Any]:
     """The record of one way, at a smaller batch if memory runs out after all."""
     while batch := memory.largest(plan.trials):
-        progress(f"{plan.method.name}: timing a batch of {batch}", 0)
+        progress(f"timing a batch of {batch}", 0)
         done = worker.run(plan.method, task, batch, plan.chunk, None)
         if "out_of_memory" not in done:
             return _record(worker, plan, task, done)
@@ -339,8 +345,8 @@ def _time(
 
 def _faster(ways: list[dict[str, Any]]) -> dict[str, Any]:
     """The record of the fastest way, with the others in brief."""
-    record, *others = sorted(ways, key=lambda way: -way["tokens_per_s"])
-    brief = ("prefill_chunk", "batch", "tokens_per_s", "measured_bytes")
+    record, *others = sorted(ways, key=lambda way: -way["output_tokens_per_s"])
+    brief = ("prefill_chunk", "batch_size", "output_tokens_per_s", "measured_bytes")
     record["alternatives"] = [{key: each[key] for key in brief} for each in others]
     return record
 
@@ -377,16 +383,17 @@ def _record(
     reading, writing = statistics.median(read), statistics.median(written)
     both = statistics.median(map(sum, zip(read, written, strict=True)))
     return {
-        "kind": "throughput",
+        "format": FORMAT,
+        "experiment": "throughput",
         "method": method.name,
-        "label": method.name,
+        "series": method.name,
         "engine": "kvpress" if method.policy else "transformers",
         "policy": method.policy,
         "options": dict(method.options),
         "budget": method.budget,
-        "schedule": "after_prefill" if method.policy else "full",
-        "batch": batch,
-        "batch_limit": limit,
+        "schedule": "after_prefill" if method.policy else "none",
+        "batch_size": batch,
+        "limited_by": limit,
         "tried": [each._asdict() for each in trials],
         "prompts": len(task.prompts),
         "prompt_tokens": task.length,
@@ -400,7 +407,7 @@ def _record(
         "decode_seconds_all": written,
         "prefill_tokens_per_s": batch * task.length / reading,
         "decode_tokens_per_s": batch * task.new / writing,
-        "tokens_per_s": batch * task.new / both,
+        "output_tokens_per_s": batch * task.new / both,
         "measured_bytes": max(done["bytes"].values(), default=None),
         "counted_bytes": max(counted.values()),
         "memory_bytes": task.limit,
@@ -409,13 +416,13 @@ def _record(
         "dtype": worker.about["dtype"],
         "device": worker.about["device"],
         "threads": worker.about["threads"],
-        "versions": worker.peer.versions | worker.about["versions"],
+        "provenance": {"versions": worker.baseline.versions | worker.about["versions"]},
         "tokens": done["tokens"][: len(task.prompts)],
         **dict.fromkeys(UNGRADED),
     }
 
 
-def _check(methods, prompts, new_tokens, repeats) -> None:
+def _check(methods, prompts, new_tokens, min_timed_batches) -> None:
     if not methods or len(set(methods)) < len(methods):
         raise UserError(f"methods {list(methods)}: give one or more, each once")
     for policy, budget, *_ in methods:
@@ -427,6 +434,9 @@ def _check(methods, prompts, new_tokens, repeats) -> None:
     lengths = sorted(set(map(len, prompts)))
     if len(lengths) != 1 or not lengths[0]:
         raise UserError(f"prompts of {lengths} tokens: give prompts of one length")
-    for name, count in (("new_tokens", new_tokens), ("repeats", repeats)):
+    for name, count in (
+        ("new_tokens", new_tokens),
+        ("min_timed_batches", min_timed_batches),
+    ):
         if count < 1:
             raise UserError(f"{name} {count}: at least 1")

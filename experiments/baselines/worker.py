@@ -1,17 +1,19 @@
-"""The other interpreter's side of `peers.throughput`: runs batches, weighs and times.
+"""The other interpreter's side of `baselines.throughput`: runs, weighs, times batches.
 
-    python -m peers.worker
+    python -m baselines.worker
 
 Requests, after the model:
 
     {"methods": [{policy, ratio, options}, ...], "prompt"}
-    {"policy", "ratio", "options", "chunk", "batches", "new", "limit", "keep_freed"}
+    {"policy", "ratio", "options", "chunk", "batches", "new", "limit",
+     "retain_freed_memory"}
 
 The first asks whether all presses can be made, and for the model's shape; its prompt is
 one to warm up with. The second answers with the seconds of every batch, the bytes at
 the peak of each phase, how many pairs were kept, and the tokens; or, where memory ran
 out, with `out_of_memory`. With a `limit` it is a rehearsal: of the new tokens only the
-last ones are decoded, where the cache is largest. For `keep_freed` see `Meter`.
+last ones are decoded, where the cache is largest. For `retain_freed_memory` see
+`Meter`.
 """
 
 import contextlib
@@ -24,8 +26,8 @@ import platform
 import time
 from typing import NamedTuple
 
-import peers
-from peers import presses
+import baselines
+from baselines import presses
 
 OUT_OF_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"
 LAST = 8  # tokens that a rehearsal decodes
@@ -39,13 +41,13 @@ class Meter:
     On a GPU they are the allocator's. On a CPU they are the growth of the resident set
     and the weights. By itself glibc keeps freed blocks of up to 32 MiB for later, and
     those between others in use add up: a batch of 22 that fits into 2 GB took 5.1.
-    Without `keep_freed` blocks of 1 MiB and more go back to the system at once, as they
-    do in `kvjax.engine.memory`, which costs page faults.
+    Without `retain_freed_memory` blocks of 1 MiB and more go back to the system at
+    once, as they do in `kvjax.engine.memory`, which costs page faults.
 
     Where the system does not tell (no Linux), `peak` is None.
     """
 
-    def __init__(self, model, keep_freed: bool):
+    def __init__(self, model, retain_freed_memory: bool):
         self.device = model.device
         self.weights = sum(each.nbytes for each in model.parameters())
         gc.collect()
@@ -54,7 +56,7 @@ class Meter:
 
             torch.cuda.empty_cache()
         else:
-            _keep_freed(below=MANY if keep_freed else FEW)
+            _retain_freed(below=MANY if retain_freed_memory else FEW)
             self.before = _resident("VmRSS")
 
     def start(self) -> None:
@@ -83,7 +85,7 @@ def _resident(field: str) -> int | None:
     return next((int(x.split()[1]) << 10 for x in lines if x.startswith(field)), None)
 
 
-def _keep_freed(below: int) -> None:
+def _retain_freed(below: int) -> None:
     """Which freed blocks glibc keeps; other C libraries have no such choice."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
@@ -110,7 +112,7 @@ def warm_up(model, prompt):
     """All cores; and memory that libraries take once and keep, 10 to 20 MB, taken."""
     import torch
 
-    from peers import decoding
+    from baselines import decoding
 
     if model.device.type == "cpu" and hasattr(os, "sched_getaffinity"):
         torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -150,12 +152,12 @@ def about(model):
     }
 
 
-def run(model, policy, ratio, options, chunk, batches, new, limit, keep_freed):
+def run(model, policy, ratio, options, chunk, batches, new, limit, retain_freed_memory):
     """Batches one after the other."""
     eager = policy in presses.EAGER
     model.set_attn_implementation("eager" if eager else "sdpa")
     press = _press(policy, ratio, options)
-    meter = Meter(model, keep_freed)
+    meter = Meter(model, retain_freed_memory)
     every = [_batch(model, press, chunk, rows, new, meter, limit) for rows in batches]
     phases = every[0].seconds
     return {
@@ -165,7 +167,7 @@ def run(model, policy, ratio, options, chunk, batches, new, limit, keep_freed):
             for phase in phases
             if meter.peak() is not None
         },
-        "kept": sorted({count for each in every for count in each.kept_positions}),
+        "kept": sorted({count for each in every for count in each.kept}),
         "tokens": [tokens for each in every for tokens in each.tokens],
     }
 
@@ -183,7 +185,7 @@ def _batch(model, press, chunk, rows, new, meter, limit) -> Batch:
     """A rehearsal ends after the prompts if they are over the limit."""
     import torch
 
-    from peers import decoding
+    from baselines import decoding
 
     done = Batch({}, {}, set(), [])
     ids = torch.tensor(rows, device=model.device)
@@ -197,7 +199,7 @@ def _batch(model, press, chunk, rows, new, meter, limit) -> Batch:
         return made
 
     read = phase("prefill", lambda: decoding.prefill(model, ids, press, None, chunk))
-    done.kept_positions.update(layer.get_seq_length() for layer in read.cache.layers)
+    done.kept.update(layer.get_seq_length() for layer in read.cache.layers)
     if not limit:
         done.tokens.extend(phase("decode", lambda: decoding.decode(model, read, new)))
     elif (done.bytes["prefill"] or 0) <= limit:
@@ -206,7 +208,7 @@ def _batch(model, press, chunk, rows, new, meter, limit) -> Batch:
 
 
 def _decode_last(model, read, new):
-    from peers import decoding
+    from baselines import decoding
 
     steps = min(new, LAST)
     return decoding.decode(model, decoding.skip(read, new - steps), steps)
@@ -226,5 +228,5 @@ def _now(model) -> float:
 
 
 if __name__ == "__main__":
-    _keep_freed(FEW)  # so that loading leaves nothing behind to fill
-    peers.serve(("torch", "transformers"), answer)
+    _retain_freed(FEW)  # so that loading leaves nothing behind to fill
+    baselines.serve(("torch", "transformers"), answer)

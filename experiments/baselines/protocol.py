@@ -4,11 +4,13 @@ PyTorch need not live in JAX's environment: the experiment starts a worker under
 interpreter, often its own script once more, and the two exchange JSON lines. The worker
 first says its versions, then loads a GGUF file, then answers request by request::
 
-    with peers.Peer(python, __file__, "--worker") as peer:      # in JAX's process
-        peer.load(path_of_gguf)
-        answer = peer.ask({"prompts": [[1, 2, 3]]})
+    # In JAX's process:
+    with baselines.Baseline(python, __file__, "--worker") as baseline:
+        baseline.load(path_of_gguf)
+        answer = baseline.ask({"prompts": [[1, 2, 3]]})
 
-    peers.serve(("torch", "transformers"), answer_to)           # in the worker
+    # In the worker:
+    baselines.serve(("torch", "transformers"), answer_to)
 """
 
 import contextlib
@@ -27,26 +29,26 @@ from typing import Any
 EXPERIMENTS = pathlib.Path(__file__).resolve().parents[1]
 
 
-class PeerError(Exception):
+class BaselineError(Exception):
     """The other side cannot run; one line."""
 
 
-class PeerDied(PeerError):
+class BaselineDied(BaselineError):
     """The worker ended without a word, as when the system kills it for memory."""
 
 
-class Peer:
+class Baseline:
     """The worker's process, as JAX's process sees it; a context that ends it.
 
     Args:
       python: an interpreter with the packages that the worker serves, and with gguf.
-      arguments: of the interpreter; `peers` can be imported whatever they are.
+      arguments: of the interpreter; `baselines` can be imported whatever they are.
 
     Attributes:
       versions: of the packages that the worker named.
 
     Raises:
-      PeerError: here and in every method, when the other side cannot run.
+      BaselineError: here and in every method, when the other side cannot run.
     """
 
     def __init__(self, python: str, *arguments: str):
@@ -60,14 +62,14 @@ class Peer:
                 [python, *arguments], env=env, text=True, **pipes
             )
         except OSError as error:
-            raise PeerError(f"--peer_python: {error}") from None
+            raise BaselineError(f"--baseline_python: {error}") from None
         try:
             self.versions = self._answer()
-        except PeerError:
+        except BaselineError:
             self.close()
             raise
 
-    def __enter__(self) -> "Peer":
+    def __enter__(self) -> "Baseline":
         return self
 
     def __exit__(self, *_) -> None:
@@ -101,13 +103,13 @@ class Peer:
         line = self.process.stdout.readline()
         if not line:
             code = self.process.wait()
-            raise PeerDied(f"{self.python}: the worker died ({code}), see above")
+            raise BaselineDied(f"{self.python}: the worker died ({code}), see above")
         try:
             answer = json.loads(line)
         except ValueError:
-            raise PeerError(f"{self.python}: no worker: {line.strip()!r}") from None
+            raise BaselineError(f"{self.python}: no worker: {line.strip()!r}") from None
         if "error" in answer:
-            raise PeerError(f"{self.python}: {answer['error']}")
+            raise BaselineError(f"{self.python}: {answer['error']}")
         return answer
 
 
@@ -166,7 +168,7 @@ def run(main: Callable) -> None:
 
     try:
         app.run(main)
-    except PeerError as error:
+    except BaselineError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -1,7 +1,7 @@
 """Other libraries beside kvjax: the protocol, the search for a batch, the records.
 
 None of it needs torch: a script plays the worker. The last test drives the real ones,
-where KVJAX_PEER_PYTHON names an interpreter that has them.
+where KVJAX_BASELINE_PYTHON names an interpreter that has them.
 """
 
 import json
@@ -14,7 +14,7 @@ import textwrap
 import pytest
 
 import kvjax
-from kvjax.evaluation.report import run_report
+from kvjax.evaluation import report
 from kvjax.evaluation.report.records import append_record, read_records
 from kvjax.evaluation.tasks import text
 from kvjax.models.weights import hub
@@ -23,9 +23,9 @@ from kvjax.types import UserError
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT / "experiments"))
 
-import peers  # noqa: E402
-from peers import memory, presses, throughput  # noqa: E402
-from peers.throughput import Method  # noqa: E402
+import baselines  # noqa: E402
+from baselines import memory, presses, throughput  # noqa: E402
+from baselines.throughput import Method  # noqa: E402
 
 SMOLLM2 = memory.Shape(30, 9, 3, 64, 576, 1536, 49152, 4, 538_060_032)
 TINY = memory.Shape(2, 4, 2, 8, 32, 64, 50, 4, 1000)
@@ -50,7 +50,7 @@ WORKER = """\
         if batch >= {fails_from} and rehearsal or batch >= {fails_timed_from}:
             return {{"out_of_memory": "CUDA out of memory. Tried to allocate 1 GiB"}}
         row = {row_in_chunks} if request["chunk"] else {row}
-        peak = {weights} + row * batch * (2 if request["keep_freed"] else 1)
+        peak = {weights} + row * batch * (2 if request["retain_freed_memory"] else 1)
         rows = [row for rows in request["batches"] for row in rows]
         times = range(1, len(request["batches"]) + 1)
         seconds = 1 if request["chunk"] else {seconds}
@@ -63,7 +63,7 @@ WORKER = """\
                  "kept": [kept],
                  "tokens": [row[:1] * request["new"] for row in rows]}}
 
-    assert sys.argv[1:] == ["-m", "peers.worker"]
+    assert sys.argv[1:] == ["-m", "baselines.worker"]
     say({{"torch": "2"}})
     sys.stdin.readline()
     say({{}})
@@ -100,8 +100,8 @@ PROMPT_LIST = [[i] * LENGTH for i in range(PROMPTS)]
 KEY_DIFF = Method("key_diff", 4)
 
 
-def measure(python, limit, method=KEY_DIFF, repeats=1, **rest):
-    arguments = "model.gguf", [method], PROMPT_LIST, NEW, limit, repeats
+def measure(python, limit, method=KEY_DIFF, min_timed_batches=1, **rest):
+    arguments = "model.gguf", [method], PROMPT_LIST, NEW, limit, min_timed_batches
     (record,) = throughput.measure(python, *arguments, **rest)
     return record
 
@@ -112,16 +112,16 @@ def measure(python, limit, method=KEY_DIFF, repeats=1, **rest):
 @pytest.mark.parametrize("limit", [1100, 1399, 1400, 1899, 1900, 9999])
 def test_largest_batch_that_fits(fake, limit):
     record = measure(fake(), limit)
-    assert record["batch"] == min((limit - 1000) // 100, PROMPTS)
-    assert record["measured_bytes"] == 1000 + 100 * record["batch"] <= limit
-    whole = record["batch"] == PROMPTS
-    assert record["batch_limit"] == ("prompts" if whole else "prefill")
+    assert record["batch_size"] == min((limit - 1000) // 100, PROMPTS)
+    assert record["measured_bytes"] == 1000 + 100 * record["batch_size"] <= limit
+    whole = record["batch_size"] == PROMPTS
+    assert record["limited_by"] == ("prompts" if whole else "prefill")
 
 
 def test_freed_memory_kept_is_timed_at_the_batch_that_fits_without(fake):
-    record = measure(fake(), 1400, KEY_DIFF._replace(keep_freed=True))
+    record = measure(fake(), 1400, KEY_DIFF._replace(retain_freed_memory=True))
     assert record["method"] == "kvpress KeyDiff (4), freed memory kept"
-    assert record["batch"] == 4
+    assert record["batch_size"] == 4
     assert record["measured_bytes"] == 1800 > record["memory_bytes"]
 
 
@@ -135,7 +135,7 @@ def test_nothing_fits(fake, limit):
 def test_memory_runs_out(fake, reason):
     """Killed, or told so: one row fewer than that; the worker is started again."""
     record = measure(fake(**{reason: 6}), 1800)
-    assert record["batch"] == 5
+    assert record["batch_size"] == 5
     assert record["measured_bytes"] == 1500
     failed = [each for each in record["tried"] if each["why"]]
     words = "the worker died (-9)" if reason == "dies_from" else "CUDA out of memory"
@@ -176,19 +176,19 @@ def searched(row, counted, free, most, known):
 
 
 def test_record(fake):
-    record = measure(fake(), 1400, repeats=3, keep_tokens=True)
+    record = measure(fake(), 1400, min_timed_batches=3, keep_tokens=True)
     assert record["tokens"] == [[i] * NEW for i in range(PROMPTS)]
     del record["tokens"]
     assert record == json.loads(json.dumps(record))
     told = {
-        "kind": "throughput",
+        "experiment": "throughput",
         "method": "kvpress KeyDiff (4)",
         "engine": "kvpress",
         "policy": "key_diff",
         "budget": 4,
         "schedule": "after_prefill",
-        "batch": 4,
-        "batch_limit": "prefill",
+        "batch_size": 4,
+        "limited_by": "prefill",
         "prompts": PROMPTS,
         "prompt_tokens": LENGTH,
         "new_tokens": NEW,
@@ -199,14 +199,14 @@ def test_record(fake):
         # three batches of four, the last filled up with the first prompts
         "prefill_tokens_per_s": 4 * LENGTH / 2,
         "decode_tokens_per_s": 4 * NEW / 4,
-        "tokens_per_s": 4 * NEW / 6,
+        "output_tokens_per_s": 4 * NEW / 6,
         "measured_bytes": 1400,
         "memory_bytes": 1400,
         "model": "model",
         "attention": "sdpa",
         "device": "cpu",
-        "versions": {"torch": "2", "kvpress": "1"},
-        "accuracy": None,
+        "provenance": {"versions": {"torch": "2", "kvpress": "1"}},
+        "score": None,
         "kl": None,
     }
     assert {key: record[key] for key in told} == told
@@ -214,15 +214,20 @@ def test_record(fake):
 
 def test_record_stands_beside_ours(fake, tmp_path):
     """Our report takes it as it is."""
-    ours = {"method": "ours", "policy": "key_diff", "tokens_per_s": 12.0, "batch": 8}
+    ours = {
+        "method": "ours",
+        "policy": "key_diff",
+        "output_tokens_per_s": 12.0,
+        "batch_size": 8,
+    }
     theirs = measure(fake(), 1400, Method())
     assert theirs["method"] == "transformers full cache"
-    assert (theirs["engine"], theirs["schedule"]) == ("transformers", "full")
+    assert (theirs["engine"], theirs["schedule"]) == ("transformers", "none")
     assert theirs["budget"] is theirs["policy"] is None
     path = tmp_path / "records.jsonl"
     for record in (ours, theirs):
         append_record(path, record)
-    table = run_report.overview(read_records(path))
+    table = report.overview(read_records(path))
     assert "transformers full cache" in table and "12.0" in table
 
 
@@ -240,8 +245,8 @@ def test_prompt_in_chunks(fake, monkeypatch, seconds, better):
     (other,) = record["alternatives"]
     assert record["prefill_chunk"] == better
     assert {record["prefill_chunk"], other["prefill_chunk"]} == {None, 4}
-    assert {record["batch"], other["batch"]} == {3, 6}
-    assert record["tokens_per_s"] > other["tokens_per_s"]
+    assert {record["batch_size"], other["batch_size"]} == {3, 6}
+    assert record["output_tokens_per_s"] > other["output_tokens_per_s"]
     assert measure(python, 1600)["alternatives"] == []  # a press reads all at once
 
 
@@ -249,7 +254,7 @@ def test_prompt_in_chunks(fake, monkeypatch, seconds, better):
 
 
 def test_press_that_keeps_too_many(fake):
-    with pytest.raises(peers.PeerError, match=r"kept \[7\] pairs, not \[4\]"):
+    with pytest.raises(baselines.BaselineError, match=r"kept \[7\] pairs, not \[4\]"):
         measure(fake(kept=7), 1400)
 
 
@@ -263,7 +268,7 @@ def test_press_that_keeps_too_many(fake):
         ({"prompts": [[1, 2], [1]]}, r"prompts of \[1, 2\] tokens"),
         ({"prompts": [[]]}, "one length"),
         ({"new_tokens": 0}, "new_tokens 0"),
-        ({"repeats": 0}, "repeats 0"),
+        ({"min_timed_batches": 0}, "min_timed_batches 0"),
     ],
 )
 def test_arguments_that_do_not_fit(change, message):
@@ -272,14 +277,16 @@ def test_arguments_that_do_not_fit(change, message):
         "prompts": PROMPT_LIST,
         "new_tokens": 3,
         "memory_bytes": 10**9,
-        "repeats": 1,
+        "min_timed_batches": 1,
     }
     with pytest.raises(UserError, match=message):
         throughput.measure("no such python", "model.gguf", **(given | change))
 
 
 def test_interpreter_is_missing(tmp_path):
-    with pytest.raises(peers.PeerError, match=r"^--peer_python: .*No such file"):
+    with pytest.raises(
+        baselines.BaselineError, match=r"^--baseline_python: .*No such file"
+    ):
         measure(str(tmp_path / "none"), 1400)
 
 
@@ -290,37 +297,41 @@ def script(tmp_path, source):
 
 
 def test_package_is_missing(tmp_path):
-    path = script(tmp_path, "import peers; peers.serve(['no_such_package'], None)")
-    with pytest.raises(peers.PeerError, match="No module named 'no_such_package'"):
-        peers.Peer(sys.executable, path)
+    path = script(
+        tmp_path, "import baselines; baselines.serve(['no_such_package'], None)"
+    )
+    with pytest.raises(
+        baselines.BaselineError, match="No module named 'no_such_package'"
+    ):
+        baselines.Baseline(sys.executable, path)
 
 
 def test_worker_says_something_else(tmp_path):
-    with pytest.raises(peers.PeerError, match="no worker: 'Python"):
-        peers.Peer(sys.executable, script(tmp_path, "print('Python 3')"))
+    with pytest.raises(baselines.BaselineError, match="no worker: 'Python"):
+        baselines.Baseline(sys.executable, script(tmp_path, "print('Python 3')"))
 
 
 def test_worker_dies(tmp_path):
-    with pytest.raises(peers.PeerDied, match=r"died \(3\)"):
-        peers.Peer(sys.executable, script(tmp_path, "raise SystemExit(3)"))
+    with pytest.raises(baselines.BaselineDied, match=r"died \(3\)"):
+        baselines.Baseline(sys.executable, script(tmp_path, "raise SystemExit(3)"))
 
 
 def test_worker_goes_when_nobody_asks_any_more(tmp_path):
     """Also in the middle of an answer."""
     slow = """
         import json, time
-        from peers import protocol
+        from baselines import protocol
         asked = protocol.requests()
         print("{}", flush=True)
         print(json.dumps(next(asked)), flush=True)
         time.sleep(600)
     """
-    with peers.Peer(sys.executable, script(tmp_path, slow)) as peer:
-        assert peer.ask({"say": "x"}) == {"say": "x"}
-    assert peer.process.returncode == 0
+    with baselines.Baseline(sys.executable, script(tmp_path, slow)) as baseline:
+        assert baseline.ask({"say": "x"}) == {"say": "x"}
+    assert baseline.process.returncode == 0
 
 
-def test_peers_by_name(fake, tmp_path):
+def test_baselines_by_name(fake, tmp_path):
     """Budgets tell methods apart; what nothing tells apart is refused."""
     asked = [{"policy": "tova", "budget": 4}, {"policy": "tova", "budget": 8}]
     path = str(tmp_path / "model.gguf")
@@ -329,17 +340,21 @@ def test_peers_by_name(fake, tmp_path):
     told = []
     say = lambda *step: told.append(step)
     record = found["kvpress TOVA (4)"](PROMPT_LIST, NEW, 1400, 1, say)
-    assert (record["budget"], record["batch"], len(record["tokens"])) == (4, 4, PROMPTS)
-    assert ("kvpress TOVA (4): timing a batch of 4", 0) in told
+    assert (record["budget"], record["batch_size"], len(record["tokens"])) == (
+        4,
+        4,
+        PROMPTS,
+    )
+    assert ("timing a batch of 4", 0) in told
     assert not any(units for _, units in told)
     for dtype, methods, message in (
         ("float32", asked + asked[:1], "each policy and budget once"),
         ("float32", [{"buget": 4}], "unknown field 'buget': fields are policy, budget"),
-        ("bfloat16", asked, "peers run in float32 on a CPU, kvjax in bfloat16"),
+        ("bfloat16", asked, "baselines run in float32 on a CPU, kvjax in bfloat16"),
     ):
         with pytest.raises(UserError, match=message):
             throughput.joined(fake(), path, dtype, methods)
-    with pytest.raises(UserError, match=r"--peer_python: .*No such file"):
+    with pytest.raises(UserError, match=r"--baseline_python: .*No such file"):
         throughput.joined(str(tmp_path / "none"), path, "float32", asked)
 
 
@@ -384,11 +399,11 @@ def test_count_is_what_was_measured(work, batch, prefill, decode):
 
 
 @pytest.mark.model
-def test_real_peers(smollm2):
+def test_real_baselines(smollm2):
     """Same tokens as ours, the right number of pairs kept, memory as counted."""
-    python = os.environ.get("KVJAX_PEER_PYTHON")
+    python = os.environ.get("KVJAX_BASELINE_PYTHON")
     if not python:
-        pytest.skip("KVJAX_PEER_PYTHON names no interpreter with torch and kvpress")
+        pytest.skip("KVJAX_BASELINE_PYTHON names no interpreter with torch and kvpress")
     words = smollm2.tokenizer(text.haystack(), verbose=False)["input_ids"]
     prompts = [words[:1000], words[1000:2000]]
     methods = [Method(), Method("key_diff", 100)]
@@ -409,7 +424,7 @@ def test_real_peers(smollm2):
             ignore_eos=True,
         )
         assert record["tokens"] == [each.tokens for each in ours]
-        assert record["batch"] == 2
+        assert record["batch_size"] == 2
         counted = record["counted_bytes"] - SMOLLM2.weights
         growth = record["measured_bytes"] - SMOLLM2.weights
         assert growth == pytest.approx(counted, rel=0.15)

@@ -1,0 +1,290 @@
+"""What all figures share: style, marks, legends, panels; the figures that are maps.
+
+Figures are made by functions that return them, and written by `save`, which sets the
+style. matplotlib is imported where it is used: most who import us draw nothing.
+"""
+
+import itertools
+import math
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from kvjax.evaluation.report import groups
+from kvjax.evaluation.report.groups import Quality
+from kvjax.evaluation.report.records import Record, survivor_shares
+
+# Okabe & Ito's palette, safe for colour-blind readers, without its yellow, too pale on
+# white. Black is the full cache's. 6 colours and 7 shapes repeat after 42 methods.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_SHAPES = ("o", "s", "D", "^", "v", "P", "X")
+GREY = "#595959"
+_STYLE = pathlib.Path(__file__).with_suffix(".mplstyle")
+_COLOUR_MAP = "cividis"  # looks alike to colour-blind readers; rises in lightness
+_MISSING = "#EEEEEE"
+MARKER = 10.0  # points across
+KL_ZERO = 1e-4  # nats per token; what lies below is drawn as none
+
+
+class Mark(NamedTuple):
+    """How a method looks in every picture."""
+
+    colour: str
+    shape: str
+
+
+def save(path: str | os.PathLike, figure_of: Callable[..., Any], *args: Any) -> None:
+    """Writes the picture that a function returns, in the style that all have."""
+    from matplotlib import style
+
+    with style.context(_STYLE):
+        figure_of(*args).savefig(path)
+
+
+def new_figure(size: tuple[float, float]) -> Any:
+    """A figure of so many inches, unknown to pyplot: nothing to close, no backend."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, wspace=0.04)
+    return figure
+
+
+def new_panels(
+    count: int, size: tuple[float, float], most: int = 3
+) -> tuple[Any, Sequence[Any]]:
+    """A figure of so many panels of that many inches, at most `most` in a row."""
+    across = min(count, most)
+    down = math.ceil(count / across)
+    figure = new_figure((max(7.5, across * size[0]), 0.9 + down * size[1]))
+    panels = figure.subplots(down, across, squeeze=False).ravel()
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    return figure, panels[:count]
+
+
+# --- marks and legends ----------------------------------------------------------------
+
+
+def marks_of(methods: Sequence[Any], full: Any) -> list[Mark]:
+    """A look of its own for each method; that which `is` the full cache is a star."""
+    coloured = itertools.count()
+    return [
+        Mark("black", "*") if method is full else _mark(next(coloured))
+        for method in methods
+    ]
+
+
+def _mark(index: int) -> Mark:
+    return Mark(_COLOURS[index % len(_COLOURS)], _SHAPES[index % len(_SHAPES)])
+
+
+def look(mark: Mark, hollow: bool = False) -> dict[str, Any]:
+    """A marker's properties, as matplotlib's lines take them."""
+    return {
+        "linestyle": "none",
+        "marker": mark.shape,
+        "markersize": MARKER * (1.5 if mark.shape == "*" else 1),
+        "markerfacecolor": "white" if hollow else mark.colour,
+        "markeredgecolor": mark.colour if hollow else "white",
+    }
+
+
+def legend(figure: Any, looks: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Writes what looks stand for below all panels."""
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], **each | {"label": name, "linestyle": "none"})
+        for each, name in zip(looks, names, strict=True)
+    ]
+    columns = legend_columns(names, figure.get_figwidth())
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+
+
+def legend_columns(names: Sequence[str], width: float) -> int:
+    """How many names stand side by side in a legend of `width` inches."""
+    room = int(11 * width)  # letters, about
+    return max(1, min(len(names), room // (max(map(len, names)) + 6)))
+
+
+def legend_rows(names: Sequence[str], width: float) -> int:
+    """How many lines such a legend takes."""
+    return math.ceil(len(names) / legend_columns(names, width))
+
+
+def not_measured(axes: Any) -> None:
+    """Says so in the middle of an empty panel."""
+    middle = {"ha": "center", "va": "center", "transform": axes.transAxes}
+    axes.text(0.5, 0.5, "not measured", color=GREY, **middle)
+
+
+# --- maps -----------------------------------------------------------------------------
+
+
+def heat_map(records: Sequence[Record]) -> Any:
+    """Score and KL of a sweep: series down, schedules and budgets across."""
+    from matplotlib.colors import LogNorm, Normalize
+
+    frame, full = groups.sweep(records), groups.full_cache(records)
+    settings = frame[["setting", "slots"]].drop_duplicates()
+    means = frame.assign(kl=np.log(frame["kl"] + KL_ZERO)).groupby("series", sort=False)
+    means = means[["score", "kl"]].mean().round(9)  # sums of one size may end unlike
+    best = means.sort_values(["score", "kl"], ascending=[False, True], kind="stable")
+    names, across = best.index, list(map(tuple, settings.to_numpy()))
+    cells = frame.drop_duplicates(["series", "setting", "slots"])
+    cells = cells.set_index(["series", "setting", "slots"])[["score", "kl"]]
+    cells = cells.unstack(["setting", "slots"])
+    score, kl = (cells[key].loc[names, across].to_numpy() for key in ("score", "kl"))
+    figure = new_figure((10, 1.9 + 0.29 * len(names)))
+    left, right = figure.subplots(1, 2, sharey=True)
+    known = full.get("score") is not None
+    reference = f"; full cache {full['score']:.2f}" if known else ""
+    title = {"loc": "left", "pad": 34, "fontsize": 11}
+    left.set_title(groups.score_of(records).title + reference, **title)
+    _cells(left, score, Normalize(0, 1), "{:.2f}")
+    right.set_title("KL from full cache (nats per token)", **title)
+    above = kl[kl > 0]
+    low, high = (above.min(), above.max()) if above.size else (0.1, 1.0)
+    scale = LogNorm(max(low, 1e-3), max(high, 2 * max(low, 1e-3)), clip=True)
+    _cells(right, kl, scale, "{:.2g}", reverse=True)
+    for axes in (left, right):
+        axes.tick_params(top=False, labeltop=True, labelbottom=False)
+        axes.set_xticks(range(len(settings)), settings["slots"])
+        _name_settings(axes, list(settings["setting"]))
+    left.set_yticks(range(len(names)), names, color="black")
+    return figure
+
+
+def _cells(
+    axes: Any, grid: np.ndarray, scale: Any, form: str, reverse: bool = False
+) -> None:
+    """One panel: coloured cells with their numbers, bright where it is good."""
+    import matplotlib
+
+    colours = matplotlib.colormaps[_COLOUR_MAP + ("_r" if reverse else "")]
+    colours = colours.with_extremes(bad=_MISSING)
+    axes.imshow(np.ma.masked_invalid(grid), norm=scale, cmap=colours, aspect="auto")
+    for (row, column), value in np.ndenumerate(grid):
+        known = np.isfinite(value)
+        shown = "<.001" if 0 < value < 1e-3 else form.format(value) if known else "-"
+        red, green, blue, _ = colours(scale(value)) if known else (1, 1, 1, 1)
+        bright = 0.3 * red + 0.59 * green + 0.11 * blue > 0.5
+        style = {"fontsize": 9, "ha": "center", "va": "center"}
+        axes.text(column, row, shown, color="black" if bright else "white", **style)
+    _plain(axes)
+
+
+def _plain(axes: Any) -> None:
+    """Neither grid, frame nor ticks: colours fill the panel."""
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+
+
+def _name_settings(axes: Any, settings: Sequence[str]) -> None:
+    """Names of schedules over their columns, and a gap between two of them."""
+    start = 0
+    for name, same in itertools.groupby(settings):
+        count = len(list(same))
+        place = {"xytext": (0, 18), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(
+            f"{name}, |kv| =",
+            (start + (count - 1) / 2, 1),
+            xycoords=("data", "axes fraction"),
+            fontsize=9,
+            color=GREY,
+            **place,
+        )
+        start += count
+        if start < len(settings):
+            axes.axvline(start - 0.5, color="white", lw=5)
+
+
+def needle_tasks(group: Quality) -> list[str]:
+    """The tasks that tell their scores by depth and length of the prompt."""
+    return list(_needle_cells(group)["name"].unique())
+
+
+def needle_map(group: Quality, task: str) -> Any:
+    """A panel per method and budget: the score by depth and by length."""
+    from matplotlib.colors import Normalize
+
+    cells = _needle_cells(group)
+    cells = cells[cells["name"] == task]
+    grid = cells.groupby([*groups.ROW, "depth", "length"])["score"].mean()
+    depths, lengths = (sorted(cells[key].unique()) for key in ("depth", "length"))
+    known = set(cells[groups.ROW].itertuples(index=False, name=None))
+    found = [row for row in group.rows if row in known]
+    size = max(2.7, 1.4 + 0.5 * len(lengths)), max(1.9, 1.1 + 0.28 * len(depths))
+    figure, panels = new_panels(len(found), size, 4)
+    for axes, row in zip(panels, found, strict=True):
+        shown = grid.loc[row].unstack().reindex(index=depths, columns=lengths)
+        _cells(axes, shown.to_numpy(), Normalize(0, 1), "{:.0%}")
+        _title(axes, row)
+        axes.set_xticks(range(len(lengths)), [f"{n:,.0f}" for n in lengths])
+        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        axes.set_xlabel("prompt (tokens)")
+        axes.set_ylabel("depth of the key")
+    return figure
+
+
+def _needle_cells(group: Quality) -> pd.DataFrame:
+    """A row per prompt whose depth and length is known, with its cell's mean score."""
+    cells = [
+        {key: answer[key] for key in (*groups.ROW, "name")}
+        | {"length": answer["prompt_tokens"]}
+        | {key: each[key] for key in ("depth", "length", "score") if key in each}
+        for answer in group.answers.to_dict("records")
+        for each in answer["task"].get("breakdown", ())
+        for _ in range(each.get("num_examples", 1))
+    ]
+    known = [*groups.ROW, "name", "depth", "length", "score"]
+    return pd.DataFrame(cells, columns=known).dropna(subset=["depth", "length"])
+
+
+def survivor_columns(group: Quality) -> list[str]:
+    """The tasks of which runs wrote down what is left of a prompt."""
+    told = [bool(task.get("survivors")) for task in group.answers["task"]]
+    return [c for c in group.columns if c in set(group.answers["column"][told])]
+
+
+def survivors(group: Quality, column: str) -> Any:
+    """A panel per method and budget: the share of pairs kept, by layer and place."""
+    found = group.answers[group.answers["column"] == column]
+    rows = found[groups.ROW].itertuples(index=False, name=None)
+    maps = {r: t.get("survivors") for r, t in zip(rows, found["task"], strict=True)}
+    maps = {row: maps[row] for row in group.rows if maps.get(row)}
+    figure, panels = new_panels(len(maps), (3.4, 2.4))
+    for axes, (row, drawn) in zip(panels, maps.items(), strict=True):
+        kept = survivor_shares(drawn)
+        shown = axes.imshow(
+            kept,
+            vmin=0,
+            vmax=1,
+            cmap=_COLOUR_MAP,
+            aspect="auto",
+            interpolation="nearest",
+            extent=(0, 100, len(kept) - 0.5, -0.5),
+        )
+        _plain(axes)
+        _title(axes, row)
+        axes.set_xlabel("place in the prompt (%)")
+        axes.set_ylabel("layer")
+    figure.colorbar(shown, ax=panels, label="share of pairs kept")
+    return figure
+
+
+def _title(axes: Any, row: tuple) -> None:
+    """Above a panel: the method, and under it how much is kept, when, and how."""
+    series, schedule, budget, codec = row
+    axes.set_title(series, loc="left", fontsize=11, fontweight="bold", pad=18)
+    note = {"xytext": (0, 5), "textcoords": "offset points", "color": GREY, "size": 9}
+    told = groups.joined(budget, schedule, codec)
+    axes.annotate(told, (0, 1), xycoords="axes fraction", **note)

@@ -1,0 +1,391 @@
+"""The figures that are points: quality and rates against memory or the batch."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvjax.evaluation.report import groups
+from kvjax.evaluation.report.figures import (
+    GREY,
+    KL_ZERO,
+    MARKER,
+    Mark,
+    legend,
+    legend_rows,
+    look,
+    marks_of,
+    new_figure,
+    new_panels,
+    not_measured,
+)
+from kvjax.evaluation.report.groups import Quality, text
+from kvjax.evaluation.report.records import Record
+
+_PEAK = "kv_bytes_peak_per_seq"
+_FAR = 30  # times the slowest: a linear axis would hide it
+_RECORDS_APART = 0.19  # inches between records of one batch
+_METHODS_APART = 0.05  # inches between methods, whose memory is often the same
+_ASIDE = 0.3  # inches, what all of them may take
+_FRONT = "#D55E00"
+_FRONT_TEXT = "#8A3B00"
+_SHORT = 6.0  # of a marker in a crowd, points across
+
+
+def points_of(records: Sequence[Record], memory: str, key: str) -> np.ndarray:
+    """f[N, 2]: MB of KV cache per prompt, and `key`; NaN where unknown."""
+    pairs = [(r.get(memory), r.get(key)) for r in records]
+    return np.array(pairs, np.float64).reshape(-1, 2) / [1e6, 1]
+
+
+# --- one run --------------------------------------------------------------------------
+
+
+def quality_vs_memory(records: Sequence[Record]) -> Any:
+    """Two panels: the score, and the distance from the full cache."""
+    figure = new_figure((9, 4.6))
+    left, right = figure.subplots(1, 2)
+    score = groups.score_of(records)
+    _titles(left, score.title, score.axis, "better ↖")
+    left.set_ylim(-0.05, 1.05)
+    if any(r.get("kl") is not None for r in records):
+        _titles(right, "Distance from full cache", "KL (nats per token)", "better ↙")
+        close = points_of(records, _PEAK, "kl")
+        log_axis(right, close[:, 1])
+    else:
+        _titles(right, "Agreement with full cache", "top-1 (share)", "better ↖")
+        close = points_of(records, _PEAK, "top1_agreement")
+        right.set_ylim(-0.05, 1.05)
+    panels = [(left, points_of(records, _PEAK, "score")), (right, close)]
+    _fill(figure, panels, records, groups.names_of(records))
+    return figure
+
+
+def throughput_vs_memory(records: Sequence[Record]) -> Any:
+    """One panel of end-to-end rates; the legend says each method's batch."""
+    figure = new_figure((9, 4.6))
+    axes = figure.subplots()
+    points = points_of(records, _PEAK, "output_tokens_per_s")
+    _titles(axes, "Throughput", "end to end (generated tokens/s)", "better ↖")
+    axes.set_ylim(_span(points[:, 1]))
+    batches = [record.get("batch_size", "-") for record in records]
+    names = zip(groups.names_of(records), batches, strict=True)
+    _fill(figure, [(axes, points)], records, [f"{n}, batch {b}" for n, b in names])
+    return figure
+
+
+def _titles(axes: Any, title: str, y: str, hint: str) -> None:
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_title(hint, loc="right", color=GREY)
+    axes.set_xlabel("KV cache per prompt, peak (MB)")
+    axes.set_ylabel(y)
+
+
+def _fill(
+    figure: Any,
+    panels: Sequence[tuple[Any, np.ndarray]],
+    records: Sequence[Record],
+    names: Sequence[str],
+) -> None:
+    """Draws points f[N, 2] into each panel, and one legend below them all."""
+    looks = list(map(look, marks_of(records, groups.full_cache(records))))
+    legend(figure, looks, names)
+    for axes, points in panels:
+        axes.set_xlim(_span(points[:, 0]))
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # from here on, pixels keep their meaning
+    for axes, points in panels:
+        pixels = axes.transData.transform(points)
+        places = axes.transData.inverted().transform(
+            apart(pixels, MARKER * figure.dpi / 72)
+        )
+        known = np.flatnonzero(np.isfinite(places).all(axis=1))
+        for index in known:
+            axes.plot(*places[index], clip_on=False, zorder=3, **looks[index])
+        if not known.size:
+            not_measured(axes)
+
+
+def _span(values: np.ndarray) -> tuple[float, float]:
+    """Limits around positive values, wide enough not to blow up small differences."""
+    values = values[np.isfinite(values)]
+    if not values.size:
+        return 0.0, 1.0
+    low, high = values.min(), values.max()
+    room = max(high - low, 0.4 * high, 1e-9)
+    middle = (low + high) / 2
+    return max(0.0, middle - 0.7 * room), middle + 0.7 * room
+
+
+def apart(pixels: np.ndarray, size: float) -> np.ndarray:
+    """Moves points that would cover an earlier one sideways by whole markers."""
+    placed = np.full_like(pixels, np.nan)
+    for index in np.flatnonzero(np.isfinite(pixels).all(axis=1)):
+        for step in range(2 * len(pixels)):
+            side = (step + 1) // 2 * (1 if step % 2 else -1)
+            spot = pixels[index] + [side * size, 0]
+            near = np.abs(placed - spot).max(axis=1) < 0.8 * size  # False for NaN
+            if not near.any():
+                placed[index] = spot
+                break
+    return placed
+
+
+def log_axis(axes: Any, values: np.ndarray) -> None:
+    """Makes y logarithmic for these values, with a place for zero at its foot."""
+    above = values[np.isfinite(values) & (values > KL_ZERO)]
+    low = math.floor(math.log10(above.min())) if above.size else -1
+    high = max(low + 1, math.ceil(math.log10(above.max())) if above.size else 0)
+    axes.set_yscale("symlog", linthresh=10.0**low)
+    axes.set_ylim(-0.2 * 10.0**low, 1.3 * 10.0**high)
+    decades = 10.0 ** np.arange(low, high + 1)
+    axes.set_yticks([0, *decades], ["0", *(f"{d:g}" for d in decades)])
+    axes.tick_params(axis="y", which="minor", length=0)
+    axes.axhline(0.5 * 10.0**low, color=GREY, lw=0.8, ls=":")  # zero is no decade
+
+
+# --- several runs ---------------------------------------------------------------------
+
+
+def task_scores(group: Quality) -> Any:
+    """A panel per task: its score against the KV cache of a prompt.
+
+    Budgets of a method are joined by a line. Methods whose schedule compresses after
+    the prompt are hollow: they hold all of it while they read. So that none hides
+    another, methods are moved sideways a little.
+    """
+    from matplotlib.transforms import ScaledTranslation
+
+    key = ["series", "schedule", "codec"]
+    methods = list(dict.fromkeys((s, when, how) for s, when, _, how in group.rows))
+    whole = group.full and (group.full.series, group.full.schedule, group.full.codec)
+    full = next((method for method in methods if method == whole), None)
+    names = [m[0] if m is full else groups.joined(*m) for m in methods]
+    marks = zip(methods, marks_of(methods, full), strict=True)
+    looks = {m: _joined(mark, m[1] == "after_prefill") for m, mark in marks}
+    answers = group.answers.assign(
+        decode=group.answers["decode"] / 1e6, score=100 * group.answers["score"]
+    )
+    figure, panels = new_panels(len(group.columns), (3.9, 3.0))
+    rows = legend_rows(names, figure.get_figwidth())
+    figure.set_figheight(figure.get_figheight() + 0.25 * rows)
+    step = min(_METHODS_APART, _ASIDE / len(methods))
+    for axes, column in zip(panels, group.columns, strict=True):
+        asked = answers[answers["column"] == column]
+        title = axes.set_title(column, loc="left", fontweight="bold")
+        title.set_in_layout(False)  # a long one would shrink the panels
+        axes.set_xlabel("KV MB per prompt, decoding")
+        axes.set_ylabel(f"{asked['task'].iloc[0]['metric']} (points)")
+        for method, found in asked.dropna(subset=["decode", "score"]).groupby(key):
+            points = found[["decode", "score"]].sort_values(["decode", "score"])
+            place = 0 if method == full else methods.index(method) - len(methods) / 2
+            aside = ScaledTranslation(place * step, 0, figure.dpi_scale_trans)
+            put = {"transform": axes.transData + aside, "clip_on": False, "zorder": 3}
+            axes.plot(*points.to_numpy().T, lw=1, **put, **looks[method])
+            if method == full:
+                axes.axhline(points["score"].iloc[0], color="black", lw=0.8, ls=":")
+        _limits(axes)
+    legend(figure, list(looks.values()), names)
+    return figure
+
+
+def _joined(mark: Mark, hollow: bool) -> dict[str, Any]:
+    """A smaller mark, with a line of its colour."""
+    style = look(mark, hollow)
+    style["markersize"] *= 0.8
+    return style | {"color": mark.colour, "linestyle": "-"}
+
+
+def _limits(axes: Any) -> None:
+    """From zero on; at least 10 points high, so that little does not look like much."""
+    data = [line.get_xydata() for line in axes.lines if len(line.get_xydata())]
+    points = np.concatenate(data) if data else np.zeros((1, 2))
+    axes.set_xlim(0, 1.1 * max(points[:, 0].max(), 1e-9))
+    axes.set_ylim(-0.5, max(10.0, 1.12 * points[:, 1].max()))
+
+
+# --- throughput -----------------------------------------------------------------------
+
+
+def throughput_vs_batch(records: Sequence[Record]) -> Any:
+    """A panel per number of new tokens: generated tokens/s against the batch.
+
+    What the roofline allows is hollow, above the measurement of the same colour. A
+    record that lacks a batch, or other engines' a prediction, is left out there.
+    """
+    news = list(dict.fromkeys(r.get("new_tokens") for r in records))
+    methods: dict[str, Record] = {}
+    for record in records:
+        methods.setdefault(text(record.get("method")), record)
+    full = next((r for r in methods.values() if r.get("batch_rule") == "full"), {})
+    marks = dict(zip(methods, marks_of(list(methods.values()), full), strict=True))
+    predicted = look(Mark(GREY, "o"), hollow=True) | {"markersize": 8}
+    named = [*marks, "roofline's prediction"]
+    width = 4.2 * max(2, len(news))
+    figure = new_figure((width, 4.2 + 0.28 * legend_rows(named, width)))
+    panels = figure.subplots(1, len(news), squeeze=False)[0]
+    for axes, new in zip(panels, news, strict=True):
+        axes.set_title(f"{text(new)} new tokens", loc="left", fontweight="bold")
+        axes.set_xlabel("batch (prompts decoding at a time)")
+        members = [r for r in records if r.get("new_tokens") == new]
+        _batch_axes(axes, members)
+        _posts(axes, members, marks)
+    panels[0].set_ylabel("end to end (generated tokens/s)")
+    legend(figure, [*map(look, marks.values()), predicted], named)
+    return figure
+
+
+def _batch_axes(axes: Any, records: Sequence[Record]) -> None:
+    """Batches on a logarithmic axis; rates from zero, if they are of one size."""
+    known = [rate for r in records for rate in _rates(r) if np.isfinite(rate)]
+    if known and max(known) > _FAR * min(known):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, 1.12 * max(known, default=1.0))
+    batches = sorted({r["batch_size"] for r in records if r.get("batch_size")} or {1})
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(batches[0] / 1.5, batches[-1] * 1.5)
+    ticks = [b for a, b in zip([0, *batches], batches, strict=False) if b > 1.1 * a]
+    axes.set_xticks(ticks, list(map(str, ticks)))
+    axes.tick_params(axis="x", which="minor", length=0)
+
+
+def _posts(axes: Any, records: Sequence[Record], marks: dict[str, Mark]) -> None:
+    """A post per record, measurement to prediction; those of a batch side by side."""
+    from matplotlib.transforms import ScaledTranslation
+
+    if not any(r.get("batch_size") and np.isfinite(_rates(r)[0]) for r in records):
+        not_measured(axes)
+    for record in records:
+        batch = record.get("batch_size")
+        peers = [r for r in records if r.get("batch_size") == batch]
+        place = [r is record for r in peers].index(True) - (len(peers) - 1) / 2
+        shift = place * _RECORDS_APART, 0, axes.figure.dpi_scale_trans
+        put = {"transform": axes.transData + ScaledTranslation(*shift)}
+        mark = marks[text(record.get("method"))]
+        x, (y, limit) = batch or np.nan, _rates(record)
+        post = {"color": mark.colour, "lw": 0.8, "clip_on": False}
+        axes.plot([x, x], [y, limit], zorder=2, **post, **put)
+        axes.plot(x, limit, zorder=2.5, clip_on=False, **look(mark, True), **put)
+        axes.plot(x, y, zorder=3, clip_on=False, **look(mark), **put)
+
+
+def _rates(record: Record) -> tuple[float, float]:
+    """Measured and predicted tokens per second; NaN where unknown."""
+    keys = ("output_tokens_per_s", "predicted_tokens_per_s")
+    values = [groups.finite(record.get(key)) for key in keys]
+    return tuple(np.nan if value is None else value for value in values)
+
+
+# --- sweeps ---------------------------------------------------------------------------
+
+
+def pareto(records: Sequence[Record]) -> Any:
+    """A column of two panels per schedule: quality above, KL below."""
+    frame, full = groups.sweep(records), groups.full_cache(records)
+    settings = list(frame["setting"].unique())
+    figure = new_figure((1 + 4.5 * len(settings), 8.4))
+    panels = figure.subplots(2, len(settings), squeeze=False, sharey="row")
+    drawn = []
+    for name, (above, below) in zip(settings, panels.T, strict=True):
+        members = frame[frame["setting"] == name]
+        above.set_title(name, loc="left", fontweight="bold")
+        below.set_xlabel("KV cache per prompt while decoding (MB)")
+        for axes, key, sign in ((above, "score", 1), (below, "kl", -1)):
+            points = members[["decode", key]].to_numpy() / [1e6, 1]
+            star = points_of([full], "kv_bytes_decode", key)[0]
+            drawn.append((axes, points, sign, list(members["series"]), star))
+    above, below = panels[:, 0]
+    above.set_ylabel(groups.score_of(records).axis)
+    above.set_ylim(-0.05, 1.12)
+    below.set_ylabel("KL (nats per token)")
+    for below in panels[1]:
+        log_axis(below, points_of(records, _PEAK, "kl")[:, 1])
+    for axes, points, sign, _, star in drawn:
+        _crowd(axes, points, sign, star)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # from here on, pixels keep their meaning
+    for axes, points, sign, names, _ in drawn:
+        _name_front(axes, points, sign, names)
+    return figure
+
+
+def front(points: np.ndarray, sign: int) -> list[int]:
+    """Points that none beats with as little memory, by rising memory.
+
+    Those on one spot are all on it. `sign` is 1 where large is good, -1 where small is.
+    """
+    frame = pd.DataFrame(points, columns=["memory", "value"]).dropna() * [1, sign]
+    best = frame.groupby("memory")["value"].max()
+    before = best.cummax().shift(fill_value=-np.inf)  # with less memory
+    of_memory = frame["memory"]
+    on = (frame["value"] == of_memory.map(best)) & (
+        frame["value"] > of_memory.map(before)
+    )
+    return list(frame[on].sort_values("memory", kind="stable").index)
+
+
+def _crowd(axes: Any, points: np.ndarray, sign: int, star: np.ndarray) -> None:
+    """Every point in grey, the front as steps, the full cache as a star."""
+    crowd = {"linestyle": "none", "markersize": _SHORT, "clip_on": False}
+    axes.plot(*points.T, marker="o", color="#B0B0B0", mec="white", **crowd)
+    best = points[front(points, sign)]
+    if len(best):
+        axes.step(*best.T, where="post", color=_FRONT, lw=1.5)
+        axes.plot(*best.T, marker="o", color=_FRONT, mec="white", **crowd)
+    if np.isfinite(star).all():
+        axes.plot(*star, clip_on=False, zorder=3, **look(Mark("black", "*")))
+        side = {"xytext": (9, -9 * sign), "textcoords": "offset points", "ha": "right"}
+        axes.annotate("full cache", star, va="top" if sign > 0 else "bottom", **side)
+    axes.set_xlim(0, 1.08 * np.nanmax([*points[:, 0], star[0], 1e-9]))
+
+
+def _name_front(axes: Any, points: np.ndarray, sign: int, names: Sequence[str]) -> None:
+    """Writes the front's names on its good side, where no other point can be."""
+    taken = [each.get_window_extent() for each in axes.texts]
+    spots: dict[tuple[float, float], list[str]] = {}
+    for i in front(points, sign):
+        spots.setdefault(tuple(points[i]), []).append(names[i])
+    for spot, found in spots.items():
+        more = [f"and {len(found) - 3} more"] if len(found) > 3 else []
+        name = "\n".join([*found[:3], *more])
+        taken.append(_name(axes, spot, name, sign, taken))
+
+
+def _name(
+    axes: Any, spot: tuple[float, float], name: str, sign: int, taken: Sequence[Any]
+) -> Any:
+    """Writes a name beside a spot where it covers none of the boxes `taken`."""
+    from matplotlib.patheffects import withStroke
+
+    offset = {"textcoords": "offset points", "xytext": (0, 0)}
+    halo = [withStroke(linewidth=2.5, foreground="white")]
+    style = {"fontsize": 9, "color": _FRONT_TEXT, "path_effects": halo}
+    written = axes.annotate(name, spot, **offset, **style)
+    for dx, dy, across, down in _places(sign):
+        written.set(position=(dx, dy), ha=across, va=down)
+        box = written.get_window_extent()
+        free = not any(box.overlaps(other) for other in taken)
+        if free and axes.bbox.x0 < box.x0 and axes.bbox.y0 < box.y0:
+            break
+    if dy:
+        line = {"arrowstyle": "-", "color": _FRONT_TEXT, "lw": 0.7, "shrinkB": 3}
+        offset["xytext"] = (dx, dy)
+        axes.annotate("", spot, **offset, arrowprops=line | {"shrinkA": 0})
+    return box
+
+
+def _places(sign: int) -> list[tuple[float, float, str, str]]:
+    """Where a name may go: points from the spot, and which of its corners goes there.
+
+    To the left first, then further up (or down, where small is good), then right.
+    """
+    down = {1: "bottom", -1: "top"}[sign]
+    away = [(dy, down) for dy in (8, 20, 32, 44, 56, 68, 80, 92)]
+    return [
+        (dx, sign * dy, across, v)
+        for dx, across in ((-7, "right"), (-3, "left"), (7, "left"))
+        for dy, v in [(0, "center"), *away][dx == -3 :]
+    ]

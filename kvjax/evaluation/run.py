@@ -1,0 +1,182 @@
+"""Experiments, of quality or of throughput, that go on where they were interrupted.
+
+Everything finished is written down at once, so that a run that was interrupted, or
+killed, loses at most the batch in flight::
+
+    WORKDIR/experiment.json   what was asked; another question wants another folder
+    WORKDIR/batches.jsonl     one line per finished batch
+    WORKDIR/records.jsonl     one line per finished method, made from its batches
+
+`quality` and `throughput` say what a record is and how it is measured; this is the loop
+that has them made.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Mapping
+
+import jax
+from jax.experimental import multihost_utils
+
+from kvjax.engine import compiled
+from kvjax.engine.planner import device_memory
+from kvjax.evaluation import quality, throughput
+from kvjax.evaluation.config import Experiment, Fields
+from kvjax.evaluation.report.records import FORMAT, Record, provenance
+from kvjax.evaluation.setting import Baseline, Lines, Progress, Setting
+from kvjax.models.weights import load
+from kvjax.types import UserError
+
+MEASUREMENTS = {"quality": quality, "throughput": throughput}
+_RESULTS = ("records.jsonl", "batches.jsonl", "reference.npy")  # that runs leave
+
+
+def from_config(fields: Fields, overrides: Fields) -> Experiment:
+    """The experiment that a config's fields describe.
+
+    Args:
+      fields: `experiment`, "quality" where it is left out, and those of
+        `quality.Quality` or `throughput.Throughput`.
+      overrides: fields to replace where the value is not None.
+
+    Raises:
+      UserError: a field that is missing or unknown.
+    """
+    name = fields.get("experiment", "quality")
+    if name not in MEASUREMENTS:
+        known = ", ".join(MEASUREMENTS)
+        raise UserError(f"experiment {name!r} is unknown: use one of {known}")
+    return MEASUREMENTS[name].from_config(fields, overrides)
+
+
+def run(
+    experiment: Experiment,
+    workdir: str | os.PathLike,
+    progress: Progress,
+    baselines: Mapping[str, Baseline] | None = None,
+) -> list[Record]:
+    """Measures what is not yet in `workdir`; one record per method and new tokens.
+
+    Args:
+      experiment: what to measure.
+      workdir: where results go, and are found again.
+      progress: told what runs, and how many units of work are finished.
+      baselines: for throughput, methods of other libraries by the name in their
+        records, each called with `(prompts, new_tokens, memory_bytes,
+        min_timed_batches, progress)` for a record in our format: the same prompts, as
+        token ids, in the same memory; `progress` counts nothing. If the record has
+        `tokens`, the answers, they are graded and taken out.
+
+    Raises:
+      UserError: anything that does not fit, before long work starts.
+    """
+    experiment.check()
+    baselines = baselines or {}
+    if taken := {method.name for method in experiment.methods} & set(baselines):
+        raise UserError(f"methods and baselines are both named {', '.join(taken)}")
+    folder = opened(experiment, pathlib.Path(workdir))
+    compiled.keep_compiled()
+    progress(f"loading {experiment.model}", 0)
+    setting = Setting(
+        experiment,
+        load(experiment.model, experiment.dtype, mesh=experiment.mesh),
+        device_memory(experiment.memory_gb),
+        folder,
+        Lines(folder / "batches.jsonl"),
+        Lines(folder / "records.jsonl"),
+        baselines,
+    )
+    rows = MEASUREMENTS[experiment.experiment].rows(setting)
+    for row in sorted(rows, key=lambda row: row.rank):
+        if setting.records.where(**row.key):
+            progress(row.title, row.units)
+            continue
+        record = row.measure(functools.partial(_say, progress, row.title))
+        setting.records.add(_made(experiment, record))
+        _forget()
+    return [setting.records.where(**row.key)[0] for row in rows]
+
+
+def _say(progress: Progress, title: str, what: str, units: int) -> None:
+    progress(f"{title}: {what}", units)
+
+
+def _made(experiment: Experiment, record: Record) -> Record:
+    """A whole record; what a baseline says of its own making goes before ours."""
+    about = {
+        "format": FORMAT,
+        "experiment": experiment.experiment,
+        "seed": experiment.seed,
+        "model": experiment.model,
+        "mesh": experiment.mesh,
+        "device": jax.devices()[0].device_kind,
+    }
+    made = provenance()["provenance"] | record.get("provenance", {})
+    return about | record | {"provenance": made}
+
+
+def _forget() -> None:
+    """Compiled programs go: those of many methods exhaust a process's memory maps."""
+    compiled.clear()
+
+
+def opened(experiment: Experiment, workdir: pathlib.Path) -> pathlib.Path:
+    """The folder, if what lies in it answers the same question.
+
+    Args:
+      experiment: the question, kept in `experiment.json`.
+      workdir: made if it is not there.
+
+    Raises:
+      UserError: it holds results of another configuration, or cannot be made.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        workdir = _own(workdir)
+    except OSError as error:
+        raise UserError(f"workdir {workdir}: {error.strerror}; name another") from None
+    asked = json.loads(json.dumps(dataclasses.asdict(experiment)))
+    path = workdir / "experiment.json"
+    found = [name for name in _RESULTS if (workdir / name).exists()]
+    if found and not path.exists():
+        raise UserError(
+            f"workdir {workdir} holds {found[0]} of a run that nothing tells about: "
+            "name another folder or delete it"
+        )
+    if not found:
+        partial = path.with_suffix(".part")
+        partial.write_text(json.dumps(asked, indent=2) + "\n")
+        partial.replace(path)
+        return workdir
+    before = json.loads(path.read_text())
+    changed = sorted(key for key in asked if asked[key] != before.get(key))
+    if changed:
+        raise UserError(
+            f"workdir {workdir} holds results of another configuration ({changed[0]} "
+            f"was {before.get(changed[0])!r:.80}): name another folder or delete it"
+        )
+    return workdir
+
+
+def _own(workdir: pathlib.Path) -> pathlib.Path:
+    """The folder of this process: process 0's is the workdir itself.
+
+    Of a run on several hosts every process writes the same results. The others begin
+    with what process 0 has, on a disk that all share, so that all take the same steps.
+    """
+    if jax.process_count() == 1:
+        return workdir
+    own = workdir
+    if index := jax.process_index():
+        own = workdir / f"process-{index}"
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir()
+        for path in workdir.iterdir():
+            if path.is_file():
+                shutil.copy(path, own)
+    multihost_utils.sync_global_devices("workdir")
+    return own

@@ -1,0 +1,154 @@
+"""A task's examples as tokens that a model can read, and what its answers are worth."""
+
+import functools
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax.engine.stop_texts import ended
+from kvjax.evaluation import tasks
+from kvjax.evaluation.config import Experiment, TaskRun
+from kvjax.evaluation.report.records import Record
+from kvjax.evaluation.tasks.base import Encoded, Example, Task, encode
+from kvjax.types import Model, UserError
+
+
+class Samples(NamedTuple):
+    """A task's examples, encoded.
+
+    Attributes:
+      run: what was asked.
+      task: the task; None for random tokens, which nobody can grade.
+      examples: its questions.
+      prompts: their tokens, and how many were cut out.
+      new: most tokens of an answer.
+    """
+
+    run: TaskRun
+    task: Task | None
+    examples: list[Example]
+    prompts: list[Encoded]
+    new: int
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(prompt.tokens) for prompt in self.prompts]
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def mean_length(self) -> float:
+        return sum(self.lengths) / len(self.prompts)
+
+    def tokens(self, rows: Iterable[int]) -> list[Sequence[int]]:
+        return [self.prompts[i].tokens for i in rows]
+
+
+def samples_of(
+    experiment: Experiment, run: TaskRun, model: Model, new: int | None = None
+) -> Samples:
+    """The examples, the same for all methods.
+
+    Args:
+      experiment: with the seed and the folders.
+      run: the task, and how much of it.
+      model: with a tokenizer.
+      new: most tokens of an answer; None is what the run or the task says.
+
+    Raises:
+      UserError: an unknown task or option, data that is not there, no room.
+    """
+    task = tasks.get(run.name)
+    new = new or run.max_new_tokens or task.max_new_tokens
+    room = model.spec.context_length - new
+    room = min(room, run.prompt_tokens or room)
+    every = inspect.signature(task.examples).parameters
+    known = sorted(set(every) - {"tokenizer", "count", "seed"})
+    common = {"haystack": experiment.haystack, "data_dir": experiment.data_dir}
+    common["length"] = run.prompt_tokens
+    options = {k: v for k, v in common.items() if k in known and v is not None}
+    options |= dict(run.options)
+    if unknown := sorted(set(options) - set(known)):
+        raise UserError(
+            f"task {run.name} has no option {unknown[0]!r}: it has {', '.join(known)}"
+        )
+    count = run.num_examples
+    examples = task.examples(model.tokenizer, count, experiment.seed, **options)
+    encoded = functools.partial(encode, model.tokenizer, task, room=room)
+    prompts = [encoded(each) for each in examples]
+    if "length" in known and any(prompt.cut for prompt in prompts):
+        raise UserError(
+            f"task {run.name} writes prompts that are longer than the {room} tokens "
+            f"that {model.spec.name} can read before {new} new ones: give it "
+            f"prompt_tokens of {room} or less"
+        )
+    return Samples(run, task, examples, prompts, new)
+
+
+def graded(
+    samples: Samples, model: Model, rows: Sequence[int], new: Sequence[Sequence[int]]
+) -> Record:
+    """The texts of some examples' answers, and their scores; none without a task."""
+    if samples.task is None:
+        return {"texts": None, "scores": None}
+    stop, grade = samples.task.stop, samples.task.grade
+    decode = functools.partial(model.tokenizer.decode, skip_special_tokens=True)
+    texts = [decode(tokens) for tokens in new]
+    scores = [
+        grade(ended(text, stop), samples.examples[i])
+        for i, text in zip(rows, texts, strict=True)
+    ]
+    return {"texts": texts, "scores": scores}
+
+
+def summary(samples: Samples, batches: Sequence[Record]) -> Record | None:
+    """A task's means, and its headline metric for every depth, length and the like.
+
+    Args:
+      samples: the task's examples.
+      batches: lines with the fields of `graded` and the `examples` that they ran, all
+        of them once or more often; the first time counts.
+
+    Returns:
+      What records hold under `tasks`; None if nothing was graded.
+    """
+    if samples.task is None:
+        return None
+    scores: dict[int, dict[str, float]] = {}
+    for batch in batches:
+        ran = zip(batch["examples"], batch["scores"], strict=True)
+        scores = dict(ran) | scores
+    metric, breakdown = samples.task.metric, {}
+    for i, score in sorted(scores.items()):
+        place = tuple(sorted(samples.examples[i].details))
+        breakdown.setdefault(place, []).append(score[metric])
+    names = next(iter(scores.values()))
+    means = {
+        name: float(np.mean([score[name] for score in scores.values()]))
+        for name in names
+    }
+    maps = [batch["survivors"] for batch in batches if "survivors" in batch]
+    return {
+        "metric": metric,
+        "score": means[metric],
+        "metrics": means,
+        "num_examples": len(scores),
+        "prompt_tokens": samples.mean_length,
+        "most_prompt_tokens": samples.run.prompt_tokens or samples.longest,
+        "max_new_tokens": samples.new,
+        "cut_prompts": sum(prompt.cut > 0 for prompt in samples.prompts),
+        "breakdown": [
+            dict(place) | {"score": float(np.mean(found)), "num_examples": len(found)}
+            for place, found in sorted(breakdown.items())
+            if place
+        ],
+        "survivors": maps[0] if maps else None,
+    }
