@@ -55,14 +55,14 @@ link("notebooks", "colab")
 
 @functools.cache
 def homes() -> dict[int, str]:
-    """The first package, from the top down, that offers an object by its `__all__`."""
+    """The first name, from the top down, under which a package offers an object."""
     found = {}
     files = (ROOT / "kvjax").rglob("__init__.py")
     for path in sorted(files, key=lambda path: (len(path.parts), path)):
         name = ".".join(path.relative_to(ROOT).parent.parts)
         package = importlib.import_module(name)
         for offered in getattr(package, "__all__", ()):
-            found.setdefault(id(getattr(package, offered)), name)
+            found.setdefault(id(getattr(package, offered)), f"{name}.{offered}")
     return found
 
 
@@ -76,9 +76,10 @@ def elsewhere(name: str) -> list[tuple[str, str]]:
     there = []
     for member in getattr(module, "__all__", own):
         value = getattr(module, member)
-        home = homes().get(id(value), name)
-        if home != name and not isinstance(value, types.ModuleType):
-            there.append((member, f"{home}.{member}"))
+        here = f"{name}.{member}"
+        home = homes().get(id(value), here)
+        if home != here and not isinstance(value, types.ModuleType):
+            there.append((member, home))
     return there
 
 

@@ -20,7 +20,7 @@ def plain(lines: list[str]) -> list[str]:
             state = "text" if state == "item" else state
         elif line[0] != " ":
             before, state = state, _begins(line, following)
-            if before != state and {before, state} & {"section", "item", "literal"}:
+            if before != state and (before != "text" or state in ("section", "item")):
                 done.append("")
             if state == "item":
                 line = NAMED.sub(r":\1: ", line)
@@ -36,16 +36,21 @@ def _begins(line: str, following: str) -> str:
     a literal passage, or a section that napoleon reads."""
     if SECTION.match(line):
         return "section"
+    if line.endswith("::"):
+        return "literal"
     hangs = not following or following[0] == " " or NAMED.match(following)
     if line.startswith("- ") or (NAMED.match(line) and hangs):
         return "item"
-    return "literal" if line.endswith("::") else "text"
+    return "text"
 
 
 def _escaped(line: str) -> str:
-    parts = MARKUP.split(line)
-    parts[::2] = (re.sub(r"([*|])", r"\\\1", part) for part in parts[::2])
-    return "".join(parts)
+    text, *rest = MARKUP.split(line)
+    done = re.sub(r"([*|])", r"\\\1", text)
+    for markup, text in zip(rest[::2], rest[1::2], strict=True):
+        done += markup + ("\\ " if text[:1].isalnum() else "")
+        done += re.sub(r"([*|])", r"\\\1", text)
+    return done
 
 
 def show(app, what, name, obj, options, lines):
