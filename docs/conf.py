@@ -11,6 +11,8 @@ ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(HERE))
 
+from sphinx.domains.python import PyObject
+
 import kvjax
 
 project = "kvjax"
@@ -99,5 +101,7 @@ def shorten(app, what, name, obj, options, signature, returned):
 
 
 def setup(app):
+    for field in PyObject.doc_field_types:
+        field.label = "Attributes" if field.name == "variable" else field.label
     app.connect("autodoc-skip-member", skip_fields)
     app.connect("autodoc-process-signature", shorten)

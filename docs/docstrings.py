@@ -8,6 +8,7 @@ import itertools
 import re
 
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields):$")  # for napoleon
+SEVERAL = re.compile(r" +\w+(, \w+)+(?=:)")  # a, b: what both are
 NAMED = re.compile(r"(Needs|Source): ")
 MARKUP = re.compile(r"(``.+?``|`[^`]+`|(?<![\w*])\*\w[\w ]*\*(?![\w*]))")
 
@@ -27,6 +28,8 @@ def plain(lines: list[str]) -> list[str]:
         elif state == "text":
             done += ["", "::", ""]
             state = "literal"
+        elif state == "section":
+            line = SEVERAL.sub(lambda names: names[0].replace(", ", ","), line)
         done.append(line if state == "literal" else _escaped(line))
     return done
 
