@@ -100,8 +100,8 @@ def embedded(
 
 
 def ended(
-    params: PyTree, spec: ModelSpec, x: Float[Array, "B T M"]
-) -> Float[Array, "B T M"]:
+    params: PyTree, spec: ModelSpec, x: Float[Array, "B *T M"]
+) -> Float[Array, "B *T M"]:
     """What the head reads of the last layer's output."""
     return _norm(x, params["final_norm"], spec) if spec.final_norm else x
 
