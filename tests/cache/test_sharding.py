@@ -28,6 +28,8 @@ from kvjax.engine.planner import device_memory, plan_job, state_bytes, weights_b
 from kvjax.models import decoder, placement
 from kvjax.parallel import axes, meshes
 
+pytestmark = pytest.mark.e2e
+
 ROOT = pathlib.Path(__file__).parents[2]
 MESHES = {"1x8": "data:1,model:8", "2x4": "data:2,model:4", "8x1": "data:8,model:1"}
 BUDGET, BLOCK, PROMPT, NEW = 56, 8, 72, 18
@@ -299,7 +301,8 @@ done = kvjax.generate(
     max_new_tokens=6,
     memory_gb=0.1,
 )
-print([c.tokens for c in done], [[h.tolist() for h in c.kept_positions[0]] for c in done])
+kept = [[head.tolist() for head in c.kept_positions[0]] for c in done]
+print([c.tokens for c in done], kept)
 """
 
 

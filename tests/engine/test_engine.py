@@ -231,7 +231,7 @@ def test_end_token_stops_a_row(tiny):
 
 @pytest.mark.parametrize("phases", SCHEDULES)
 def test_slots_give_rotary_positions(tiny, phases):
-    """Under `rope_positions="cache"` batched equals single, and the text is another one."""
+    """Cache positions: batched equals single, and the text is another one."""
     policy = policies.streaming()
     schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
     config = make_config(tiny.spec, policy, BUDGET, schedule, rope_positions="cache")

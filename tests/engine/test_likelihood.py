@@ -28,6 +28,8 @@ from kvjax.engine.steps import compact, prefill
 from kvjax.models import decoder
 from kvjax.types import UserError
 
+pytestmark = pytest.mark.e2e
+
 
 @pytest.fixture(scope="module")
 def model():

@@ -27,6 +27,8 @@ import baselines  # noqa: E402
 from baselines import memory, presses, throughput  # noqa: E402
 from baselines.throughput import Method  # noqa: E402
 
+pytestmark = pytest.mark.e2e
+
 SMOLLM2 = memory.Shape(30, 9, 3, 64, 576, 1536, 49152, 4, 538_060_032)
 TINY = memory.Shape(2, 4, 2, 8, 32, 64, 50, 4, 1000)
 LENGTH, NEW, PROMPTS = 10, 3, 9

@@ -19,6 +19,8 @@ from kvjax.models import placement
 from kvjax.parallel import meshes
 from kvjax.types import UserError
 
+pytestmark = pytest.mark.e2e
+
 SWEEP = pathlib.Path(__file__).parents[2] / "configs" / "policy_sweep.py"
 
 CONFIG = {

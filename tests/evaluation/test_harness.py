@@ -27,6 +27,8 @@ from kvjax.engine import api, compiled, stop_texts
 from kvjax.engine.sampling import Sampling
 from kvjax.types import UserError
 
+pytestmark = pytest.mark.e2e
+
 CHAT = (
     "{% for m in messages %}{% if m.role == 'system' %}"
     "{{ raise_exception('no system here') }}{% endif %}<stop> {{ m.content }} "

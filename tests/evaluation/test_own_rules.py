@@ -11,6 +11,8 @@ from testing import asking, checkpoints
 
 from kvjax.evaluation.report.records import read_records
 
+pytestmark = pytest.mark.e2e
+
 ROOT = pathlib.Path(__file__).parents[2]
 RULES = """\
 from kvjax import policies

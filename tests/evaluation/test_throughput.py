@@ -32,6 +32,8 @@ from kvjax.parallel import meshes
 from kvjax.registry import Registry
 from kvjax.types import Model, UserError
 
+pytestmark = pytest.mark.e2e
+
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 MEMORY = 1_200_000
 CONFIG = {

@@ -15,6 +15,8 @@ import bench_kernels
 import model_step
 import targets
 
+pytestmark = pytest.mark.e2e
+
 
 @pytest.fixture(autouse=True)
 def _flags(monkeypatch):

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.e2e
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.e2e
+
 ROOT = pathlib.Path(__file__).parents[2]
 NOISE = 8e6  # allocators round, threads have stacks
 

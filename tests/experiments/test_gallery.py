@@ -21,6 +21,8 @@ import gallery_runs as runs  # noqa: E402
 import gallery_words as words  # noqa: E402
 import policy_gallery as gallery  # noqa: E402
 
+pytestmark = pytest.mark.e2e
+
 DOC = """Keeps what matters.
 
     score = a * b

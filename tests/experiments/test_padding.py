@@ -15,6 +15,8 @@ sys.path.append(str(ROOT / "experiments"))
 
 import padding  # noqa: E402
 
+pytestmark = pytest.mark.e2e
+
 LENGTHS, SLOTS, NEW = (60, 100), 40, 4  # snapkv pins 32 of the slots
 
 

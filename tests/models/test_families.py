@@ -20,6 +20,8 @@ from kvjax.cache.schedule import Schedule
 from kvjax.engine import layerwise, steps
 from kvjax.types import UserError
 
+pytestmark = pytest.mark.e2e
+
 FILES = sorted(
     (pathlib.Path(__file__).parents[1] / "golden" / "families").glob("*.npz")
 )

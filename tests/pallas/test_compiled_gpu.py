@@ -25,6 +25,8 @@ import model_step
 from kvjax.pallas import gpu
 from kvjax.pallas.common import STATS
 
+pytestmark = pytest.mark.compiled
+
 ALL = frozenset(STATS)
 CHIP = gpu.CHIPS["H200"]
 WINDOW = 5

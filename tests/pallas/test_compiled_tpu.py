@@ -21,6 +21,8 @@ import targets
 
 from kvjax.pallas import tpu
 
+pytestmark = pytest.mark.compiled
+
 pytest.importorskip("libtpu", reason="libtpu is not installed: run `make compiled`")
 
 TARGETS = [f"tpu:{name}" for name in targets.CHIPS]

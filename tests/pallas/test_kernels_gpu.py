@@ -21,6 +21,8 @@ from kvjax.pallas import gpu, gpu_launch
 from kvjax.pallas.common import STATS
 from kvjax.types import Partial
 
+pytestmark = pytest.mark.kernels
+
 ALL = frozenset(STATS)
 SOFTMAX = Partial._fields
 CHIP = gpu.CHIPS["H200"]

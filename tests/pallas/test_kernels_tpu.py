@@ -18,6 +18,8 @@ from kvjax.pallas import tpu
 from kvjax.policies.base import select_evictions
 from kvjax.types import Scoring, View
 
+pytestmark = pytest.mark.kernels
+
 SMALL = tpu.Tiles(pairs=2 * 128 * 64 * 4, rows=32)  # several tiles, several parts
 
 

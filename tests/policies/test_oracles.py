@@ -28,6 +28,8 @@ from kvjax.cache.config import CacheConfig, make_config
 from kvjax.models import decoder
 from kvjax.types import LayerOps
 
+pytestmark = pytest.mark.e2e
+
 SPEC = tiny_spec(num_layers=1, num_heads=4)  # K=2, G=2, D=8
 K, G, D = SPEC.num_kv_heads, SPEC.queries_per_kv_head, SPEC.head_dim
 ROWS, STEPS, IDS = 4, 24, 12
