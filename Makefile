@@ -1,18 +1,24 @@
-# make demo   the main job on a real model, with a table and two pictures
-# make test   the tests
+# make demo      the main job on a real model, with a table and two pictures
+# make test      the tests that every change needs (6 minutes)
+# make test-all  those of kernels and of whole runs
+# make compiled  TPU kernels and whole steps, compiled for TPUs that are not there;
+#                TPU=v6e for that one alone
+# make newest    the kernels' tests with PYTHON=python3.12 and the newest JAX
+# make check     the linter, the formatter and the type checker; make format mends
+# make docs      the site, into build/docs
 # make leaderboard   docs/leaderboard.md from the records in docs/data/leaderboard
-# make compiled   TPU kernels and whole steps, compiled for TPUs that are not there;
-#                 TPU=v6e for that one alone
-# make newest     the kernels' tests with PYTHON=python3.12 and the newest JAX
-# All make a virtual environment first if there is none. EXTRAS=test,cuda for a GPU.
+# All make a virtual environment first if there is none. EXTRAS=test,cuda for a GPU,
+# JAX='jax==0.10.*' for another JAX than the newest.
 
 PYTHON ?= python3
 EXTRAS ?= test
+JAX ?=
 WORKDIR ?= runs/quickstart
 TPU ?= tpu
 PY := .venv/bin/python
+PIP := $(PY) -m pip install --quiet
 
-.PHONY: demo test leaderboard compiled newest lint clean
+.PHONY: demo test test-all compiled newest check format docs leaderboard clean
 
 demo: .venv/installed
 	$(PY) experiments/run.py --config=configs/quickstart.py --workdir=$(WORKDIR)
@@ -20,32 +26,51 @@ demo: .venv/installed
 test: .venv/installed
 	$(PY) -m pytest
 
-leaderboard: .venv/installed
-	$(PY) experiments/report.py docs/data/leaderboard --leaderboard=docs/leaderboard.md
+test-all: .venv/installed
+	$(PY) -m pytest -m '(kernels or e2e) and not compiled and not slow'
 
 # libtpu lies beside the environment: found there, it would look for a TPU at every start.
 compiled: .venv/installed
-	$(PY) -m pip install --quiet --upgrade --no-deps --target .venv/libtpu "$$($(PY) \
+	$(PIP) --upgrade --no-deps --target .venv/libtpu "$$($(PY) \
 	  -c 'import importlib.metadata as m; print(next(r.split(";")[0] for r in m.requires("jax") if r.startswith("libtpu")))')"
-	PYTHONPATH=.venv/libtpu JAX_PLATFORMS=cpu $(PY) -m pytest tests/test_compiled_tpu.py \
-	  -k '$(TPU)'
+	PYTHONPATH=.venv/libtpu JAX_PLATFORMS=cpu $(PY) -m pytest \
+	  -m 'compiled and not slow' -k '$(TPU)'
 
 newest:
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --upgrade --editable '.[test]' jax
 	.venv-newest/bin/python -c 'import jax, sys; print("jax", jax.__version__, sys.version)'
-	.venv-newest/bin/python -m pytest tests/test_kernels_tpu.py tests/test_kernels_gpu.py \
-	  tests/test_compiled_gpu.py tests/test_attention.py tests/test_backends.py
+	.venv-newest/bin/python -m pytest -m 'kernels and not compiled and not slow'
 
-lint: .venv/installed
-	$(PY) -m pip install --quiet ruff
+check: .venv/checked
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m pyrefly check --output-format min-text
+
+format: .venv/checked
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+docs: .venv/documented
+	rm -rf docs/api
+	$(PY) -m sphinx -b html -W --keep-going -q -d build/doctrees docs build/docs
+	@echo "the site is in build/docs/index.html"
+
+leaderboard: .venv/installed
+	$(PY) experiments/report.py docs/data/leaderboard --leaderboard=docs/leaderboard.md
 
 .venv/installed: pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(PIP) --editable '.[$(EXTRAS)]' $(JAX)
+	touch $@
+
+.venv/checked: .venv/installed
+	$(PIP) --editable '.[check]' $(JAX)
+	touch $@
+
+.venv/documented: .venv/installed
+	$(PIP) --editable '.[docs]' $(JAX)
 	touch $@
 
 clean:
-	rm -rf .venv .venv-newest runs build *.egg-info
+	rm -rf .venv .venv-newest runs build docs/api docs/notebooks *.egg-info

@@ -8,6 +8,11 @@ os.environ["XLA_FLAGS"] = (
 
 import jax
 import pytest
+from jaxtyping import install_import_hook
+from testing import array_hints
+
+# Before kvjax is first imported: what annotations say of arrays is checked from now on.
+install_import_hook("kvjax", f"{array_hints.__name__}.check")
 
 import kvjax
 from kvjax.engine import compiled

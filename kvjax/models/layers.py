@@ -130,9 +130,9 @@ def softcap(x: Array, cap: float) -> Array:
 
 
 def gate_and_up(
-    both: Float[Array, "*N 2F"], groups: int
+    both: Float[Array, "*N gate_up"], groups: int
 ) -> tuple[Float[Array, "*N F"], Float[Array, "*N F"]]:
-    """Takes apart what `gate_up` gave; see `ModelSpec.ff_groups`."""
+    """Takes apart what `gate_up` gave, 2F columns; see `ModelSpec.ff_groups`."""
     if groups == 1:  # a reshape would make a TPU copy the weights at every use
         gate, up = jnp.split(both, 2, axis=-1)
         return gate, up
@@ -144,7 +144,7 @@ def gate_and_up(
 def mixture(
     x: Float[Array, "N M"],
     router: Float[Array, "M E"],
-    gate_up: Float[Array, "E M 2F"],
+    gate_up: Float[Array, "E M gate_up"],
     down: Float[Array, "E F M"],
     used: int,
     activation: str,

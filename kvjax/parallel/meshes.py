@@ -100,15 +100,15 @@ def use(over: Mesh | None) -> contextlib.AbstractContextManager:
     return jax.set_mesh(over) if over else contextlib.nullcontext()
 
 
-def shard_rows(over: Mesh | None, *arrays: np.ndarray) -> list[jax.Array]:
+def shard_rows(over: Mesh | None, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
     """Arrays whose first axis is rows, each device given its own; None is the default.
 
     In a run of several processes all of them hold the whole arrays.
     """
     if over is None:
-        return [jnp.asarray(x) for x in arrays]
+        return tuple(jnp.asarray(x) for x in arrays)
     split = NamedSharding(over, PartitionSpec(axes.DATA))
-    return [
+    return tuple(
         jax.make_array_from_callback(x.shape, split, np.asarray(x).__getitem__)
         for x in arrays
-    ]
+    )

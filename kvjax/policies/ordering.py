@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
 class Order(NamedTuple):
@@ -27,7 +27,7 @@ def sort_by_position(pos: Int[Array, "B K C"], among: Bool[Array, "B K C"]) -> O
     return Order(slots, jnp.argsort(slots, axis=-1))
 
 
-def take(x: Float[Array, "B K *G C"], index: Int[Array, "B K C"]) -> Array:
+def take(x: Shaped[Array, "B K *G C"], index: Int[Array, "B K C"]) -> Array:
     """Reorders the last axis of every head, whatever axes lie before it."""
     extra = tuple(range(2, x.ndim - 1))
     return jnp.take_along_axis(x, jnp.expand_dims(index, extra), axis=-1)

@@ -51,12 +51,11 @@ def main() -> None:
     for seed, (name, own) in enumerate(CONFIGS.items()):
         torch.manual_seed(seed)
         config = transformers.LlamaConfig(
-            **COMMON,
-            **own,
-            attn_implementation="eager",
-            architectures=["LlamaForCausalLM"],
+            **COMMON, **own, architectures=["LlamaForCausalLM"]
         )
-        model = transformers.LlamaForCausalLM(config).eval()
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager"
+        ).eval()
         for key, value in model.named_parameters():
             center = 1.0 if "norm" in key else 0.0
             value.copy_((center + 0.4 * torch.randn_like(value)).half().float())

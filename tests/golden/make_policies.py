@@ -116,10 +116,11 @@ def build_model(noise: float = 0.0) -> transformers.LlamaForCausalLM:
         vocab_size=50,
         max_position_embeddings=256,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        attn_implementation="eager",
     )
     torch.manual_seed(7)
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     for name, value in model.named_parameters():
         sharp = 1.6 if "q_proj" in name or "k_proj" in name else 1.0
         scale = 0.3 if "norm" in name else sharp / math.sqrt(value.shape[-1])

@@ -1,6 +1,7 @@
 """How keys and values are stored, by name: `make("identity")`, or one of your own.
 
 from kvjax.cache import codecs
+
 codecs.register("half", lambda: codecs.Codec("half", halved, halved))
 kvjax.generate(model, prompts, policy=policy, codec="half")
 """
