@@ -49,7 +49,7 @@ def compress(**changes):
         ),
         (
             {"schedule": Schedule(prefill_chunk=16, evict_size=8)},
-            ["evict=8", "block of 16"],
+            ["evict_size=8", "chunk of 16"],
         ),
         ({"policy": policies.snapkv(window=24)}, ["'snapkv' pins 24", "leaves 24"]),
         ({"eviction": "attic"}, ["attic"]),
