@@ -10,7 +10,8 @@ import numpy as np
 Data = dict[str, Any]
 SCHEDULES = "prefill_and_decode", "after_prefill"
 
-# Okabe & Ito's palette, as in `kvjax.evaluation.report.figures`; pale: the pair is gone.
+# Okabe & Ito's palette, as in `kvjax.evaluation.report.figures`; pale where the pair
+# is gone.
 _PLAIN = "#0072B2", "#E9ECEF"
 _NEEDLE = "#D55E00", "#FAD9BF"
 _QUESTION = "#009E73", "#C4E6DB"

@@ -1,9 +1,9 @@
 """kvjax: KV-cache compression for LLM inference in JAX.
 
-    model = kvjax.load("smollm2-135m-instruct")
-    done = kvjax.generate(
-        model, prompts, policy=kvjax.policies.key_diff(), budget=512, max_new_tokens=64
-    )
+model = kvjax.load("smollm2-135m-instruct")
+done = kvjax.generate(
+    model, prompts, policy=kvjax.policies.key_diff(), budget=512, max_new_tokens=64
+)
 """
 
 from kvjax import cache, policies

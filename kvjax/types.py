@@ -54,20 +54,21 @@ class RopeScaling:
 class ModelSpec:
     """The shape of a decoder-only transformer; hashable, so jit can take it static.
 
-    The policies need only `num_kv_heads`, `queries_per_kv_head` and `head_dim` of it. The defaults
-    are Llama's.
+    The policies need only `num_kv_heads`, `queries_per_kv_head` and `head_dim` of it.
+    The defaults are Llama's.
 
     Attributes:
       positions: `rotary`, or `learned`, added to the embeddings.
       rotary_dim: leading channels of a head that rotate; None for all.
       rope: scaling of the rotary frequencies.
-      sliding_windows: tokens that each layer's queries see, themselves included; 0 for all,
-        empty for all in all layers.
-      local_rope_theta: base of the frequencies, unscaled, of layers with a window; None for
-        the same as the others'.
+      sliding_windows: tokens that each layer's queries see, themselves included; 0
+        for all, empty for all in all layers.
+      local_rope_theta: base of the frequencies, unscaled, of layers with a window;
+        None for the same as the others'.
       norm: `rms`; `rms_offset`, whose weights are added to 1; `layer`, with biases.
-      norm_placement: where the norms stand: `pre` and `post` attention and MLP, `sandwich` for
-        both, `parallel` for one norm before both at once, `parallel_two` for one each.
+      norm_placement: where the norms stand: `pre` and `post` attention and MLP,
+        `sandwich` for both, `parallel` for one norm before both at once,
+        `parallel_two` for one each.
       final_norm: whether a norm follows the last layer.
       activation: `silu`, `gelu`, `gelu_tanh` or `relu`.
       gated: whether the activation multiplies a second projection.
@@ -78,7 +79,8 @@ class ModelSpec:
       attention_softcap, logit_softcap: c of c tanh(x / c); 0 for none.
       embed_scale: of the embeddings.
       embed_dim: of the embeddings; None for the model's.
-      experts, experts_per_token: of the MLP, and how many a token goes to; 0 for one dense.
+      experts, experts_per_token: of the MLP, and how many a token goes to; 0 for one
+        dense.
       ff_groups: equal parts that the columns of `gate_up` come in, each its gate's
         columns and then its up's; as many as devices split them.
     """

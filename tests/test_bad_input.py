@@ -40,7 +40,7 @@ def compress(**changes):
         ({"budget": (32, 8)}, ["budget 8"]),
         ({"budget": (32, 32, 32)}, ["3 budgets", "2 layers"]),
         ({"budget": None}, ["needs a budget"]),
-        ({"schedule": Schedule("none")}, ["'full'"]),
+        ({"schedule": Schedule("none")}, ["'none'"]),
         ({"policy": None}, ["full cache", "budget 32"]),
         ({"policy": policies.streaming(sinks=24)}, ["pins 24", "leaves 24"]),
         (
@@ -49,7 +49,7 @@ def compress(**changes):
         ),
         (
             {"schedule": Schedule(prefill_chunk=16, evict_size=8)},
-            ["evict=8", "block of 16"],
+            ["evict_size=8", "chunk of 16"],
         ),
         ({"policy": policies.snapkv(window=24)}, ["'snapkv' pins 24", "leaves 24"]),
         ({"eviction": "attic"}, ["attic"]),
@@ -112,7 +112,7 @@ def test_compression(changes, words):
         (lambda: policies.make("h2o", recent="half"), ["'half'", "0 to 1"]),
         (lambda: policies.protect(policies.recency(), recent=-2), ["-2"]),
         (lambda: Schedule("sometimes"), ["sometimes", "prefill_and_decode"]),
-        (lambda: Schedule(prefill_chunk=0), ["block=0"]),
+        (lambda: Schedule(prefill_chunk=0), ["prefill_chunk=0"]),
         (lambda: Sampling(temperature=-1.0), ["-1.0"]),
         (lambda: Sampling(top_p=0.0), ["top_p 0.0"]),
         (lambda: Sampling(top_k=-1), ["top_k -1"]),

@@ -6,6 +6,8 @@ import nbclient
 import nbformat
 import pytest
 
+pytestmark = pytest.mark.e2e
+
 COLAB = pathlib.Path(__file__).parents[1] / "colab"
 
 

@@ -3,8 +3,8 @@
 The folder is `--metadata data_dir=...`, else the environment's KVJAX_DATA, and holds
 what `gsm8k` and `bbh` of `kvjax.evaluation.tasks` look for. Prompts, shots and the
 order of the rows are theirs with seed 0, so `--limit 20` asks what `num_examples: 20`
-asks in a config of ours. A row's `prompt` is the whole text that the model is given, and `target` what
-counts as right; stops and metrics are in the YAML files.
+asks in a config of ours. A row's `prompt` is the whole text that the model is given,
+and `target` what counts as right; stops and metrics are in the YAML files.
 """
 
 import os

@@ -210,20 +210,22 @@ def check_budget(budget: int, policy: base.Policy, schedule: Schedule) -> None:
     if schedule.evicts_in_prefill:
         if schedule.evict_size < schedule.prefill_chunk:
             raise UserError(
-                f"schedule evict={schedule.evict_size} makes no room for a block of "
-                f"{schedule.prefill_chunk} tokens: raise evict or lower block"
+                f"schedule evict_size={schedule.evict_size} makes no room for a chunk "
+                f"of {schedule.prefill_chunk} tokens: raise evict_size, or lower "
+                "prefill_chunk"
             )
         step = max(step, schedule.prefill_chunk)
     least = least_kept(budget, schedule)
     if budget <= step or least < 0:
         raise UserError(
             f"budget {budget} must be larger than the {step} pairs that one eviction "
-            "drops: raise the budget, or lower the schedule's block and evict"
+            "drops: raise the budget, or lower the schedule's prefill_chunk and "
+            "evict_size"
         )
     if policy.num_pinned and policy.num_pinned >= max(least, 1):
         raise UserError(
-            f"policy {policy.name!r} pins {policy.num_pinned} pairs, but an eviction at "
-            f"budget {budget} leaves {least}: raise the budget or pin fewer"
+            f"policy {policy.name!r} pins {policy.num_pinned} pairs, but an eviction "
+            f"at budget {budget} leaves {least}: raise the budget or pin fewer"
         )
 
 

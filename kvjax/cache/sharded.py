@@ -2,8 +2,9 @@
 
 The mesh is one of `kvjax.parallel.meshes`. Every device holds the pairs of its own rows
 and heads only, from the moment they are made; policies score and evict them there, and
-what they do is what one device would do. The compiler splits the model's matrix products by
-the weights' shardings; the KV cache is handed to each shard as it is (`jax.shard_map`),
+what they do is what one device would do. The compiler splits the model's matrix
+products by the weights' shardings; the KV cache is handed to each shard as it is
+(`jax.shard_map`),
 so that no compiler can decide to gather it.
 """
 

@@ -74,7 +74,7 @@ def generate(
       temperature, top_k, top_p: see `kvjax.engine.sampling.Sampling`; 0 is greedy.
       seed: of the sampling; prompt i draws the same tokens in any batch.
       ignore_eos: generate all `max_new_tokens`, for throughput runs.
-      memory_gb: see `kvjax.plan.device_memory`.
+      memory_gb: see `kvjax.engine.planner.device_memory`.
       codec: how pairs are stored, of `kvjax.cache.codecs`, or its name.
       budget_rule: shares out `budget`, then the mean, between layers, see
         `kvjax.cache.budgets`; None is the same for all.

@@ -128,7 +128,7 @@ class Programs(NamedTuple):
       prefill: (params, state, tokens, lengths) -> (state, logits).
       compact: (state, policy's params) -> state; None where it keeps its capacity.
       begin: (state, logits, active, keys) -> DecodeState; None in a scored job.
-      pool: () -> a DecodeState with no row in use; None where all rows are read at once.
+      pool: () -> a DecodeState with no row in use; None where all are read at once.
       insert: (pool, part, row) -> pool; likewise.
       decode: (params, DecodeState, limit) -> (DecodeState, tokens); in a scored job
         `steps.score`, (params, state, logits, tokens, lengths) -> (state, Scores).

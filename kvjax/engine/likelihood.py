@@ -57,7 +57,7 @@ def likelihoods(
       model: the model.
       config: what is kept of its KV cache.
       pairs: token ids of a context, one or more, and of a continuation.
-      memory_bytes: see `kvjax.plan.device_memory`.
+      memory_bytes: see `kvjax.engine.planner.device_memory`.
       most: no more contexts are read at once.
       done: called with the number of pairs that were just finished.
 

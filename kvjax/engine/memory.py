@@ -19,7 +19,7 @@ def peak_memory(weights: int) -> Iterator[list[int]]:
     it cannot be reset. On a CPU it is the growth of the process's resident set over
     what it was before, plus the weights. There glibc is told to hand back large blocks
     as they are freed, now and from here on: by itself it keeps those of up to 32 MiB,
-    and the holes between them config 2.7 GB of a plan of 1.9. The list stays empty where
+    and the holes between them made 2.7 GB of a plan of 1.9. The list stays empty where
     neither is known.
     """
     found: list[int] = []

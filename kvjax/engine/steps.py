@@ -145,7 +145,7 @@ def begin(
 
 @functools.partial(jax.jit, donate_argnames=("pool",))
 def insert(pool: DecodeState, part: DecodeState, row: Int[Array, ""]) -> DecodeState:
-    """The rows of `part` in the place of the pool's from `row` on; the pool is donated."""
+    """`part` in the pool's rows from `row` on; the pool is donated."""
 
     def put(whole, part):
         return jax.lax.dynamic_update_slice_in_dim(whole, part, row, axis=0)

@@ -87,7 +87,7 @@ def step_back(rule: str, planned: Plan, count: int) -> Plan:
     Raises:
       UserError: there is none.
     """
-    if planned.job.is_staggered and planned.prefill_groups[0] > 1:
+    if rule == "staggered" and planned.prefill_groups[0] > 1:
         return dataclasses.replace(
             staggered.halved(planned), limited_by="out of memory"
         )

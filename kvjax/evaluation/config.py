@@ -5,21 +5,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax import policies
-from kvjax.cache import config
+from kvjax.cache import budgets, codecs, config
 from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.schedule import Schedule
 from kvjax.engine.planner import device_memory
 from kvjax.evaluation import tasks
-from kvjax.registry import Registry
 from kvjax.types import ModelSpec, UserError
 
 Fields = Mapping[str, Any]
 # Fields that methods share where they do not set their own, and tasks.
 OF_METHODS = ("prefill_chunk", "evict_size", "budget", "codec")
 OF_TASKS = ("num_examples", "prompt_tokens", "max_new_tokens")
-
-_CODECS = Registry("codec")
-_CODECS.register("identity", lambda: config.codecs.identity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +32,8 @@ class Method:
       budget: |kv|, one int or one per layer; None for the full cache.
       budget_share: the share of a prompt that the budget stands for, such as 0.5, where
         tasks of other lengths have other budgets; for reports alone.
-      codec: how pairs are stored: a codec's name, or `module:function`.
+      budget_rule: shares out the budget between layers: a name, or `module:function`.
+      codec: how pairs are stored: a name, or `module:function`.
       rope_positions: where a key stands for its rotary angle, see `CacheConfig`.
       implementation: which attention runs, see `CacheConfig`.
       series: what the methods have in common that differ only in budget and schedule,
@@ -53,6 +50,7 @@ class Method:
     evict_size: int | None = None
     budget: int | tuple[int, ...] | None = None
     budget_share: float | None = None
+    budget_rule: str | None = None
     codec: str = "identity"
     rope_positions: str = "original"
     implementation: str | None = None
@@ -67,22 +65,25 @@ class Method:
             policy,
             self.budget,
             schedule,
-            codec=_CODECS.make(self.codec),
+            budget_rule=self.budget_rule,
+            codec=self.codec,
             rope_positions=self.rope_positions,
             implementation=self.implementation,
         )
 
     def check(self) -> tuple[policies.Policy | None, Schedule]:
         """Policy and schedule, or a UserError for what is wrong in any model."""
-        _CODECS.make(self.codec)
+        codecs.make(self.codec)
+        if self.budget_rule:
+            budgets.make(self.budget_rule)
         evict_size = self.prefill_chunk if self.evict_size is None else self.evict_size
         if self.policy is None:
             return None, Schedule("none", self.prefill_chunk, evict_size)
         schedule = Schedule(self.phases, self.prefill_chunk, evict_size)
         policy = policies.make(self.policy, **dict(self.options))
-        budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
-        for budget in set(budgets) - {None}:
-            config.check_budget(budget, policy, schedule)
+        sizes = self.budget if isinstance(self.budget, tuple) else (self.budget,)
+        for size in set(sizes) - {None}:
+            config.check_budget(size, policy, schedule)
         return policy, schedule
 
 

@@ -213,6 +213,7 @@ def _batch(run: _Run, task: Samples, plan: Plan, rows: list[int]) -> Record:
     with peak_memory(plan.weights_bytes) as measured:
         chosen = run.engine.runner(plan.job)
         result = runner.run_batch(chosen, prompts, rows, seed, stop)
+    timed = not run.setting.experiment.layerwise
     live, allocated = cache.stored_bytes(result.state)
     line = {
         "task": task.name,
@@ -220,8 +221,8 @@ def _batch(run: _Run, task: Samples, plan: Plan, rows: list[int]) -> Record:
         **graded(task, model, rows, result.tokens),
         "prompt_tokens": sum(map(len, prompts)),
         "new_tokens": sum(map(len, result.tokens)),
-        "prefill_seconds": result.prefill_seconds,
-        "decode_seconds": result.decode_seconds,
+        "prefill_seconds": result.prefill_seconds if timed else None,
+        "decode_seconds": result.decode_seconds if timed else None,
         "measured_bytes": measured[0] if measured else None,
         "kv_bytes_live": live,
         "kv_bytes_allocated": allocated * len(rows) // len(result.state.next_pos),

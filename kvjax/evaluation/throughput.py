@@ -255,9 +255,8 @@ def _batch(
     """The line of one batch; its state is gone by then: the next one needs the room."""
     model, prompts = setting.model, samples.tokens(rows)
     with peak_memory(planned.weights_bytes) as measured:
-        planned_run = runner.of_plan(model.params, planned)
-        seed = setting.experiment.seed
-        result = runner.run_batch(planned_run, prompts, rows, seed)
+        chosen = runner.of_plan(model.params, planned)
+        result = runner.run_batch(chosen, prompts, rows, setting.experiment.seed)
     return {
         "task": samples.name,
         "examples": rows,

@@ -67,8 +67,8 @@ def forward(
       positions: each token's position in its own row.
       cache: handed from layer to layer, never looked at.
       attend: the injected attention.
-      measure: `measure(layer, before, after, cache) -> cache`, shown the residual stream
-        [B, T, M] before and after every layer's attention; None for nobody.
+      measure: `measure(layer, before, after, cache) -> cache`, shown the residual
+        stream [B, T, M] before and after every layer's attention; None for nobody.
 
     Returns:
       The final normalised hidden states, and the cache after the last layer.
@@ -212,7 +212,7 @@ def param_shapes(spec: ModelSpec, dtype: jnp.dtype = jnp.float32) -> PyTree:
 def param_partitions(spec: ModelSpec, mesh: jax.sharding.Mesh) -> PyTree:
     """How the weights are split over a mesh: a pytree of `NamedSharding`.
 
-    See `kvjax.parallel.axes.RULES`; what does not divide evenly is whole on every device.
+    See `kvjax.parallel.axes.RULES`; what does not divide evenly is whole everywhere.
     """
 
     def split(weight):

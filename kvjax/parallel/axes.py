@@ -102,7 +102,7 @@ def all_heads(x: Shaped[Array, "B K ..."]) -> Shaped[Array, "B H ..."]:
 
 
 def first_head(heads: int) -> int | Int[Array, ""]:
-    """The number, in the whole layer, of the first of the `heads` that a shard holds."""
+    """The number in the layer of the first of the `heads` that a shard holds."""
     return jax.lax.axis_index(HEADS) * heads if _inside() else 0
 
 

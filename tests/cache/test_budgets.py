@@ -85,7 +85,7 @@ def streams(model, prompt):
 
 
 def test_sizes_follow_what_was_measured(four):
-    """Layers end with the rule's sizes, as if they had been given in the first place."""
+    """Layers end with the rule's sizes, as if these had been given at first."""
     rule = toys.loudest_layers()
     job = job_of(four, rule)
     result = run_batch(four.params, job, PROMPTS, range(3))

@@ -16,7 +16,7 @@ Only the functions named below are taken out of their files and run. fuzzywuzzy 
 run without python-Levenshtein, as LongBench's requirements.txt has it.
 
     cases[METRIC]   list of [text, references, (classes,) value]; METRIC is a function
-                    of kvjax.evaluation.metrics. Values of final_number are numbers as text.
+                    of kvjax.evaluation.metrics. Values of final_number are texts.
     prompts[NAME]   sha256 of LongBench's prompt, and its most new tokens
 """
 

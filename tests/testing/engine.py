@@ -17,7 +17,7 @@ def run_batch(params, job, prompts, prompt_ids, seed=0, stop=None):
 
 @functools.partial(jax.jit, static_argnames=("spec", "config"))
 def score_tokens(params, state, tokens, *, spec, config):
-    """Feeds given tokens [B, T] one at a time; the state, and logits [T, B, V] after each."""
+    """Feeds tokens [B, T] one at a time; the state, and logits [T, B, V] after each."""
     one = jnp.ones(tokens.shape[:1], jnp.int32)
 
     def step(state, token):

@@ -1,9 +1,9 @@
 """How keys and values are stored, by name: `make("identity")`, or one of your own.
 
-    from kvjax.cache import codecs
+from kvjax.cache import codecs
 
-    codecs.register("half", lambda: codecs.Codec("half", halved, halved))
-    kvjax.generate(model, prompts, policy=policy, codec="half")
+codecs.register("half", lambda: codecs.Codec("half", halved, halved))
+kvjax.generate(model, prompts, policy=policy, codec="half")
 """
 
 from kvjax.cache.codecs.base import Codec, TensorCodec, identity, pair_bytes, plain

@@ -3,8 +3,8 @@
 A layer of pairs is a pytree of the layout's own, whose arrays lead with B rows and, if
 they belong to heads, with K heads next: over a mesh they are split along these axes.
 Whatever the arrays are, a layer shows itself as C slots per head, in an order of its
-own that only `write`, `evict` and `compact` change; a policy's statistics [B, K, C, ...]
-follow that order.
+own that only `write`, `evict` and `compact` change; a policy's statistics
+[B, K, C, ...] follow that order.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ class Layout(NamedTuple):
         [B, K, T], overflow [B, K]). Gives the first n of T new pairs of every row an
         empty slot each (C for none), marks it with its position and zeroes its
         statistics; says where some pair found none.
-      write: (layer, k, v [B, K, T, D], slots, positions [B, T]) -> layer, with the pairs
-        in the slots claimed for them.
+      write: (layer, k, v [B, K, T, D], slots, positions [B, T]) -> layer, with the
+        pairs in the slots claimed for them.
       evict: (layer, mask [B, K, C]) -> layer, the slots in the mask empty.
       compact: (layer, per_slot, capacity) -> (layer, per_slot) of `capacity` slots, the
         live pairs in the order of their positions in the first of them.
@@ -71,7 +71,7 @@ class Layout(NamedTuple):
 
 
 def insert_rows(layer: PyTree, other: PyTree, row: Int[Array, ""]) -> PyTree:
-    """Writes the rows of `other` over those of `layer` from `row` on, array by array."""
+    """Writes the rows of `other` over those of `layer` from `row` on."""
 
     def put(whole, part):
         return jax.lax.dynamic_update_slice_in_dim(whole, part, row, axis=0)

@@ -226,7 +226,7 @@ def attend(
 def write_attend(
     layer: DenseLayer, q, k, v, slots, positions, n, stats, implementation, scoring
 ):
-    """Both in one kernel, where pairs are stored as they are and one fuses the write."""
+    """Both in one kernel, where pairs are stored as they are and there is one."""
     if layer.codec is not identity:
         return None
     how = stats, implementation, scoring
@@ -239,7 +239,7 @@ def write_attend(
 
 
 def check(codec: Codec) -> None:
-    """Raises UserError for tokens that are encoded together: slots are reused singly."""
+    """Raises UserError for tokens encoded together: slots are reused one by one."""
     for tensor in (codec.key, codec.value):
         if tensor.group_size != 1:
             raise UserError(

@@ -71,8 +71,8 @@ def load(
     dtype = _dtype(dtype)
     if context is not None and context < 1:
         raise UserError(f"context {context}: must be at least 1 token")
-    placement = _placement(mesh) if mesh else None
-    model = load_placed(os.fspath(name_or_path), dtype, context, placement, keep)
+    placed = _placement(mesh) if mesh else None
+    model = load_placed(os.fspath(name_or_path), dtype, context, placed, keep)
     if mesh:
         over = meshes.mesh(mesh, model.spec.num_kv_heads)
         model = model._replace(spec=placement.fitted(model.spec, over))

@@ -207,7 +207,7 @@ def _half_rotated(array: np.ndarray, heads: int) -> np.ndarray:
     """Rows of each head from (0, D/2, 1, D/2 + 1, ...) back to (0, 1, ..., D - 1).
 
     llama.cpp rotates neighbouring channels and its converter reorders the rows of the
-    query and key projections to suit; `kvjax.models.layers.rotate` pairs the two halves.
+    query and key projections to suit; `models.layers.rotate` pairs the two halves.
     """
     rows, columns = array.shape
     split = array.reshape(heads, rows // heads // 2, 2, columns)

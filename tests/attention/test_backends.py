@@ -1,0 +1,268 @@
+"""Which attention runs: always one that works, and a reason where one cannot."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_spec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from testing.kernels import TOLERANCE, by_hand, draw, finite, generated
+
+from kvjax import attention, policies
+from kvjax.attention import Backend, backends, kernels, reference
+from kvjax.attention.reference import NO_STATS, PLAIN
+from kvjax.cache.config import make_config
+from kvjax.pallas import tpu
+from kvjax.registry import Registry
+from kvjax.types import Scoring, UserError
+
+SUMS = frozenset({"attn_sum"})
+
+
+def arrays(dtype=jnp.bfloat16, slots=256):
+    array = jax.ShapeDtypeStruct
+    return array((2, 8, 4, 1, 128), dtype), array((2, 8, slots, 128), dtype)
+
+
+def on(platform, kind):
+    """As when a program is traced for a device that is not there."""
+    told = AbstractDevice(kind, None, platform)
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=told)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def chosen(*given):
+    """The name of the backend that `given` gets where nobody names one."""
+    q, k, stats, *scoring = given
+    return backends.select_backend(q, k, stats, None, *scoring).name
+
+
+def test_a_cpu_gets_the_reference():
+    assert chosen(*arrays(), SUMS) == "reference"
+
+
+def test_a_tpu_gets_its_kernels():
+    with on("tpu", "TPU v6 lite"):
+        assert chosen(*arrays(), SUMS) == "pallas_tpu"
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
+def test_a_hopper_gpu_gets_its_kernels(kind):
+    with on("gpu", kind):
+        assert chosen(*arrays(), SUMS) == "pallas_gpu"
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "stats", "dtype"),
+    [
+        ("gpu", "Tesla T4", SUMS, jnp.bfloat16),
+        ("gpu", "NVIDIA H200", SUMS, jnp.float32),
+        ("tpu", "TPU v6 lite", frozenset({"attn_weights"}), jnp.bfloat16),
+        ("tpu", "TPU v6 lite", SUMS, jnp.float16),
+    ],
+)
+def test_what_no_kernel_can_do_gets_the_reference(platform, kind, stats, dtype):
+    with on(platform, kind):
+        assert chosen(*arrays(dtype), stats) == "reference"
+
+
+def test_the_gpu_kernels_know_no_windows():
+    window = Scoring(local_window=9)
+    with on("gpu", "NVIDIA H200"):
+        assert chosen(*arrays(), SUMS, window) == "reference"
+        with pytest.raises(UserError, match=r"neither caps logits .*local_window=9"):
+            backends.select_backend(*arrays(), SUMS, "pallas_gpu", window)
+    with on("tpu", "TPU v6 lite"):
+        assert chosen(*arrays(), SUMS, window) == "pallas_tpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "stats", "message"),
+    [
+        ("flash", SUMS, "'flash' is unknown: use one of cudnn, pallas_gpu, .*, xla"),
+        ("pallas_cpu", SUMS, "did you mean 'pallas_[gt]pu'"),
+        ("pallas_tpu", SUMS, "it needs a TPU, and this is a CPU"),
+        ("cudnn", NO_STATS, "it needs a GPU, and this is a CPU"),
+        ("xla", SUMS, r"no statistics, and \['attn_sum'\] are needed"),
+        ("pallas_tpu_interpret", frozenset({"attn_weights"}), "no fused kernel"),
+    ],
+)
+def test_a_named_one_that_cannot_run_says_why(name, stats, message):
+    with pytest.raises(UserError, match=message):
+        backends.select_backend(*arrays(), stats, name)
+
+
+def test_too_many_slots_for_a_kernel():
+    with pytest.raises(UserError, match=r"weights of 4194304 slots take \d+ MiB"):
+        backends.select_backend(*arrays(slots=2**22), SUMS, "pallas_tpu_interpret")
+
+
+def test_a_config_knows_the_names():
+    with pytest.raises(UserError, match="'flash' is unknown"):
+        make_config(tiny_spec(), policies.random(), 99, implementation="flash")
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """A table that a test may add to."""
+    fresh = Registry("attention implementation")
+    for name in backends.BACKENDS.names():
+        fresh.register(name, backends.BACKENDS.factory(name))
+    monkeypatch.setattr(backends, "BACKENDS", fresh)
+
+
+@pytest.fixture
+def counted(table):
+    """A registered backend that is the reference, and the lengths it was asked for."""
+    asked = []
+
+    def attend(q, *rest):
+        asked.append(q.shape[3])
+        return reference.attend(q, *rest)
+
+    attention.register(Backend("counted", attend))
+    return asked
+
+
+def test_a_backend_of_ones_own(counted):
+    """Found by its name alone; what it leaves out is the reference's."""
+    case = finite(draw(0, 2, 3, 4, 48, 64))
+    q, k, _, pos, q_pos, n = case
+    found, seen = attention.attend(*case, SUMS, "counted")
+    assert counted == [4]
+    wanted, also_seen = attention.attend(*case, SUMS, "reference")
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    np.testing.assert_array_equal(seen.attn_sum, also_seen.attn_sum)
+    given = q, k, pos, q_pos, n, found, SUMS, "counted"
+    again = attention.attention_stats(*given)
+    np.testing.assert_allclose(again.attn_sum, seen.attn_sum, atol=1e-6)
+    assert not attention.fuses_write(q[:, :, :, :1], k, SUMS, "counted", PLAIN)
+    assert chosen(q, k, SUMS) == "tiles"
+    assert counted == [4]
+
+
+def test_generates_with_a_backend_of_ones_own(counted, tiny):
+    """A config takes its name like ours."""
+    policy = policies.average_attention()
+    given = tiny, policy, "prefill_and_decode"
+    found, kept, _ = generated(*given, "counted")
+    wanted, also_kept, _ = generated(*given, "reference")
+    assert set(counted) == {1, 8}  # a block of the prompt, and a step
+    np.testing.assert_array_equal(found, wanted)
+    jax.tree.map(np.testing.assert_array_equal, kept, also_kept)
+
+
+def mine():
+    """What `test_backends:mine` in a config stands for."""
+    return Backend("mine", reference.attend, platform="tpu")
+
+
+def test_a_backend_by_module_and_function():
+    with pytest.raises(
+        UserError, match="'test_backends:mine' cannot run: it needs a T"
+    ):
+        backends.select_backend(*arrays(), SUMS, "test_backends:mine")
+
+
+def test_a_name_is_taken_once(table):
+    with pytest.raises(UserError, match="'xla' cannot be registered"):
+        attention.register(Backend("xla", reference.attend))
+
+
+def over_nan(q, k, v, *rest):
+    """The reference, whatever the empty slots hold."""
+    return reference.attend(*finite((q, k, v, *rest[:3])), *rest[3:])
+
+
+def by_scatter(q, new_k, new_v, slot, k, v, *rest):
+    """A fused write, of the reference."""
+    hit = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None] == slot[..., None]
+    k, v = (
+        jnp.where(hit[..., None], new[:, :, None], old)
+        for new, old in ((new_k, k), (new_v, v))
+    )
+    return *over_nan(q, k, v, *rest), k, v
+
+
+def register_kernel(attend=over_nan, write_attend=by_scatter):
+    """One that None prefers to all others, once it has passed its test."""
+    return attention.register(
+        Backend(
+            "fused",
+            attend,
+            write_attend=write_attend,
+            priority=lambda q: 9,
+            self_test=functools.partial(kernels.self_test, attend, write_attend),
+        )
+    )
+
+
+def raises(*given, **options):
+    raise RuntimeError("no such instruction")
+
+
+def wrong(q, *rest):
+    return over_nan(q + 1, *rest)
+
+
+def nowhere(*given):
+    partial, seen = wrong(*given)
+    return partial._replace(out=partial.out * jnp.nan), seen
+
+
+def elsewhere(q, new_k, new_v, slot, *rest):
+    return by_scatter(q, new_k, new_v, slot + 1, *rest)
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ({"attend": raises}, "RuntimeError: no such instruction"),
+        ({"attend": wrong}, r"it is \d.* off"),
+        ({"attend": nowhere}, "it is inf off"),
+        ({"write_attend": elsewhere}, r"it is \d.* off"),
+    ],
+)
+def test_a_kernel_that_does_not_work_is_left_out(table, functions, message):
+    """A new compiler or device costs speed, never a run."""
+    register_kernel(**functions)
+    with on("cpu", "not here"):  # where nothing can be tried, nothing is ruled out
+        assert chosen(*arrays(), SUMS) == "fused"
+    with pytest.warns(UserWarning, match=f"'fused' does not work on .*{message}"):
+        assert chosen(*arrays(), SUMS) == "reference"
+    assert chosen(*arrays(), SUMS) == "reference"  # and is told so once
+
+
+def test_a_kernel_that_works_is_taken(table):
+    register_kernel()
+    found = jax.jit(lambda: jnp.int32(len(chosen(*arrays(), SUMS))))
+    assert found() == len("fused")  # also while tracing
+    q, k = arrays()
+    assert attention.fuses_write(q, k, SUMS, None, PLAIN)
+
+
+@pytest.mark.parametrize("name", ["pallas_tpu_interpret", "pallas_gpu_interpret"])
+def test_our_kernels_pass_their_test(name):
+    assert backends.BACKENDS.make(name).self_test() is None
+
+
+@pytest.mark.parametrize("broken", ["attend", "write_attend"])
+def test_our_kernels_are_what_is_tested(monkeypatch, broken):
+    monkeypatch.setattr(tpu, broken, raises)
+    jax.clear_caches()  # the test above has compiled it whole
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        backends.BACKENDS.make("pallas_tpu_interpret").self_test()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [1, 16])
+def test_jax_s_own_attention(length, dtype):
+    case = finite(draw(0, 2, 3, length, 48, 64, dtype))
+    partial, seen = attention.attend(*case, implementation="xla")
+    allowed = 3 * TOLERANCE[dtype]["out"]
+    np.testing.assert_allclose(
+        attention.normalize(partial), by_hand(*case)[0], atol=allowed
+    )
+    assert seen.attn_sum is None

@@ -1,0 +1,155 @@
+"""Algorithm 1 against a NumPy transcription, token by token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from testing import oracle
+from testing.engine import decode, score_tokens
+
+from kvjax import Schedule, cache, policies
+from kvjax.cache.config import make_config
+from kvjax.engine.steps import compact, prefill
+
+RULES = ("average_attention", "h2o", "streaming", "key_diff")
+STEPS = 21  # several select_evictions while decoding
+
+
+ROOM = 72  # prompt tokens that every run here is compiled for
+
+
+def after_prompt(model, config, prompt, new=STEPS):
+    """The state and the logits after one prompt."""
+    spec = model.spec
+    tokens = jnp.asarray(np.pad(prompt, (0, ROOM - len(prompt)))[None], jnp.int32)
+    lengths = jnp.asarray([len(prompt)], jnp.int32)
+    state = cache.init(spec, config, 1, config.prefill_capacity(spec, ROOM, new))
+    return prefill(model.params, state, tokens, lengths, spec=spec, config=config)
+
+
+def run(model, config, prompt, steps=STEPS):
+    """Kept positions after the prompt, after compaction and at the end; new tokens."""
+    spec = model.spec
+    state, logits = after_prompt(model, config, prompt, steps)
+    kept = [cache.kept_positions(state)[0]]
+    if config.schedule.compacts:
+        capacity = config.decode_capacity(spec, ROOM, steps)
+        state = compact(state, spec=spec, config=config, capacity=capacity)
+    kept.append(cache.kept_positions(state)[0])
+    active, keys = jnp.ones((1,), bool), jax.random.split(jax.random.key(0), 1)
+    state, out = decode(
+        model.params, state, logits, active, keys, spec=spec, config=config, count=steps
+    )
+    cache.raise_errors(state)
+    return (*kept, cache.kept_positions(state)[0], out[0].tolist())
+
+
+def as_lists(kept):
+    return [[head.tolist() for head in layer] for layer in kept]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("p", "budget"), [(4, 16), (8, 20), (1, 9)])
+def test_kept_positions(tiny, rule, p, budget):
+    policy = policies.make(rule)
+    config = make_config(
+        tiny.spec, policy, budget, Schedule(prefill_chunk=p, evict_size=p)
+    )
+    rng = np.random.default_rng(budget)
+    for length in (budget - 5, budget, 3 * budget + 1):
+        prompt = rng.integers(0, tiny.spec.vocab_size, length)
+        at_prompt, _, at_end, tokens = run(tiny, config, prompt)
+        by_hand = oracle.Decoder(
+            tiny.spec, tiny.params, getattr(oracle, rule)(), budget, p
+        )
+        logits = by_hand.prefill(prompt)
+        assert as_lists(at_prompt) == by_hand.kept(), f"prompt of {length}"
+        for token in tokens[:-1]:
+            assert token == int(np.argmax(logits))
+            logits = by_hand.step([token])
+        assert as_lists(at_end) == by_hand.kept(), f"prompt of {length}, decoded"
+
+
+def test_several_blocks_step_by_step(tiny):
+    """Not only the ends: every decode step keeps what the transcription keeps."""
+    policy, budget, p = policies.average_attention(), 12, 4
+    config = make_config(
+        tiny.spec, policy, budget, Schedule(prefill_chunk=p, evict_size=p)
+    )
+    prompt = np.arange(30) % tiny.spec.vocab_size
+    by_hand = oracle.Decoder(
+        tiny.spec, tiny.params, oracle.average_attention(), budget, p
+    )
+    logits = by_hand.prefill(prompt)
+    state, ours = after_prompt(tiny, config, prompt)
+    for step in range(STEPS):
+        token = int(np.argmax(logits))
+        assert int(jnp.argmax(ours[0])) == token
+        given = jnp.full((1, 1), token, jnp.int32)
+        state, ours = score_tokens(
+            tiny.params, state, given, spec=tiny.spec, config=config
+        )
+        ours, logits = ours[0], by_hand.step([token])
+        kept = cache.kept_positions(state)[0]
+        assert as_lists(kept) == by_hand.kept(), f"after {step + 1} tokens"
+
+
+def test_full_cache_is_the_plain_model(tiny):
+    config = make_config(tiny.spec, None, None, Schedule("none", prefill_chunk=8))
+    prompt = np.arange(40) % tiny.spec.vocab_size
+    _, _, kept, tokens = run(tiny, config, prompt, 6)
+    by_hand = oracle.Decoder(tiny.spec, tiny.params, None, None, 8)
+    logits = by_hand.prefill(prompt)
+    for token in tokens[:-1]:
+        assert token == int(np.argmax(logits))
+        logits = by_hand.step([token])
+    assert as_lists(kept) == by_hand.kept()
+
+
+def test_a_budget_above_the_text_is_the_full_cache(tiny):
+    prompt = np.arange(40) % tiny.spec.vocab_size
+    full = make_config(tiny.spec, None, None, Schedule("none", prefill_chunk=8))
+    room = make_config(
+        tiny.spec,
+        policies.average_attention(),
+        64,
+        Schedule(prefill_chunk=8, evict_size=8),
+    )
+    *_, kept, tokens = run(tiny, full, prompt)
+    *_, kept_too, tokens_too = run(tiny, room, prompt)
+    assert tokens == tokens_too
+    assert as_lists(kept) == as_lists(kept_too)
+
+
+def test_ed_keeps_only_the_newest_pair(tiny):
+    """Batch-Max, Algorithm 2: full prefill, then the newest pair and the current."""
+    schedule = Schedule("decode_only", prefill_chunk=8, evict_size=1)
+    config = make_config(tiny.spec, policies.recency(), 2, schedule)
+    prompt = np.arange(37) % tiny.spec.vocab_size
+    full, compacted, at_end, _ = run(tiny, config, prompt, 5)
+    heads = range(tiny.spec.num_kv_heads)
+    every = range(tiny.spec.num_layers)
+    assert as_lists(full) == [[list(range(37)) for _ in heads] for _ in every]
+    assert as_lists(compacted) == [[[36] for _ in heads] for _ in every]
+    assert as_lists(at_end) == [[[39, 40] for _ in heads] for _ in every]
+
+
+def test_one_compaction_after_the_prompt(tiny):
+    """The prompt's best pairs stay, and so does everything decoded."""
+    config = make_config(
+        tiny.spec,
+        policies.average_attention(),
+        10,
+        Schedule("after_prefill", prefill_chunk=8),
+    )
+    prompt = np.arange(37) % tiny.spec.vocab_size
+    _, compacted, at_end, _ = run(tiny, config, prompt, 9)
+    by_hand = oracle.Decoder(tiny.spec, tiny.params, None, None, 8)
+    by_hand.prefill(prompt)
+    for layer, held in enumerate(by_hand.layers):
+        keep = [10] * len(held.heads)
+        scores_of_heads = oracle.average_attention()(held.heads, 36, keep)
+        for head, scores in enumerate(scores_of_heads):
+            best = sorted(np.argsort(scores)[-10:].tolist())
+            assert compacted[layer][head].tolist() == best
+            assert at_end[layer][head].tolist() == best + list(range(37, 45))

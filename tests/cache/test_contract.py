@@ -1,0 +1,279 @@
+"""The contract: every policy under every schedule means the same thing everywhere.
+
+One layer on random data, see layer.py; test_engine.py has the same for whole models. A
+policy of the registry is covered as soon as it is registered; VARIANTS adds settings
+under which the rules that keep fewer pairs do so, and the combinators.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import often
+from testing import layer, toys
+
+from kvjax import Schedule, cache, policies
+from kvjax.cache.config import make_config
+
+BUDGET, BLOCK, PROMPT, NEW = 56, 8, 104, 30
+LENGTHS = (5, 56, 57, 70, 0, 101)  # below, at and above the budget; one row unused
+SCHEDULES = ("prefill_and_decode", "after_prefill", "decode_only")
+VARIANTS = {
+    "tova per head": policies.tova(shared=False),
+    "snapkv averaged": policies.snapkv(8, 5, "average", "mean_first"),
+    "lag_kv short": policies.lag_kv(sinks=2, lag=8, ranked=False),
+    "fastgen small": policies.fastgen(
+        0.7, special=(3,), punctuation=(5, 6), heavy=6, local=6
+    ),
+    "simlayerkv lazy": policies.simlayerkv(0.2, recent=9, queries=3),
+    "sliding_window 20": policies.sliding_window(20),
+    "scissorhands_released few": policies.scissorhands_released(3, 20, 4),
+    "criticalkv of sums": policies.criticalkv(policies.average_attention()),
+    "protect": policies.protect(policies.average_attention(), 3, 5),
+    "mix": policies.mix(policies.key_diff(), policies.snapkv(8), 0.3),
+    "smooth": policies.smooth(policies.h2o(), 5),
+    "chunked": policies.chunked(policies.key_norm(), 4),
+    "per_head": policies.per_head(policies.average_attention(), 0.6, 0.3),
+}
+POLICIES = {name: policies.make(name) for name in policies.names()} | VARIANTS
+FEWER = {  # they may hold fewer pairs than the budget lets them
+    *("fastgen", "fastgen small", "simlayerkv", "simlayerkv lazy", "per_head"),
+    *("sliding_window", "sliding_window 20"),
+    *("scissorhands_released", "scissorhands_released few"),
+}
+SPEC = layer.spec_of(heads=2, group=3, depth=8)
+DATA = layer.random_data(SPEC, len(LENGTHS), PROMPT + NEW, seed=0)
+OFTEN = (  # one of each kind of memory, where the same code serves all policies
+    *("streaming", "snapkv", "scissorhands", "fastgen", "average_attention", "tova"),
+    *("key_diff", "expected_attention", "lag_kv", "random"),
+)
+STORED = {  # how and where pairs are kept
+    "dense": {},
+    "halves": {"layout": toys.HALVES},
+    "halved": {"codec": toys.HALVED},
+    "halved_but_newest": {"codec": toys.HALVED_BUT_NEWEST},
+}
+CASES = [(name, phases, "dense") for name in policies.names() for phases in SCHEDULES]
+CASES += [(name, SCHEDULES[0], "dense") for name in VARIANTS]
+CASES = often(
+    CASES,
+    [each for each in CASES if each[0] in OFTEN or each[1] == SCHEDULES[0]],
+)
+CASES += [
+    pytest.param((name, SCHEDULES[i % 2], stored), marks=pytest.mark.e2e)
+    for stored in ("halves", "halved_but_newest")
+    for i, name in enumerate(POLICIES)
+]
+
+
+@functools.cache
+def compressed(policy, phases, spec=SPEC, stored="dense", **options):
+    schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
+    return make_config(spec, policy, BUDGET, schedule, **STORED[stored], **options)
+
+
+def run(config, data=DATA, lengths=LENGTHS, spec=SPEC, spoil=lambda state: state):
+    """The states after the prompt, after compaction and at the end."""
+    lengths = jnp.asarray(lengths, jnp.int32)
+    prompts, new = layer.split(data, PROMPT)
+    state = cache.init(
+        spec,
+        config,
+        len(lengths),
+        config.prefill_capacity(spec, PROMPT, NEW),
+        jnp.asarray(data.k).dtype,
+    )
+    read = layer.read(spec, config, state, prompts, lengths, BLOCK)
+    assert all(
+        x.is_deleted() for x in jax.tree.leaves(state.layers)
+    )  # a state that is not donated warns: an error
+    small = read
+    if config.schedule.compacts:
+        small = layer.shrink(
+            spec, config, read, config.decode_capacity(spec, PROMPT, NEW)
+        )
+    mine = jax.tree.map(jnp.copy, spoil(small))
+    end = layer.write(spec, config, mine, new, lengths > 0)
+    assert all(x.is_deleted() for x in jax.tree.leaves(mine.layers))
+    cache.raise_errors(end)
+    return read, small, end
+
+
+def kept(state):
+    """`[row][head]` -> sorted positions."""
+    return [row[0] for row in cache.kept_positions(state)]
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def programs_compiled():
+    return [f._cache_size() for f in (layer.read, layer.shrink, layer.write)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
+def case(request):
+    """One policy under one schedule, and what it keeps of the six rows together."""
+    name, phases, stored = request.param
+    config = compressed(POLICIES[name], phases, stored=stored)
+    return name, config, run(config)
+
+
+def test_budget_shapes_and_dtypes(case):
+    """Never over budget; as many pairs as the schedule says; as allocated."""
+    name, config, (read, small, end) = case
+    phases = config.schedule.phases
+    assert cache.capacities(end)[0] == config.decode_capacity(SPEC, PROMPT, NEW)[0]
+    shown = end.layout.positions(end.layers[0])
+    assert end.layout.keys(end.layers[0]).shape == (*shown.shape, SPEC.head_dim)
+    like = jax.tree.map(lambda x: (x.shape, x.dtype), end.stats)
+    fresh = cache.init(SPEC, config, len(LENGTHS), cache.capacities(end))
+    assert like == jax.tree.map(lambda x: (x.shape, x.dtype), fresh.stats)
+    for row, length in enumerate(LENGTHS):
+        for state in (read, small, end):
+            for head in kept(state)[row]:
+                assert len(set(head.tolist())) == len(head)
+                assert np.all((head >= 0) & (head < length + NEW))
+        if length == 0:
+            assert not any(map(len, kept(end)[row]))
+            continue
+        seen = length + NEW
+        for before, head in zip(kept(small)[row], kept(end)[row], strict=True):
+            assert head[-1] == seen - 1
+            if phases == "after_prefill":
+                assert len(before) <= min(length, BUDGET)
+                assert head.tolist() == [*before.tolist(), *range(length, seen)]
+                assert name in FEWER or len(before) == min(length, BUDGET)
+            else:
+                assert len(head) <= BUDGET
+                least = BUDGET - BLOCK + 1
+                assert name in FEWER or len(head) >= min(least, seen)
+
+
+def test_a_row_does_not_see_its_neighbours(case):
+    """Alone, and in another order, every row keeps what it keeps in this batch.
+
+    And none of that compiles anything.
+    """
+    name, config, states = case
+    compiled = programs_compiled()
+    if name in policies.names():  # a policy config again is the same policy
+        again = compressed(policies.make(name), config.schedule.phases)
+        assert again.policy == config.policy
+    order = np.asarray([3, 0, 5, 4, 1, 2])
+    rows = {"q", "k", "v", "tokens"}
+    moved = DATA._replace(**{f: getattr(DATA, f)[order] for f in rows})
+    shuffled = run(config, moved, [LENGTHS[i] for i in order])
+    for state, other in zip(states, shuffled, strict=True):
+        together = kept(state)
+        same(kept(other), [together[i] for i in order])
+    for row in (1, 3, 5):
+        lengths = [n if i == row else 0 for i, n in enumerate(LENGTHS)]
+        for state, alone in zip(states, run(config, DATA, lengths), strict=True):
+            same(kept(alone)[row], kept(state)[row])
+    assert compiled == [
+        f._cache_size() for f in (layer.read, layer.shrink, layer.write)
+    ]
+
+
+def test_heads_permute(case):
+    """A rule treats heads alike; `random` alone draws by the head's number."""
+    name, config, states = case
+    turned = DATA._replace(
+        q=DATA.q[:, ::-1], k=DATA.k[:, ::-1], v=DATA.v[:, ::-1], out=DATA.out[::-1]
+    )
+    for state, other in zip(states, run(config, turned), strict=True):
+        straight = [row[::-1] for row in kept(state)]
+        if name != "random":
+            same(kept(other), straight)
+    if name == "random":
+        assert any(map(len, straight)) and not equal(kept(other), straight)
+
+
+def test_empty_slots_are_never_looked_at(case):
+    """Whatever lies in the empty slots changes nothing."""
+    _, config, states = case
+    *_, end = run(config, spoil=toys.spoiled)
+    same(kept(end), kept(states[2]))
+    assert np.any(end.layout.positions(states[1].layers[0]) < 0)
+
+
+@pytest.mark.parametrize("name", often(POLICIES, OFTEN[:6]))
+def test_ways_to_make_room_agree(name):
+    """Which pairs stay does not depend on where they lie, not even among equals.
+
+    With all queries, keys and values alike, every score that does not come from
+    positions ties.
+    """
+    reuse = compressed(POLICIES[name], "prefill_and_decode")
+    gather = compressed(POLICIES[name], "prefill_and_decode", eviction="compact")
+    same(kept(run(gather)[2]), kept(run(reuse)[2]))
+    alike = DATA._replace(
+        q=np.ones_like(DATA.q), k=np.ones_like(DATA.k), v=np.ones_like(DATA.v)
+    )
+    same(kept(run(gather, alike)[2]), kept(run(reuse, alike)[2]))
+
+
+@pytest.mark.parametrize(("group", "dtype"), [(1, "float32"), (8, "bfloat16")])
+@pytest.mark.parametrize("name", often(policies.names(), OFTEN[:5]))
+def test_groups_dtypes_and_pinned_pairs(name, group, dtype):
+    """Under any rule `protect` keeps its pairs; any G and dtype is served."""
+    spec = layer.spec_of(heads=2, group=group, depth=8)
+    data = layer.random_data(spec, 2, PROMPT + NEW, seed=1)
+    data = jax.tree.map(
+        lambda x: jnp.asarray(x, dtype) if x.dtype == np.float32 else x, data
+    )
+    small = policies.make(name, **SMALL.get(name, {}))
+    config = compressed(policies.protect(small, 3, 5), "prefill_and_decode", spec)
+    lengths = (40, 101)
+    *_, end = run(config, data, lengths, spec)
+    assert str(end.layers[0].k.dtype) == dtype
+    for length, row in zip(lengths, kept(end), strict=True):
+        newest = length + NEW - 1
+        pinned = {0, 1, 2, *range(newest - 4, newest + 1)}
+        assert all(pinned <= set(head.tolist()) for head in row)
+        assert all(len(head) <= BUDGET for head in row)
+
+
+@pytest.mark.parametrize("name", often(policies.names(), OFTEN[:3]))
+def test_jit_equals_eager(name):
+    """Three blocks, with an eviction before the last."""
+    small = policies.make(name, **SMALL.get(name, {}))
+    config = make_config(SPEC, small, BUDGET, Schedule(prefill_chunk=24, evict_size=24))
+    prompts, _ = layer.split(DATA, 3 * 24)
+
+    def read():
+        state = cache.init(SPEC, config, len(LENGTHS), config.budget)
+        lengths = jnp.asarray(LENGTHS, jnp.int32)
+        return layer.read(SPEC, config, state, prompts, lengths, 24)
+
+    fast = read()
+    with jax.disable_jit():
+        slow = read()
+    same(kept(fast), kept(slow))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), fast, slow
+    )
+
+
+SMALL = {  # for budgets that leave few pairs
+    "chunk_kv": {"size": 2, "window": 3},
+    "criticalkv": {"policy": policies.snapkv(3)},
+    "lag_kv": {"sinks": 2, "lag": 8},
+    "r_kv": {"window": 3},
+    "roco": {"recent": 3},
+    "scissorhands": {"recent": 3},
+    "scissorhands_released": {"recent": 3},
+    "snapkv": {"window": 3},
+}
+
+
+def equal(a, b) -> bool:
+    try:
+        same(a, b)
+    except AssertionError:
+        return False
+    return True

@@ -1,0 +1,269 @@
+"""Whole models: what holds for one layer in test_contract.py holds from end to end."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_spec
+from testing.engine import decode, run_batch
+
+import kvjax
+from kvjax import Schedule, cache, policies
+from kvjax.cache.config import make_config
+from kvjax.engine import compiled
+from kvjax.engine.compiled import Job, bucket, programs, tree_bytes
+from kvjax.engine.steps import prefill
+
+BUDGET, BLOCK = 24, 8
+LENGTHS = (5, 24, 25, 40, 63, 90)  # below, at and above the budget; ragged
+SCHEDULES = ("prefill_and_decode", "after_prefill", "decode_only")
+CASES = [
+    *(("average_attention", phases) for phases in SCHEDULES),
+    ("key_diff", "prefill_and_decode"),
+    ("snapkv", "after_prefill"),
+    ("expected_attention", "decode_only"),
+    ("fastgen", "after_prefill"),
+    (None, "none"),
+]
+OPTIONS = {"snapkv": {"window": 6}, "fastgen": {"heavy": 4, "local": 4, "recover": 0.5}}
+
+
+def prompts(seed=0, vocab=50):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab, length).tolist() for length in LENGTHS]
+
+
+def job_for(spec, name, phases, batch, new=20, **changes):
+    schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
+    policy = policies.make(name, **OPTIONS.get(name, {})) if name else None
+    config = make_config(spec, policy, BUDGET if name else None, schedule)
+    config = dataclasses.replace(config, **changes)
+    return Job(spec, config, batch, bucket(spec, config, max(LENGTHS), new), new)
+
+
+def same_pairs(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
+def case(request):
+    """One policy under one schedule; its programs go when its tests are done."""
+    yield request.param
+    compiled.clear()
+
+
+def test_batched_equals_single(tiny, case):
+    """Six prompts of different lengths in one batch give what each gives alone."""
+    together = run_batch(
+        tiny.params, job_for(tiny.spec, *case, len(LENGTHS)), prompts(), range(6)
+    )
+    kept = cache.kept_positions(together.state)
+    for index, prompt in enumerate(prompts()):
+        job = job_for(tiny.spec, *case, 1)
+        alone = run_batch(tiny.params, job, [prompt], [index])
+        assert alone.tokens[0] == together.tokens[index]
+        same_pairs(cache.kept_positions(alone.state)[0], kept[index])
+
+
+def test_rows_permute(tiny, case):
+    job = job_for(tiny.spec, *case, len(LENGTHS))
+    order = [3, 0, 5, 1, 4, 2]
+    straight = run_batch(tiny.params, job, prompts(), range(6))
+    shuffled = run_batch(tiny.params, job, [prompts()[i] for i in order], order)
+    kept = cache.kept_positions(straight.state)
+    kept_shuffled = cache.kept_positions(shuffled.state)
+    for row, index in enumerate(order):
+        assert shuffled.tokens[row] == straight.tokens[index]
+        same_pairs(kept_shuffled[row], kept[index])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("average_attention", {"eviction": "compact"}),
+        ("average_attention", {"rows": 1}),
+        ("key_diff", {"rows": 64}),
+    ],
+)
+def test_ways_to_make_room_agree(tiny, name, change):
+    """Which pairs stay does not depend on how a layer makes room for new ones."""
+    plain = job_for(tiny.spec, name, "prefill_and_decode", 6)
+    other = job_for(tiny.spec, name, "prefill_and_decode", 6, **change)
+    a = run_batch(tiny.params, plain, prompts(), range(6))
+    b = run_batch(tiny.params, other, prompts(), range(6))
+    assert a.tokens == b.tokens
+    same_pairs(cache.kept_positions(a.state), cache.kept_positions(b.state))
+
+
+@pytest.mark.parametrize(
+    ("name", "phases"),
+    [
+        ("average_attention", "prefill_and_decode"),
+        ("key_diff", "prefill_and_decode"),
+        ("snapkv", "prefill_and_decode"),
+        ("h2o", "decode_only"),
+        ("streaming", "after_prefill"),
+        (None, "none"),
+    ],
+)
+def test_donated_and_small_temporaries(name, phases):
+    """The state lives in place; no program copies the cache."""
+    spec = tiny_spec(head_dim=64, context_length=2048, num_layers=6)
+    schedule = Schedule(phases, prefill_chunk=16, evict_size=16)
+    policy = policies.make(name, **OPTIONS.get(name, {})) if name else None
+    config = make_config(spec, policy, 512 if name else None, schedule)
+    job = Job(spec, config, 4, bucket(spec, config, 1024, 16), 16)
+    compiled = programs(job)
+    for program, capacity in (
+        (compiled.prefill, job.prefill_capacity),
+        (compiled.decode, job.decode_capacity),
+    ):
+        state = jax.eval_shape(lambda c=capacity: cache.init(spec, config, 4, c))
+        size = tree_bytes(state)
+        memory = program.memory_analysis()
+        assert abs(memory.alias_size_in_bytes - size) < 0.01 * size
+        assert memory.temp_size_in_bytes < 0.25 * size
+
+
+def test_jit_equals_eager(tiny):
+    job = job_for(tiny.spec, "average_attention", "prefill_and_decode", 2, new=4)
+    fast = run_batch(tiny.params, job, prompts()[2:4], (0, 1))
+    spec, config = job.spec, job.config
+    state = cache.init(spec, config, 2, job.prefill_capacity)
+    rng_keys = jax.random.split(jax.random.key(0), 2)
+    tokens = np.zeros((2, 40), np.int32)
+    for row, prompt in enumerate(prompts()[2:4]):
+        tokens[row, : len(prompt)] = prompt
+    lengths = jnp.asarray([25, 40], jnp.int32)
+    with jax.disable_jit():
+        state, logits = prefill(
+            tiny.params, state, jnp.asarray(tokens), lengths, spec=spec, config=config
+        )
+        state, out = decode(
+            tiny.params,
+            state,
+            logits,
+            lengths > 0,
+            rng_keys,
+            spec=spec,
+            config=config,
+            count=4,
+        )
+    assert out.tolist() == fast.tokens
+    same_pairs(cache.kept_positions(state), cache.kept_positions(fast.state))
+
+
+def test_second_call_does_not_compile(tiny):
+    """Other prompts of the same bucket run the programs that are there."""
+
+    def options():
+        return {
+            "policy": policies.key_diff(),
+            "schedule": Schedule(prefill_chunk=BLOCK, evict_size=BLOCK),
+            "budget": BUDGET,
+            "max_new_tokens": 7,
+        }
+
+    kvjax.generate(tiny, prompts(0), **options())
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event)
+    )
+    kvjax.generate(tiny, prompts(1), **options())
+    jax.monitoring.clear_event_listeners()
+    assert [event for event in compiled if "backend_compile" in event] == []
+
+
+def test_memory_is_the_same_for_short_and_long_prompts():
+    """Under Batch-Max, 1,000 and 8,000 prompt tokens take the same bytes."""
+    spec = tiny_spec(context_length=8192)
+    config = make_config(spec, policies.average_attention(), 512, Schedule())
+    jobs = [Job(spec, config, 2, bucket(spec, config, n, 64), 64) for n in (1000, 8000)]
+    short, long = (
+        [program.memory_analysis() for program in (p.prefill, p.decode)]
+        for p in map(programs, jobs)
+    )
+    for a, b in zip(short, long, strict=True):
+        assert a.temp_size_in_bytes == b.temp_size_in_bytes
+        assert a.argument_size_in_bytes == b.argument_size_in_bytes
+        assert a.output_size_in_bytes == b.output_size_in_bytes
+
+
+def test_layer_budgets_take_different_memory(tiny):
+    """One budget per layer: capacities, kept pairs and bytes follow it."""
+    config = make_config(
+        tiny.spec,
+        policies.key_diff(),
+        (16, 32),
+        Schedule(prefill_chunk=8, evict_size=8),
+    )
+    state = cache.init(tiny.spec, config, 1, config.budget)
+    assert [layer.positions.shape[2] for layer in state.layers] == [16, 32]
+    assert 2 * state.layers[0].k.nbytes == state.layers[1].k.nbytes
+    (done,) = kvjax.generate(
+        tiny,
+        [prompts()[5]],
+        policy=policies.key_diff(),
+        budget=(16, 32),
+        schedule=Schedule(prefill_chunk=8, evict_size=8),
+        max_new_tokens=30,
+    )
+    assert all(8 < len(h) <= 16 for h in done.kept_positions[0])
+    assert all(24 < len(h) <= 32 for h in done.kept_positions[1])
+
+
+def test_end_token_stops_a_row(tiny):
+    """A row that has ended appends nothing and does not disturb the others."""
+    job = job_for(tiny.spec, "average_attention", "prefill_and_decode", 6)
+    free = run_batch(tiny.params, job, prompts(), range(6))
+    end = free.tokens[2][4]
+    stopped = run_batch(
+        tiny.params, dataclasses.replace(job, eos=(end,)), prompts(), range(6)
+    )
+    for length, full, cut in zip(LENGTHS, free.tokens, stopped.tokens, strict=True):
+        upto = full.index(end) + 1 if end in full else len(full)
+        assert cut == full[:upto]
+        row = LENGTHS.index(length)
+        assert int(stopped.state.next_pos[row]) == length + upto - 1
+
+
+@pytest.mark.parametrize("phases", SCHEDULES)
+def test_slots_give_rotary_positions(tiny, phases):
+    """Cache positions: batched equals single, and the text is another one."""
+    policy = policies.streaming()
+    schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
+    config = make_config(tiny.spec, policy, BUDGET, schedule, rope_positions="cache")
+    size = bucket(tiny.spec, config, max(LENGTHS), 20)
+    together = run_batch(
+        tiny.params, Job(tiny.spec, config, 6, size, 20), prompts(), range(6)
+    )
+    for index in (1, 5):
+        job = Job(tiny.spec, config, 1, size, 20)
+        alone = run_batch(tiny.params, job, [prompts()[index]], [index])
+        assert alone.tokens[0] == together.tokens[index]
+    true = run_batch(
+        tiny.params, job_for(tiny.spec, "streaming", phases, 6), prompts(), range(6)
+    )
+    same_pairs(cache.kept_positions(together.state), cache.kept_positions(true.state))
+    assert together.tokens[0] == true.tokens[0]  # never evicted: nothing to renumber
+    assert together.tokens != true.tokens
+
+
+def test_live_bytes_fall_and_allocated_ones_do_not(tiny):
+    """A rule that keeps fewer pairs frees no memory, and says so."""
+    few = make_config(
+        tiny.spec, policies.sliding_window(6), BUDGET, Schedule("after_prefill", 8)
+    )
+    size = bucket(tiny.spec, few, 90, 4)
+    result = run_batch(
+        tiny.params,
+        Job(tiny.spec, few, 2, size, 4),
+        [prompts()[5], prompts()[0]],
+        (0, 1),
+    )
+    live, allocated = cache.stored_bytes(result.state)
+    pair = 2 * 4 * tiny.spec.head_dim * tiny.spec.num_kv_heads * tiny.spec.num_layers
+    assert live == (6 + 3 + 5 + 3) * pair
+    assert allocated == 2 * (BUDGET + 4) * pair

@@ -1,0 +1,102 @@
+"""The plan's arithmetic against the compiled programs and against plain sums."""
+
+import dataclasses
+
+import pytest
+from conftest import tiny_spec
+
+from kvjax import Schedule, UserError, plan, policies
+from kvjax.attention import reference
+from kvjax.cache.config import make_config
+from kvjax.engine.compiled import Job, bucket
+from kvjax.engine.planner import phase_bytes, plan_job, state_bytes
+
+SPEC = tiny_spec(num_layers=3, head_dim=16, context_length=4096)
+BATCH_MAX = Schedule(prefill_chunk=8, evict_size=8)
+ED = Schedule("decode_only", prefill_chunk=8, evict_size=1)
+FULL = Schedule("none", prefill_chunk=8)
+
+
+def planned(budget, schedule, policy, memory_bytes, **changes):
+    sizes = {"prompt_tokens": 1024, "max_new_tokens": 64}
+    return plan(
+        SPEC, budget, schedule, memory_bytes, policy=policy, **(sizes | changes)
+    )
+
+
+def test_state_bytes_are_the_formula():
+    """2 L K D S B bytes, and 4 bytes of position per slot and head."""
+    config = make_config(SPEC, None, None, FULL)
+    job = Job(SPEC, config, 5, bucket(SPEC, config, 1000, 24), 24)
+    slots = 1024 + 24
+    pairs = 2 * 3 * 2 * 16 * slots * 5 * 4
+    positions = 3 * 2 * slots * 5 * 4
+    rows, errors = 5 * 4, 5 * 2 * 4
+    assert state_bytes(job)["prefill"] == pairs + positions + rows + errors
+
+
+@pytest.mark.parametrize(
+    ("budget", "schedule", "policy"),
+    [
+        (None, FULL, None),
+        (256, BATCH_MAX, policies.average_attention()),
+        (2, ED, policies.recency()),
+    ],
+)
+def test_largest_batch_that_fits(monkeypatch, budget, schedule, policy):
+    """What is planned fits by the compiler's own count, and one row more does not.
+
+    With scores of one row at a time, as large models have them: temporaries that stop
+    growing between the probes and the answer make for a smaller one.
+    """
+    monkeypatch.setattr(reference, "PIECE", 0)
+    found = planned(budget, schedule, policy, 40_000_000)
+    assert found.batch >= 1 and found.limit in ("prefill", "compact", "decode")
+    assert found.peak_bytes == max(phase_bytes(found.job).values()) <= 40_000_000
+    larger = dataclasses.replace(found.job, batch=found.batch + 2)
+    assert max(phase_bytes(larger).values()) > 40_000_000
+
+
+def test_full_prefill_limits_all_but_batch_max():
+    """The paper's point: ED is no better off than the full cache, Batch-Max is."""
+    memory = 40_000_000
+    full = planned(None, FULL, None, memory)
+    ed = planned(2, ED, policies.recency(), memory)
+    batch_max = planned(256, BATCH_MAX, policies.average_attention(), memory)
+    assert batch_max.batch > 1.8 * full.batch
+    assert ed.batch < 1.2 * full.batch
+    assert ed.limited_by in ("prefill", "compact")
+    longer = planned(
+        256, BATCH_MAX, policies.average_attention(), memory, prompt_tokens=4000
+    )
+    assert longer.batch == batch_max.batch
+
+
+def test_four_arguments_are_enough():
+    """Without more, Batch-Max's rule and prompts that fill the context."""
+    found = plan(SPEC, 256, BATCH_MAX, 40_000_000)
+    assert found == planned(256, BATCH_MAX, policies.average_attention(), 40_000_000)
+
+
+def test_prompts_limit_the_batch():
+    found = planned(256, BATCH_MAX, policies.recency(), 10**9, max_batch=3)
+    assert (found.batch, found.limited_by) == (3, "prompts")
+
+
+def test_too_little_memory_names_what_is_needed():
+    with pytest.raises(UserError, match=r"1e-05 GB is too small for one row of tiny"):
+        planned(256, BATCH_MAX, policies.recency(), 10_000)
+    config = make_config(SPEC, policies.recency(), 256, BATCH_MAX)
+    job = Job(SPEC, config, 1, bucket(SPEC, config, 1024, 64), 64)
+    one = max(phase_bytes(job).values())
+    with pytest.raises(UserError, match="too small for one row"):
+        plan_job(job, int(one * 0.9))
+    assert plan_job(job, int(one * 1.3)).batch >= 1
+
+
+def test_layers_of_different_capacity():
+    config = make_config(SPEC, policies.recency(), (64, 128, 192), BATCH_MAX)
+    job = Job(SPEC, config, 2, bucket(SPEC, config, 1024, 64), 64)
+    uniform = make_config(SPEC, policies.recency(), 128, BATCH_MAX)
+    same = dataclasses.replace(job, config=uniform)
+    assert state_bytes(job) == state_bytes(same)

@@ -1,0 +1,71 @@
+"""Compiled programs: a few jobs' are kept, and memory does not grow with policies."""
+
+import gc
+import pathlib
+
+import jax
+import pytest
+from conftest import tiny_spec
+
+import kvjax
+from kvjax import Schedule, cache, policies
+from kvjax.engine import compiled
+from kvjax.engine.compiled import Job
+from kvjax.engine.planner import plan_job
+
+SCHEDULE = Schedule(prefill_chunk=8, evict_size=8)
+
+
+def job(spec, budget):
+    config = cache.make_config(spec, policies.recency(), budget, SCHEDULE)
+    return Job(spec, config, 2, 64, 4)
+
+
+def test_a_few_jobs_are_kept():
+    spec = tiny_spec(num_layers=1)
+    jobs = [job(spec, 16 + i) for i in range(compiled._KEPT + 2)]
+    first = compiled.programs(jobs[0])
+    assert compiled.programs(jobs[0]) is first
+    for each in jobs:
+        compiled.programs(each)
+    assert len(compiled._known) == compiled._KEPT
+    assert jobs[-1] in compiled._known and jobs[0] not in compiled._known
+    kvjax.clear_programs()
+    assert not compiled._known
+
+
+def test_a_plan_carries_the_programs_that_it_measured(tiny):
+    plan = plan_job(job(tiny.spec, 24), 10**9, 3)
+    assert plan.programs is compiled.programs(plan.job)
+    kvjax.clear_programs()
+    state = plan.programs.init()  # what somebody holds goes on working
+    assert cache.capacities(state) == (24, 24)
+
+
+def resident_bytes():
+    status = pathlib.Path("/proc/self/status").read_text()
+    line = next(each for each in status.splitlines() if each.startswith("VmRSS"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_every_policy_in_one_process_stays_below_2_gb(smollm2):
+    """All rules at one shape after another, as in a notebook."""
+    text = "The quick brown fox jumps over the lazy dog. " * 12
+    most = 0
+    for name in policies.names():
+        kvjax.generate(
+            smollm2,
+            [text],
+            policy=policies.make(name),
+            budget=100,
+            schedule=Schedule(prefill_chunk=32, evict_size=32),
+            max_new_tokens=4,
+            memory_gb=2,
+        )
+        gc.collect()
+        most = max(most, resident_bytes())
+        print(f"{name}: {resident_bytes() / 1e9:.2f} GB, at most {most / 1e9:.2f}")
+    assert len(jax.live_arrays()) < 2000
+    assert most < 2e9

@@ -1,0 +1,77 @@
+"""Every metric against its authors' own code (golden/make_metrics.py), and edges."""
+
+import decimal
+import functools
+import json
+import pathlib
+
+import pytest
+
+from kvjax.evaluation import metrics
+
+GOLDEN = json.loads(
+    (pathlib.Path(__file__).parents[1] / "golden" / "metrics.json").read_text("utf-8")
+)["cases"]
+TRIVIA = {"normal": metrics.normal_trivia}
+CHECKED = {
+    name: getattr(metrics, name) for name in GOLDEN if not name.endswith("_trivia")
+} | {
+    "normal_trivia": metrics.normal_trivia,
+    "token_f1_trivia": functools.partial(metrics.token_f1, **TRIVIA),
+    "exact_match_trivia": functools.partial(metrics.exact_match, **TRIVIA),
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(GOLDEN) - {"final_number"}))
+def test_metric_gives_what_its_authors_code_gives(name):
+    for *arguments, value in GOLDEN[name]:
+        found = CHECKED[name](*arguments)
+        exact = isinstance(value, str)
+        assert found == (value if exact else pytest.approx(value, abs=1e-6)), arguments
+        if isinstance(found, float):
+            assert 0 <= found <= 1
+
+
+def test_golden_cases_tell_right_from_wrong():
+    for name, cases in GOLDEN.items():
+        assert len({str(value) for *_, value in cases}) > 1, name
+
+
+def test_final_number_as_by_openai_and_the_harness():
+    for text, value in GOLDEN["final_number"]:
+        expected = None if value is None else decimal.Decimal(value)
+        assert metrics.final_number(text) == expected, text
+
+
+@pytest.mark.parametrize(
+    ("text", "references", "grade"),
+    [
+        ("#### 18", ["18"], 1),
+        ("#### 18.00", ["18"], 1),  # numbers are compared, not their spelling
+        ("#### $1,800", ["1800"], 1),
+        ("it is 18", ["-18"], 0),
+        ("eighteen", ["18"], 0),
+        ("#### 5\nQuestion: 6", ["6"], 0),
+    ],
+)
+def test_number_match(text, references, grade):
+    assert metrics.number_match(text, references) == grade
+
+
+def test_answer_match_ends_with_its_line_and_knows_bare_letters():
+    assert metrics.answer_match("the answer is B.\nThat was all.", ["(B)"]) == 1
+    assert metrics.answer_match("the answer is 12.\nNow 13.", ["12"]) == 1
+    assert metrics.answer_match("the answer is Both", ["(B)"]) == 0
+
+
+def test_rouge_takes_the_best_reference_of_each_measure():
+    alone = [metrics.rouge("b c d e", [r]) for r in ("e b x d", "c d q")]
+    both = metrics.rouge("b c d e", ["e b x d", "c d q"])
+    assert both == {name: max(one[name] for one in alone) for name in both}
+    assert alone[0]["rouge1"] > alone[1]["rouge1"]
+    assert alone[0]["rouge2"] < alone[1]["rouge2"]
+
+
+def test_first_line_skips_empty_ones():
+    assert metrics.first_line("\n\n yes\nno") == " yes"
+    assert metrics.first_line("") == ""

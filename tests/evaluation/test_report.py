@@ -1,0 +1,564 @@
+"""Report: the record file, the table, the summary and the pictures."""
+
+import json
+import pathlib
+
+import jax
+import matplotlib
+import matplotlib.image
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.evaluation import report
+from kvjax.evaluation.report import groups, scatters, tables
+from kvjax.evaluation.report.records import (
+    FORMAT,
+    append_record,
+    is_torn,
+    provenance,
+    read_records,
+    upgraded,
+)
+from kvjax.types import UserError
+
+DATA = pathlib.Path(__file__).parents[2] / "docs" / "data"
+
+
+def make_record(method, **changes):
+    record = {
+        "format": FORMAT,
+        "experiment": "quality",
+        "method": method,
+        "policy": method.lower(),
+        "schedule": "prefill_and_decode",
+        "budget": 512,
+        "batch_size": 18,
+        "limited_by": "decode state",
+        "score": 0.5,
+        "num_examples": 24,
+        "kl": 0.3,
+        "top1_agreement": 0.82,
+        "prefill_tokens_per_s": 1234.5,
+        "decode_tokens_per_s": 88.25,
+        "output_tokens_per_s": 14.4,
+        "kv_bytes_peak_per_seq": 26e6,
+        "memory_bytes": 512e6,
+        "model": "tiny",
+        "device": "cpu",
+        "prompt_tokens": 1000,
+        "max_new_tokens": 12,
+        "provenance": {"versions": {"numpy": "2.0"}},
+    }
+    return record | changes
+
+
+FULL = make_record(
+    "Full cache",
+    schedule="none",
+    budget=None,
+    batch_size=8,
+    score=1.0,
+    kl=0.0,
+    output_tokens_per_s=9.0,
+    kv_bytes_peak_per_seq=48e6,
+)
+RECORDS = [FULL, make_record("StreamingLLM"), make_record("KeyDiff", score=0.96)]
+
+
+def table(records):
+    return tables.markdown(tables.run_table(records))
+
+
+def split(line):
+    return [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+# --- records ------------------------------------------------------------------------
+
+
+def test_records_come_back(tmp_path):
+    path = tmp_path / "records.jsonl"
+    assert read_records(path) == []
+    for record in RECORDS:
+        append_record(path, record)
+    assert read_records(path) == RECORDS
+    assert path.read_bytes().count(b"\n") == 3
+
+
+def test_numpy_values_become_numbers(tmp_path):
+    path = tmp_path / "records.jsonl"
+    append_record(path, {"kl": np.float32(0.5), "budget": np.arange(2)})
+    assert read_records(path) == [{"format": FORMAT, "kl": 0.5, "budget": [0, 1]}]
+    with pytest.raises(TypeError, match="object"):
+        append_record(path, {"kl": object()})
+
+
+@pytest.mark.parametrize("torn", ['{"method": "Key', '{"m', "1", '{"method": "é'])
+def test_a_torn_last_line_is_dropped_and_written_over(tmp_path, torn):
+    path = tmp_path / "records.jsonl"
+    append_record(path, FULL)
+    with path.open("ab") as file:
+        file.write(torn.encode()[:15])
+    assert read_records(path) == [FULL] and is_torn(path)
+    append_record(path, RECORDS[1])
+    assert read_records(path) == RECORDS[:2] and not is_torn(path)
+
+
+def test_a_last_line_without_its_line_break_is_kept(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(FULL))
+    assert read_records(path) == [FULL]
+    append_record(path, RECORDS[1])
+    assert read_records(path) == RECORDS[:2]
+
+
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text('{}\n{"a"\n{}\n')
+    with pytest.raises(UserError, match=r"records\.jsonl, line 2"):
+        read_records(path)
+
+
+def test_a_record_says_how_it_was_made(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["experiments/run.py", "--workdir=my runs", "-q"])
+    made = provenance()["provenance"]
+    assert made["command"] == "python experiments/run.py '--workdir=my runs' -q"
+    for launcher in ("ipykernel_launcher.py", "colab_kernel_launcher.py"):
+        monkeypatch.setattr("sys.argv", [f"/lib/{launcher}", "-f", "/tmp/x.json"])
+        assert provenance()["provenance"]["command"] == "a notebook"
+    monkeypatch.setattr("sys.argv", [""])  # Python's own prompt
+    assert provenance()["provenance"]["command"] == "python ''"
+    assert made["versions"]["kvjax"] == kvjax.__version__
+    assert made["versions"]["jax"] == jax.__version__
+
+
+SCHEDULES = "none", "prefill_and_decode", "after_prefill", "decode_only"
+OLD = {  # a line of the first format
+    "method": "key_diff, 50%",
+    "label": "key_diff",
+    "schedule": "prefill+decode",
+    "budget": 512,
+    "rope": "slot",
+    "batch": 10,
+    "batch_limit": "prompts",
+    "tasks": {
+        "needle": {
+            "metric": "accuracy",
+            "metrics": {"accuracy": 1.0},
+            "score": 1.0,
+            "examples": 2,
+            "cells": [{"depth": 0.5, "score": 1.0, "examples": 2}],
+        }
+    },
+    "accuracy": 1.0,
+    "examples": 2,
+    "tokens_per_s": 3.0,
+    "kv_bytes_per_row": 8,
+    "command": "python x.py",
+    "versions": {"jax": "0.10.2"},
+}
+NEW = {
+    "format": 2,
+    "experiment": "quality",
+    "method": "key_diff, 50%",
+    "series": "key_diff",
+    "schedule": "prefill_and_decode",
+    "budget": 512,
+    "budget_share": 0.5,
+    "codec": "identity",
+    "rope_positions": "cache",
+    "batch_size": 10,
+    "limited_by": "prompts",
+    "tasks": {
+        "needle": {
+            "metric": "accuracy",
+            "metrics": {"accuracy": 1.0},
+            "score": 1.0,
+            "num_examples": 2,
+            "breakdown": [{"depth": 0.5, "score": 1.0, "num_examples": 2}],
+        }
+    },
+    "score": 1.0,
+    "num_examples": 2,
+    "output_tokens_per_s": 3.0,
+    "kv_bytes_peak_per_seq": 8,
+    "provenance": {"command": "python x.py", "versions": {"jax": "0.10.2"}},
+}
+
+
+def test_records_of_the_first_format_are_upgraded(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(OLD))
+    assert read_records(path) == [NEW] == [upgraded(NEW)]
+    speed = upgraded({"kind": "throughput", "role": "ed", "schedule": "decode"})
+    assert (speed["experiment"], speed["batch_rule"]) == ("throughput", "ed")
+    assert speed["schedule"] == "decode_only"
+    assert upgraded({"schedule": "full"})["schedule"] == "none"
+    assert "experiment" not in upgraded({"method": "A", "task": "x", "examples": [1]})
+
+
+def test_a_later_format_is_an_error(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps({"format": FORMAT + 1}))
+    with pytest.raises(UserError, match=r"line 1: format 3 is newer than 2"):
+        read_records(path)
+
+
+@pytest.mark.parametrize("path", sorted(DATA.rglob("*.jsonl")), ids=lambda p: p.stem)
+def test_committed_records_come_in_the_words_of_today(path):
+    for record in read_records(path):
+        assert record["format"] == FORMAT and "score" in record
+        assert record["schedule"] in SCHEDULES
+        assert not set(record) & {"accuracy", "batch", "group", "label", "kind", "rope"}
+        assert record["provenance"]["versions"]
+
+
+# --- numbers and tables -------------------------------------------------------------
+
+
+def test_table_lines_up_and_holds_the_numbers():
+    head, rule, full, streaming, _ = table(RECORDS).split("\n")
+    assert len({len(line) for line in (head, rule, full, streaming)}) == 1
+    expected = [
+        "StreamingLLM",
+        "prefill_and_decode",
+        "512",
+        "18 (decode state)",
+        "0.50",
+    ]
+    expected += ["0.300", "0.82", "1,234", "88.2", "14.4 (1.60x)", "26.0"]
+    assert split(streaming) == expected
+    assert split(full)[2] == "all"
+    assert split(full)[9] == "9.00 (1.00x)"
+    assert len(split(head)) == len(expected)
+
+
+def task_records(**tasks):
+    told = {
+        name: {"metric": metric, "score": 0.5, "num_examples": 4}
+        for name, metric in tasks.items()
+    }
+    return [make_record("A", tasks=told), make_record("B", budget=None, tasks=told)]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "column", "title"),
+    [
+        ({}, "Needle", "Needle accuracy"),
+        ({"needle": "found"}, "Needle", "Needle accuracy"),
+        ({"xsum": "rougeL"}, "Score", "xsum (rougeL)"),
+        ({"xsum": "rougeL", "needle": "found"}, "Score", "Mean of 2 tasks"),
+    ],
+)
+def test_a_score_is_called_by_its_tasks(tmp_path, tasks, column, title):
+    runs = task_records(**tasks)
+    assert split(report.overview(runs).split("\n")[0])[4] == column
+    text = report.write_report(runs, tmp_path).read_text(encoding="utf-8")
+    assert f"**{column}** is " in text
+    assert all(f"{name} ({tasks[name]})" in text for name in tasks if column == "Score")
+    assert ("needle" not in text.lower()) == (tasks == {"xsum": "rougeL"})
+    assert scatters.quality_vs_memory(runs).axes[0].get_title(loc="left") == title
+
+
+def test_missing_values_show_as_dashes():
+    last = table([{"method": "Bare"}]).split("\n")[-1]
+    assert split(last) == ["Bare"] + ["-"] * 10
+    assert "x)" not in table(RECORDS[1:])  # no full cache, no ratio
+
+
+def test_bars_do_not_break_the_table():
+    assert "a\\|b" in table([make_record("a|b")])
+
+
+@pytest.mark.parametrize(
+    ("budget", "shown"),
+    [
+        (1024, "1,024"),
+        ([64, 64], "64"),
+        ([64, 512], "64-512 (mean 288)"),
+        (None, "all"),
+    ],
+)
+def test_budgets(budget, shown):
+    assert split(table([make_record("M", budget=budget)]).split("\n")[2])[2] == (shown)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (9.994, "9.99"),
+        (9.996, "10.0"),
+        (99.96, "100"),
+        (123456.0, "123,456"),
+        (0, "0.00"),
+    ],
+)
+def test_rates_have_three_digits(value, shown):
+    assert tables.rate(value) == shown
+
+
+def test_small_kl_is_not_shown_as_none():
+    assert tables.kl(2e-4) == "<0.001"
+    assert tables.kl(0.0) == "0.000"
+
+
+def test_labels_tell_records_of_one_method_apart():
+    runs = [make_record("A"), make_record("A", budget=256), make_record("B")]
+    assert groups.names_of(runs) == ["A (512)", "A (256)", "B"]
+    assert groups.names_of([FULL, FULL]) == ["Full cache", "Full cache #2"]
+
+
+def test_summary_holds_ratios_and_is_json():
+    found = report.summary([*RECORDS, make_record("Broken", kl=float("nan"))])
+    assert found["full_cache"] == "Full cache"
+    assert found["methods"]["KeyDiff"]["speedup"] == pytest.approx(1.6)
+    assert found["methods"]["KeyDiff"]["kv_ratio"] == pytest.approx(26 / 48)
+    assert found["methods"]["Broken"]["kl"] is None
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert report.summary(RECORDS[1:])["methods"]["KeyDiff"]["speedup"] is None
+
+
+def test_a_codec_has_a_column_where_there_is_one():
+    runs = [*RECORDS, make_record("KeyDiff", codec="int8")]
+    assert "Codec" not in table(RECORDS)
+    head, _, full, *_, last = table(runs).split("\n")
+    assert split(head)[3] == "Codec"
+    assert (split(full)[3], split(last)[3]) == ("identity", "int8")
+    assert split(last)[0] == "KeyDiff (int8)"
+    alone = make_record("All, int8", budget=None, codec="int8")
+    assert groups.full_cache([alone, FULL]) is FULL
+
+
+def test_tables_are_drawn_in_a_terminal_only(monkeypatch, capsys):
+    page = table(RECORDS)
+    report.show(page)
+    assert capsys.readouterr().out == page + "\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
+    report.show(page)
+    drawn = capsys.readouterr().out
+    assert "StreamingLLM" in drawn and "14.4 (1.60x)" in drawn and "---" not in drawn
+
+
+# --- sweeps -------------------------------------------------------------------------
+
+
+def sweep_records(**changes):
+    """Two policies at two budgets under two schedules; one of them was not measured."""
+    records = [FULL]
+    for label, skill in (("good", 1.0), ("poor", 0.25)):
+        for phases in ("prefill_and_decode", "after_prefill"):
+            for budget in (768, 1152):
+                fields = {
+                    "series": label,
+                    "schedule": phases,
+                    "budget": budget,
+                    "score": skill * budget / 1152,
+                    "kl": 10.0 / budget,
+                    "kv_bytes_decode": budget * 46e3,
+                    "kv_bytes_live": budget * 23e3,
+                    "kv_bytes_allocated": budget * 46e3,
+                }
+                name = f"{label}, {budget}, {phases}"
+                records.append(make_record(name, **(fields | changes)))
+    records[-1]["score"] = records[-1]["kl"] = None
+    return records
+
+
+def test_a_sweep_is_one_of_budgets_or_schedules():
+    assert groups.is_sweep(sweep_records())
+    assert not groups.is_sweep(RECORDS)
+    assert not groups.is_sweep([make_record("A"), make_record("A", budget=256), FULL])
+
+
+def test_the_best_of_each_setting_comes_first():
+    head, _, full, *best = report.overview(sweep_records()).split("\n")
+    assert split(head)[:5] == [
+        "Method",
+        "Schedule",
+        "KV slots",
+        "Needle",
+        "As many",
+    ]
+    assert split(full)[0] == "Full cache"
+    assert [split(line)[:3] for line in best] == [
+        ["good", phases, budget]
+        for phases in ("prefill_and_decode", "after_prefill")
+        for budget in ("768", "1,152")
+    ]
+    tied = report.overview(sweep_records(score=1.0, kl=0.1)).split("\n")[3]
+    assert split(tied)[4] == "1"
+
+
+def test_a_sweeps_report_has_its_pictures(tmp_path):
+    records = sweep_records()
+    text = report.write_report(records, tmp_path).read_text(encoding="utf-8")
+    assert report.overview(records) in text and table(records) in text
+    assert "26.5 / 53.0" in text and "frees nothing" in text
+    assert text.index("heat_map.png") < text.index(table(records))
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        "heat_map.png",
+        "pareto.png",
+    ]
+    report.write_report([r | {"kl": None} for r in records[1:]], tmp_path)
+
+
+def test_pareto_fronts():
+    points = np.array([[1, 0.5], [1, 0.5], [2, 0.4], [3, 0.9], [3, 0.2], [np.nan, 1]])
+    assert scatters.front(points, 1) == [0, 1, 3]
+    assert scatters.front(points, -1) == [0, 1, 2, 4]
+    assert scatters.front(points[-1:], 1) == []
+
+
+# --- report and pictures ------------------------------------------------------------
+
+
+def test_report_is_written(tmp_path):
+    before = dict(matplotlib.rcParams)
+    path = report.write_report(RECORDS, tmp_path)
+    assert dict(matplotlib.rcParams) == before
+    text = path.read_text(encoding="utf-8")
+    assert table(RECORDS) in text
+    assert "Model tiny on cpu with a memory limit of 512 MB" in text
+    assert "numpy 2.0" in text
+    for name in ("quality_vs_memory.png", "throughput_vs_memory.png"):
+        assert f"({name})" in text
+        pixels = matplotlib.image.imread(tmp_path / name)
+        assert pixels.shape[1] == 1800
+        assert (pixels[0, 0, :3] == 1).all()  # white
+        assert pixels[..., :3].min() < 0.1
+
+
+def test_report_survives_what_is_missing(tmp_path):
+    bare = [
+        {"method": "Bare"},
+        make_record("No KL", kl=None, kv_bytes_peak_per_seq=None),
+    ]
+    assert report.write_report(bare, tmp_path).exists()
+    with pytest.raises(ValueError, match="no records"):
+        report.write_report([], tmp_path)
+
+
+def test_second_panel_is_agreement_without_kl():
+    without = [make_record("A", kl=None)]
+    assert scatters.quality_vs_memory(without).axes[1].get_ylabel() == "top-1 (share)"
+    assert (
+        scatters.quality_vs_memory(RECORDS).axes[1].get_ylabel()
+        == "KL (nats per token)"
+    )
+
+
+def test_zero_kl_has_a_place_on_the_log_axis():
+    axes = scatters.quality_vs_memory(RECORDS).axes[1]
+    star = next(line for line in axes.lines if line.get_marker() == "*")
+    assert axes.get_yticks()[0] == pytest.approx(star.get_ydata()[0])
+    assert axes.get_yticklabels()[0].get_text() == "0"
+
+
+def test_methods_keep_their_look_and_batches_are_named():
+    left, right = (
+        scatters.quality_vs_memory(RECORDS),
+        scatters.throughput_vs_memory(RECORDS),
+    )
+    looks = [
+        [(h.get_markerfacecolor(), h.get_marker()) for h in f.legends[0].legend_handles]
+        for f in (left, right)
+    ]
+    assert looks[0] == looks[1]
+    assert len(set(looks[0])) == len(RECORDS)
+    texts = [text.get_text() for text in right.legends[0].get_texts()]
+    assert texts[0] == "Full cache, batch 8"
+
+
+def test_points_on_one_spot_are_moved_apart():
+    pixels = np.array([[5.0, 5.0], [5.0, 5.0], [np.nan, 5.0], [5.0, 5.0], [90.0, 5.0]])
+    moved = scatters.apart(pixels, 10)
+    np.testing.assert_array_equal(moved[[0, 4]], pixels[[0, 4]])
+    assert np.isnan(moved[2]).all()
+    assert sorted(moved[[0, 1, 3], 0]) == [-5, 5, 15]
+    assert (moved[[0, 1, 3], 1] == 5).all()
+
+
+# --- throughput ---------------------------------------------------------------------
+
+
+def throughput_record(method, role, new, batch, speed, **changes):
+    record = {
+        "experiment": "throughput",
+        "batch_rule": role,
+        "new_tokens": new,
+        "batch_size": batch,
+        "output_tokens_per_s": speed,
+        "predicted_tokens_per_s": 2 * speed,
+        "budget": None if role == "full" else 64,
+    }
+    return make_record(method, **(record | changes))
+
+
+PEER = {
+    key: value
+    for key, value in throughput_record("kvpress", None, 8, 3, 5.0).items()
+    if key not in ("batch_rule", "predicted_tokens_per_s")
+} | {"engine": "kvpress"}
+SPEEDS = [
+    throughput_record("ED", "ed", 8, 4, 10.0),
+    throughput_record("FKV", "full", 8, 4, 8.0),
+    throughput_record("Batch-Max", "batch_max", 8, 16, 20.0),
+    PEER,
+    throughput_record("ED", "ed", 32, 4, 40.0),
+    throughput_record("Batch-Max", "batch_max", 32, 16, 60.0),
+]
+
+
+def test_throughput_is_told_as_ratios_to_ed_and_to_the_full_cache():
+    head, _, *lines = report.overview(SPEEDS).split("\n")
+    columns = [split(head).index(name) for name in ("Engine", "x ED", "x FKV")]
+    told = [[split(line)[i] for i in columns] for line in lines]
+    assert told[2] == ["kvjax", "2.00", "2.50"]
+    assert told[3] == ["kvpress", "0.50", "0.62"]
+    assert told[5] == ["kvjax", "1.50", "-"]
+    assert "Engine" not in report.overview(SPEEDS[:2])
+
+
+def test_scores_stand_beside_the_rates_of_the_same_answers(tmp_path):
+    told = {
+        "xsum": {"metric": "rougeL", "score": 0.25},
+        "needle": {"metric": "accuracy", "score": 0.75},
+    }
+    records = [record | {"tasks": told} for record in SPEEDS[:2]]
+    head, _, first, _ = report.overview(records).split("\n")
+    found = dict(zip(split(head), split(first), strict=True))
+    assert (found["xsum (rougeL)"], found["needle (accuracy)"]) == ("0.25", "0.75")
+    assert found["End-to-end tok/s"] == "10.0"
+    assert "xsum (rougeL)" in report.write_report(records, tmp_path).read_text()
+    assert "Needle" in split(report.overview(SPEEDS).split("\n")[0])
+
+
+def test_long_names_leave_the_panels_their_height():
+    named = [{**SPEEDS[0], "method": f"{'a long name ' * 4}{n}"} for n in range(10)]
+    heights = []
+    for records in (named[:1], named):
+        figure = scatters.throughput_vs_batch(records)
+        figure.canvas.draw()
+        box = figure.axes[0].get_position()
+        heights.append(box.height * figure.get_figheight())
+    assert heights[1] > 0.8 * heights[0]
+
+
+def test_predictions_stand_over_measurements():
+    left, right = scatters.throughput_vs_batch(SPEEDS).axes
+    points = [tuple(map(float, line.get_xydata()[0])) for line in left.lines]
+    assert points.count((16.0, 20.0)) == 2  # a post begins where its mark is
+    assert (16.0, 40.0) in points
+    assert [p for p in points if p[0] == 3 and np.isfinite(p[1])] == [(3, 5), (3, 5)]
+    assert left.get_title(loc="left") == "8 new tokens"
+    assert [t.get_text() for t in right.get_xticklabels()] == ["4", "16"]
+
+
+def test_throughput_survives_what_is_missing(tmp_path):
+    bare = [{"experiment": "throughput", "method": "A"}]
+    assert "not measured" in [
+        text.get_text() for text in scatters.throughput_vs_batch(bare).axes[0].texts
+    ]
+    assert report.write_report(bare, tmp_path).exists()

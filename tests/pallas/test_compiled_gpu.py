@@ -1,0 +1,168 @@
+"""The GPU kernels lowered for CUDA, and compiled for an H200 that need not be there.
+
+Compiling needs the CUDA compiler (`pip install jax-cuda13-plugin jax-cuda13-pjrt
+nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-runtime`) and a description of the device:
+KVJAX_CUDA_TARGET names a file with a GpuTargetConfig in text form, as XLA's sources
+have them.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from testing.kernels import shapes
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
+
+import model_step
+
+from kvjax.pallas import gpu
+from kvjax.pallas.common import STATS
+
+pytestmark = pytest.mark.compiled
+
+ALL = frozenset(STATS)
+CHIP = gpu.CHIPS["H200"]
+WINDOW = 5
+
+# Every kernel, with and without statistics, whole and split, with and without a tail.
+#   B  K  G  T    C     D
+HARDWARE = [
+    (64, 8, 4, 1, 2048, 128),
+    (16, 8, 8, 1, 560, 64),
+    (16, 8, 3, 1, 1024, 256),
+    (1, 8, 4, 1, 4096, 128),
+    (64, 8, 4, 1, 100_000, 256),
+    (4, 8, 4, 64, 2048, 128),
+    (4, 8, 3, 100, 1032, 64),
+    (2, 8, 8, 256, 1024, 256),
+]
+
+
+@pytest.fixture
+def h200_mesh():
+    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("x",), (jax.sharding.AxisType.Auto,), abstract_device=device
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def jitted(stats):
+    return jax.jit(lambda *args: gpu.attend(*args, stats=stats, window=WINDOW))
+
+
+@pytest.mark.parametrize("stats", [frozenset(), ALL], ids=["plain", "stats"])
+@pytest.mark.parametrize("shape", HARDWARE, ids=str)
+def test_lowers_for_cuda(shape, stats, h200_mesh):
+    traced = jitted(stats).trace(*shapes(*shape))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kernels = 2 if shape[3] > 1 and stats else 1
+    assert text.count("@mosaic_gpu_v2") == kernels
+
+
+def writer(stats):
+    return jax.jit(
+        lambda *args: gpu.write_attend(*args, stats=stats), donate_argnums=(4, 5)
+    )
+
+
+def writer_shapes(b, k, g, c, d, sharding=None):
+    q, *rest = shapes(b, k, g, 1, c, d, sharding=sharding)
+    of = lambda shape, kind: jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
+    new = of((b, k, d), jnp.bfloat16)
+    return q, new, new, of((b, k), jnp.int32), *rest
+
+
+@pytest.mark.parametrize("b", [16, 1])
+def test_writing_lowers_for_cuda(b, h200_mesh):
+    traced = writer(ALL).trace(*writer_shapes(b, 8, 4, 2048, 128))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
+@pytest.fixture(scope="module")
+def h200():
+    """A device that is not there, and where its compiler is."""
+    if importlib.util.find_spec("jax_plugins") is None or (
+        importlib.util.find_spec("jax_plugins.xla_cuda13") is None
+    ):
+        pytest.skip("jax-cuda13-plugin is not installed")
+    if (target := os.environ.get("KVJAX_CUDA_TARGET")) is None:
+        pytest.skip("KVJAX_CUDA_TARGET does not name a GpuTargetConfig")
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="",
+        target_config=pathlib.Path(target).read_text(),
+        topology="1x1x1",
+    )
+    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def compiled(traced):
+    """What the compiled program takes, with the compiler of the CUDA packages."""
+    site = pathlib.Path(jax.__file__).parents[1]
+    options = {
+        "xla_gpu_cuda_data_dir": str(site / "nvidia" / "cu13"),
+        "xla_gpu_autotune_level": 0,
+    }
+    return traced.lower().compile(options).memory_analysis()
+
+
+@pytest.mark.parametrize("stats", [frozenset(), ALL], ids=["plain", "stats"])
+@pytest.mark.parametrize("shape", HARDWARE, ids=str)
+def test_compiles_for_h200(shape, stats, h200, h200_mesh):
+    """No copy of the cache.
+
+    Split decoding writes outputs and weights to be merged, and a block that is not a
+    multiple of 64 queries is padded.
+    """
+    memory = compiled(jitted(stats).trace(*shapes(*shape, sharding=h200)))
+    b, k, g, t, c, d = shape
+    heads = b * k
+    allowed = 0.01 * heads * 2 * c * d * 2  # of the cache's bytes
+    segments = gpu.cut(heads, c, d, CHIP).segments
+    if t == 1 and segments > 1:
+        allowed += 2.2 * heads * segments * g * d * 4
+        allowed += 1.1 * heads * c * 8 * 4 if stats else 0
+    if t % 64 and t > 1:
+        allowed += 2 * heads * g * 64 * -(-t // 64) * d * 4
+    assert memory.temp_size_in_bytes < allowed
+
+
+def test_statistics_alone_compile_for_h200(h200, h200_mesh):
+    q, k, _, pos, q_pos, n = shapes(4, 8, 4, 64, 2048, 128, sharding=h200)
+    sums = jax.ShapeDtypeStruct(q.shape[:4], jnp.float32, sharding=h200)
+    run = jax.jit(functools.partial(gpu.attention_stats, stats=ALL, window=WINDOW))
+    memory = compiled(run.trace(q, k, pos, q_pos, n, sums, sums))
+    assert memory.temp_size_in_bytes < 0.02 * k.size * 2
+
+
+def test_writing_compiles_for_h200_in_place(h200, h200_mesh):
+    memory = compiled(writer(ALL).trace(*writer_shapes(16, 8, 4, 2048, 128, h200)))
+    cache = 2 * 16 * 8 * 2048 * 128 * 2
+    assert memory.alias_size_in_bytes == cache
+    assert memory.temp_size_in_bytes < 0.01 * cache
+
+
+def test_a_decode_step_compiles_for_h200(h200, h200_mesh):
+    """Eight layers of Llama-3-8B: the cache stays where it is, without a second one."""
+    spec = dataclasses.replace(model_step.SPECS["llama-3.1-8b"], num_layers=8)
+    config = model_step.batch_max(spec, 2048)
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200)
+    arguments = jax.tree.map(place, model_step.shapes(spec, config, 64))
+    step = functools.partial(model_step.step, spec=spec, config=config)
+    memory = compiled(jax.jit(step, donate_argnums=1).trace(*arguments))
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    assert memory.alias_size_in_bytes >= size(arguments[1])
+    pairs = size([(layer.k, layer.v) for layer in arguments[1].layers])
+    assert memory.temp_size_in_bytes < 0.01 * pairs
