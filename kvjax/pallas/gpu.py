@@ -54,8 +54,8 @@ WIDTHS = (64, 128, 256)  # head dimensions of whole 128-byte swizzles, N up to 2
 
 
 def unsupported_reason(
-    q: Float[Array, "B K G T D"],
-    k: Float[Array, "B K C D"],
+    q: Float[Array | jax.ShapeDtypeStruct, "B K G T D"],
+    k: Float[Array | jax.ShapeDtypeStruct, "B K C D"],
     stats: frozenset[str] = frozenset(),
     device_kind: str | None = None,
 ) -> str | None:

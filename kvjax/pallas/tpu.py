@@ -89,8 +89,8 @@ class Written(NamedTuple):
 
 
 def unsupported_reason(
-    q: Float[Array, "B K G T D"],
-    k: Float[Array, "B K C D"],
+    q: Float[Array | jax.ShapeDtypeStruct, "B K G T D"],
+    k: Float[Array | jax.ShapeDtypeStruct, "B K C D"],
     stats: frozenset[str] = frozenset(),
     device_kind: str | None = None,
 ) -> str | None:
