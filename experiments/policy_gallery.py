@@ -99,7 +99,7 @@ Each takes policies and gives a policy, so they nest:
 """
 _GOLDEN = """\
 Our rules and other implementations were given the same queries, keys and values; what
-each keeps is compared index by index (`tests/golden_cases.py`).
+each keeps is compared index by index (`tests/testing/golden_cases.py`).
 """
 _PADDED = """\
 Short prompts in a batch with longer ones, against each prompt alone: a cache of fixed

@@ -238,6 +238,7 @@ def test_groups_dtypes_and_pinned_pairs(name, group, dtype):
         assert all(len(head) <= BUDGET for head in row)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", often(policies.names(), OFTEN[:3]))
 def test_jit_equals_eager(name):
     """Three blocks, with an eviction before the last."""

@@ -83,8 +83,8 @@ def test_rows_permute(tiny, case):
     ("name", "change"),
     [
         ("average_attention", {"eviction": "compact"}),
-        ("average_attention", {"rows": 1}),
-        ("key_diff", {"rows": 64}),
+        ("average_attention", {"rows_per_eviction": 1}),
+        ("key_diff", {"rows_per_eviction": 64}),
     ],
 )
 def test_ways_to_make_room_agree(tiny, name, change):
@@ -127,6 +127,7 @@ def test_donated_and_small_temporaries(name, phases):
         assert memory.temp_size_in_bytes < 0.25 * size
 
 
+@pytest.mark.e2e
 def test_jit_equals_eager(tiny):
     job = job_for(tiny.spec, "average_attention", "prefill_and_decode", 2, new=4)
     fast = run_batch(tiny.params, job, prompts()[2:4], (0, 1))
@@ -229,6 +230,7 @@ def test_end_token_stops_a_row(tiny):
         assert int(stopped.state.next_pos[row]) == length + upto - 1
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("phases", SCHEDULES)
 def test_slots_give_rotary_positions(tiny, phases):
     """Cache positions: batched equals single, and the text is another one."""

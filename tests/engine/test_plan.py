@@ -51,7 +51,7 @@ def test_largest_batch_that_fits(monkeypatch, budget, schedule, policy):
     """
     monkeypatch.setattr(reference, "PIECE", 0)
     found = planned(budget, schedule, policy, 40_000_000)
-    assert found.batch >= 1 and found.limit in ("prefill", "compact", "decode")
+    assert found.batch >= 1 and found.limited_by in ("prefill", "compact", "decode")
     assert found.peak_bytes == max(phase_bytes(found.job).values()) <= 40_000_000
     larger = dataclasses.replace(found.job, batch=found.batch + 2)
     assert max(phase_bytes(larger).values()) > 40_000_000

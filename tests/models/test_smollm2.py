@@ -13,7 +13,7 @@ import kvjax
 from kvjax import policies
 from kvjax.evaluation.tasks import needle, text
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.e2e]
 GOLDEN = json.loads(
     (pathlib.Path(__file__).parents[1] / "golden" / "smollm2.json").read_text()
 )
