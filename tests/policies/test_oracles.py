@@ -211,7 +211,7 @@ def run(q, k, v, out, tokens, lengths, stops, *, config, room):
             config=config,
             n=n,
             tokens=jnp.take_along_axis(tokens, inside, 1),
-            is_prefill=prompt,
+            is_prefill=is_prefill,
         )
         state = cache.advance(state, n)
         return state, (state.layers[0].positions, mixed)
