@@ -153,7 +153,7 @@ def _in_a_process(case, cache):
 
 def load(folder, dtype, keep):
     """Loads, and says by how many bytes the process grew at most, and how fast."""
-    kvjax.load(f"{folder}/tiny", dtype, keep=keep)
+    kvjax.load(f"{folder}/tiny", dtype, cache_converted=keep)
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before, most, done = _status(), {}, threading.Event()
 
@@ -166,7 +166,7 @@ def load(folder, dtype, keep):
     watcher.start()
     started = time.perf_counter()
     model = jax.block_until_ready(
-        kvjax.load(f"{folder}/model", dtype, keep=keep).params
+        kvjax.load(f"{folder}/model", dtype, cache_converted=keep).params
     )
     seconds = time.perf_counter() - started
     done.set()

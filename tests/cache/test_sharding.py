@@ -275,7 +275,8 @@ def test_params_are_read_where_they_belong(tmp_path, monkeypatch):
     alone = kvjax.load(tmp_path / "model")
     over = meshes.mesh("data:2,model:4", alone.spec.num_kv_heads)
     for _ in range(2):
-        model = kvjax.load(tmp_path / "model", mesh="data:2,model:4", keep=True)
+        where = {"mesh": "data:2,model:4", "cache_converted": True}
+        model = kvjax.load(tmp_path / "model", **where)
         assert model.spec == placement.fitted(alone.spec, over)
         wanted = decoder.param_partitions(model.spec, over)
         split = placement.split(alone.spec, alone.params, over)

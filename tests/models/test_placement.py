@@ -78,7 +78,7 @@ def test_params_go_where_they_are_put(folder, made, cache):
     placement = spread()
     for _ in range(2):
         model = weights.load_placed(
-            str(folder), jnp.dtype("float32"), placement=placement, keep=True
+            str(folder), jnp.dtype("float32"), placement=placement, cache_converted=True
         )
         assert_same_params(model.params, plain.params, rtol=0)
         wanted = placement.shardings(model.spec)
@@ -88,21 +88,23 @@ def test_params_go_where_they_are_put(folder, made, cache):
     assert len(made) == 2
     # The copy lies on other devices if it is asked to.
     fewer = weights.load_placed(
-        str(folder), jnp.dtype("float32"), placement=spread(2), keep=True
+        str(folder), jnp.dtype("float32"), placement=spread(2), cache_converted=True
     )
     assert len(fewer.params["embed"].sharding.device_set) == 2
-    assert_same_params(weights.load(folder, keep=True).params, plain.params, rtol=0)
+    assert_same_params(
+        weights.load(folder, cache_converted=True).params, plain.params, rtol=0
+    )
     assert len(made) == 2
 
 
 def test_orders_have_copies_of_their_own(folder, made):
-    plain = weights.load(folder, keep=True).params["layers"][0]["gate_up"]
+    plain = weights.load(folder, cache_converted=True).params["layers"][0]["gate_up"]
     for _ in range(2):
         turned = weights.load_placed(
             str(folder),
             jnp.dtype("float32"),
             placement=spread(order="turned"),
-            keep=True,
+            cache_converted=True,
         )
         found = turned.params["layers"][0]["gate_up"]
         np.testing.assert_array_equal(found, np.asarray(plain)[:, ::-1])
@@ -110,10 +112,10 @@ def test_orders_have_copies_of_their_own(folder, made):
 
 
 def test_gguf_params_go_where_they_are_put(tmp_path):
-    from test_weights import write_gguf
+    from models.test_weights import write_gguf
 
     path = write_gguf(tmp_path / "m.gguf", checkpoints.tensors())
-    plain, placement = weights.load(path, keep=False), spread()
+    plain, placement = weights.load(path, cache_converted=False), spread()
     for _ in range(2):
         model = weights.load_placed(
             str(path), jnp.dtype("float32"), placement=placement
@@ -124,46 +126,46 @@ def test_gguf_params_go_where_they_are_put(tmp_path):
 
 
 def test_a_copy_is_of_files_as_they_are(folder, made):
-    first = weights.load(folder, keep=True)
+    first = weights.load(folder, cache_converted=True)
     tensors = checkpoints.tensors()
     write_shards(folder, halves({name: 2 * a for name, a in tensors.items()}))
-    second = weights.load(folder, keep=True)
+    second = weights.load(folder, cache_converted=True)
     doubled = jax.tree.map(lambda leaf: 2 * leaf, first.params)
     assert_same_params(second.params, doubled, rtol=0)
-    weights.load(folder, "bfloat16", keep=True)
+    weights.load(folder, "bfloat16", cache_converted=True)
     assert len(made) == 3
 
 
 def test_a_folder_whose_files_are_damaged_has_no_copy(folder):
-    weights.load(folder, keep=True)
+    weights.load(folder, cache_converted=True)
     file = folder / "b.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(weights.UserError, match="truncated"):
-        weights.load(folder, keep=True)
+        weights.load(folder, cache_converted=True)
 
 
 def test_the_spec_is_the_folders_and_the_context_the_callers(folder, made):
     """A copy holds weights: all else comes from the folder at every load."""
-    weights.load(folder, keep=True)
+    weights.load(folder, cache_converted=True)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5]}))
-    model = weights.load(folder, context=20, keep=True)
+    model = weights.load(folder, context=20, cache_converted=True)
     assert (model.spec.context_length, model.end_tokens) == (20, (5,))
     assert len(made) == 1
 
 
 @pytest.mark.parametrize("how", ["flip", "cut"])
 def test_a_damaged_copy_of_a_folder_is_made_again(folder, made, cache, capsys, how):
-    first = weights.load(folder, keep=True)
+    first = weights.load(folder, cache_converted=True)
     (copy,) = (cache / "copies").iterdir()
     files = [path for path in copy.rglob("*") if path.is_file()]
     file = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content if how == "flip" else content[:-10])
-    again = weights.load(folder, keep=True)
+    again = weights.load(folder, cache_converted=True)
     assert "cannot be used" in capsys.readouterr().err
     assert_same_params(again.params, first.params, rtol=0)
-    weights.load(folder, keep=True)
+    weights.load(folder, cache_converted=True)
     assert len(made) == 2
 
 

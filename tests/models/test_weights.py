@@ -337,7 +337,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
 
 def test_no_copy_when_asked_for_none(tmp_path, tensors, cache):
     path = write_gguf(tmp_path / "m.gguf", tensors)
-    model = weights.load(path, keep=False)
+    model = weights.load(path, cache_converted=False)
     assert not cache.exists()
     assert_same_params(weights.load(path).params, model.params, rtol=0)
 

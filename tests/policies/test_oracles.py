@@ -196,7 +196,7 @@ def run(q, k, v, out, tokens, lengths, stops, *, config, room):
     def project(values):
         return jnp.einsum("bktd,kgdm->bkgtm", values, out)
 
-    def step(state, count, n, prompt):
+    def step(state, count, n, is_prefill):
         positions = cache.next_positions(state, count)
         inside = jnp.minimum(positions, tokens.shape[1] - 1)
         pick = jax.vmap(lambda x, at: x[..., at, :])
@@ -211,7 +211,7 @@ def run(q, k, v, out, tokens, lengths, stops, *, config, room):
             config=config,
             n=n,
             tokens=jnp.take_along_axis(tokens, inside, 1),
-            is_prefill=prompt,
+            is_prefill=is_prefill,
         )
         state = cache.advance(state, n)
         return state, (state.layers[0].positions, mixed)

@@ -33,7 +33,7 @@ def load(
     dtype: jnp.dtype = jnp.float32,
     context: int | None = None,
     mesh: str | None = None,
-    keep: bool | None = None,
+    cache_converted: bool | None = None,
 ) -> Model:
     """Loads a model by name, from a GGUF file, a Hugging Face folder or the hub.
 
@@ -53,10 +53,11 @@ def load(
       context: most tokens of a prompt and its completion; None for all that the model
         can read. Rotary positions that differ with it (LongRoPE) are chosen by it.
       mesh: `data:2,model:4` splits the model over so many devices, see
-        `kvjax.models.meshes.mesh`; None is the default device.
-      keep: whether a copy of the params, ready to be read, is used and left in the
-        cache folder. None: of GGUF files only, whose weights take long to dequantise;
-        a folder's copy takes as much disk again, and its tensors load as fast.
+        `kvjax.parallel.meshes.mesh`; None is the default device.
+      cache_converted: whether a copy of the params, ready to be read, is used and left
+        in the cache folder. None: of GGUF files only, whose weights take long to
+        dequantise; a folder's copy takes as much disk again, and its tensors load as
+        fast.
 
     Returns:
       The spec, the params (shapes in `kvjax.models.decoder`), the tokenizer, None where
@@ -72,7 +73,9 @@ def load(
     if context is not None and context < 1:
         raise UserError(f"context {context}: must be at least 1 token")
     placed = _placement(mesh) if mesh else None
-    model = load_placed(os.fspath(name_or_path), dtype, context, placed, keep)
+    model = load_placed(
+        os.fspath(name_or_path), dtype, context, placed, cache_converted
+    )
     if mesh:
         over = meshes.mesh(mesh, model.spec.num_kv_heads)
         model = model._replace(spec=placement.fitted(model.spec, over))
@@ -89,23 +92,23 @@ def load_placed(
     dtype: jnp.dtype,
     context: int | None = None,
     placement: pack.Placement | None = None,
-    keep: bool | None = None,
+    cache_converted: bool | None = None,
 ) -> Model:
     """`load` with params put anywhere: see `pack.Placement`."""
     if asked.startswith(_RANDOM):
         return _random(asked.removeprefix(_RANDOM), dtype, placement)
     if asked in hub.NAMED:
         path, identity = hub.fetch(asked), hub.NAMED[asked].sha256
-        return _load_gguf(path, asked, identity, dtype, placement, keep)
+        return _load_gguf(path, asked, identity, dtype, placement, cache_converted)
     path = pathlib.Path(asked).expanduser()
     if not path.exists() and hub.is_id(asked):
         path = hub.snapshot(asked)
     if path.is_dir():
-        return safetensors.load(path, dtype, context, placement, bool(keep))
+        return safetensors.load(path, dtype, context, placement, bool(cache_converted))
     if path.is_file():
         gguf.check_magic(path)
         identity = param_cache.identity([path])
-        return _load_gguf(path, path.stem, identity, dtype, placement, keep)
+        return _load_gguf(path, path.stem, identity, dtype, placement, cache_converted)
     raise UserError(
         f"no model named {asked!r} and no such file or folder: give one of "
         f"{', '.join(sorted(hub.NAMED))}, a .gguf file, a Hugging Face folder, or "
@@ -142,10 +145,10 @@ def _load_gguf(
     identity: str,
     dtype: jnp.dtype,
     placement: pack.Placement | None,
-    keep: bool | None,
+    cache_converted: bool | None,
 ) -> Model:
     make = lambda: gguf.load(path, dtype, name, placement)
-    if keep is False:
+    if cache_converted is False:
         return make()
     return param_cache.load(name, identity, dtype, make, placement)
 

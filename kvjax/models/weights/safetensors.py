@@ -67,7 +67,7 @@ def load(
     dtype: jnp.dtype,
     context: int | None = None,
     placement: pack.Placement | None = None,
-    keep: bool = False,
+    cache_converted: bool = False,
 ) -> Model:
     """Reads a folder with a model of one of the families.
 
@@ -79,8 +79,8 @@ def load(
       dtype: of the params.
       context: tokens that the model will be used for; None for all it can read.
       placement: where the params go; None for the default device.
-      keep: whether to read the params from their copy in the cache folder, and to leave
-        one there; see `kvjax.models.weights.param_cache`.
+      cache_converted: whether to read the params from their copy in the cache folder,
+        and to leave one there; see `kvjax.models.weights.param_cache`.
 
     Raises:
       UserError: a file is missing or truncated, pickled weights only, an attribute in
@@ -95,7 +95,7 @@ def load(
         read = lambda name: tensors[name].read(dtype)
         return pack.pack(spec, names, read, dtype, placement)
 
-    if keep:
+    if cache_converted:
         # The params depend on both, but not on the context.
         identity = param_cache.identity([path / "config.json", *files])
         params = param_cache.params(spec, identity, dtype, make, placement)
