@@ -32,9 +32,9 @@ def shared(config: Config, every: int) -> dict:
     windows = tuple(size if kind == "sliding_attention" else 0 for kind in kinds)
     return fields | {
         "norm": "rms_offset",
-        "blocks": "sandwich",
+        "norm_placement": "sandwich",
         "activation": "gelu_tanh",
-        "windows": windows,
+        "sliding_windows": windows,
         "query_scale": config.number("query_pre_attn_scalar", 256) ** -0.5,
         "logit_softcap": float(config.number("final_logit_softcapping", 0.0)),
         "embed_scale": fields["model_dim"] ** 0.5,
