@@ -1,5 +1,6 @@
 """What an experiment asks: methods, tasks and sizes, made from a config's fields."""
 
+import abc
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -112,7 +113,7 @@ class TaskRun:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Experiment:
+class Experiment(abc.ABC):
     """What every run depends on; `quality` and `throughput` add to it.
 
     Attributes:
@@ -137,9 +138,9 @@ class Experiment:
     mesh: str | None = None
 
     @property
+    @abc.abstractmethod
     def units_per_method(self) -> int:
         """Of work that progress is counted in."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raises UserError for all that can be told wrong before a model is loaded."""
