@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 NEVER = 2**31 - 1  # the position of an empty slot, as a query compares it
 LOWEST = -1e30  # stands in for the largest score of a query that sees no key
 # What a kernel can add up on the way.
-STATS = ("attn_sum", "attn_sq_sum", "last_attn", "window_sum")
+STATS = ("attn_sum", "attn_sq_sum", "last_attn")
 
 
 class Scored(NamedTuple):
@@ -21,7 +21,6 @@ class Scored(NamedTuple):
       attn_sum: attention weights summed over the real queries, averaged over G.
       attn_sq_sum: squares of the weights averaged over G, summed over the real queries.
       last_attn: the last real query's weights, averaged over G.
-      window_sum: as `attn_sum`, over the last `window` real queries only.
     """
 
     out: Float[Array, "B K G T D"]
@@ -30,7 +29,6 @@ class Scored(NamedTuple):
     attn_sum: Float[Array, "B K C"] | None = None
     attn_sq_sum: Float[Array, "B K C"] | None = None
     last_attn: Float[Array, "B K C"] | None = None
-    window_sum: Float[Array, "B K C"] | None = None
 
 
 class Device(NamedTuple):

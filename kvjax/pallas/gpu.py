@@ -99,24 +99,14 @@ def attend(
     n: Int[Array, "B"],
     *,
     stats: frozenset[str] = frozenset(),
-    window: int = 0,
     interpret: bool = False,
     device_kind: str | None = None,
 ) -> Scored:
-    """Softmax attention over slots and the statistics asked for, see `Scored`.
-
-    A query sees the live slots whose position is not after its own. What empty slots
-    hold does not matter, be it NaN.
+    """As `kvjax.attention.attend`, whose arrays these are. Empty slots may hold NaN.
 
     Args:
-      q: queries.
-      k: keys, one per slot.
-      v: values, one per slot.
-      pos: position of each slot's pair, -1 for an empty slot.
-      q_pos: position of each query.
-      n: how many of a row's T queries are real; the others are padding at the end.
-      stats: statistics to return.
-      window: how many of the last real queries `window_sum` adds up.
+      q, k, v, pos, q_pos, n: see there.
+      stats: of `common.STATS`.
       interpret: run on the CPU, float32 included. The interpreter calls back into
         Python and hangs if the caller dispatches other work before its result is ready.
       device_kind: whose tile sizes to use; None is the device's that is there.
@@ -127,58 +117,12 @@ def attend(
     chip = _chip(q, k, stats, device_kind, interpret)
     heads = k.shape[1]
     k, v, pos = (rearrange(x, "b k ... -> (b k) ...") for x in (k, v, pos))
-    given = (q, k, v, pos, q_pos, n, stats, window, chip, interpret)
-    if q.shape[3] == 1:
-        (scored,) = _one_query(*given)
-    else:
-        scored = _block_of_queries(*given)
+    score = _one_query if q.shape[3] == 1 else _block_of_queries
+    scored = score(q, k, v, pos, q_pos, n, stats, chip, interpret)
     split = lambda x: rearrange(x, "(b k) c -> b k c", k=heads)
     return scored._replace(
         **{name: split(getattr(scored, name)) for name in stats},
     )
-
-
-def write_attend(
-    q: Float[Array, "B K G 1 D"],
-    new_k: Float[Array, "B K D"],
-    new_v: Float[Array, "B K D"],
-    slot: Int[Array, "B K"],
-    k: Float[Array, "B K C D"],
-    v: Float[Array, "B K C D"],
-    pos: Int[Array, "B K C"],
-    q_pos: Int[Array, "B 1"],
-    n: Int[Array, "B"],
-    *,
-    stats: frozenset[str] = frozenset(),
-    window: int = 0,
-    interpret: bool = False,
-    device_kind: str | None = None,
-) -> tuple[Scored, Float[Array, "B K C D"], Float[Array, "B K C D"]]:
-    """Writes a new pair into its slot and attends, in one kernel and in place.
-
-    Args:
-      q: the query of each row.
-      new_k: the new key of each head.
-      new_v: the new value.
-      slot: where they go; C writes nothing.
-      k: keys; donate them and the values, or they are copied first.
-      v: values.
-      pos: positions with the new pair's already among them.
-      q_pos: see `attend`, like everything after it.
-
-    Returns:
-      What `attend` returns, and the caches with the pairs in them.
-    """
-    chip = _chip(q, k, stats, device_kind, interpret)
-    heads = k.shape[1]
-    flat = lambda x: rearrange(x, "b k ... -> (b k) ...")
-    pair = (flat(new_k), flat(new_v), flat(slot))
-    scored, *caches = _one_query(
-        q, flat(k), flat(v), flat(pos), q_pos, n, stats, window, chip, interpret, pair
-    )
-    split = lambda x: rearrange(x, "(b k) ... -> b k ...", k=heads)
-    scored = scored._replace(**{name: split(getattr(scored, name)) for name in stats})
-    return scored, *map(split, caches)
 
 
 def attention_stats(
@@ -191,7 +135,6 @@ def attention_stats(
     denominator: Float[Array, "B K G T"],
     *,
     stats: frozenset[str],
-    window: int = 0,
     interpret: bool = False,
     device_kind: str | None = None,
 ) -> dict[str, Float[Array, "B K C"]]:
@@ -209,9 +152,7 @@ def attention_stats(
         for x in (max_logit, denominator)
     )
     k, pos = (rearrange(x, "b k ... -> (b k) ...") for x in (k, pos))
-    found = _sums_of_columns(
-        q, k, pos, q_pos, n, *known, stats, window, chip, interpret
-    )
+    found = _sums_of_columns(q, k, pos, q_pos, n, *known, stats, chip, interpret)
     return {
         name: rearrange(x, "(b k) c -> b k c", k=heads) for name, x in found.items()
     }
@@ -263,12 +204,8 @@ def cut(heads: int, slots: int, width: int, chip: Chip) -> Cut:
     return Cut(segments, tiles, min(half, chip.decode) if shared else chip.decode)
 
 
-def _one_query(q, k, v, pos, q_pos, n, stats, window, chip, interpret, pair=()):
-    """Decoding; `k`, `v` and `pos` have all rows' heads as their first axis.
-
-    Returns:
-      Scored, and where there is a pair to write, the keys and values with it.
-    """
+def _one_query(q, k, v, pos, q_pos, n, stats, chip, interpret) -> Scored:
+    """Decoding; `k`, `v` and `pos` have all rows' heads as their first axis."""
     heads, group, _, width = q.shape[1:]
     all_heads, capacity = pos.shape
     count, tiles, stages = cut(all_heads, capacity, width, chip)
@@ -305,11 +242,10 @@ def _one_query(q, k, v, pos, q_pos, n, stats, window, chip, interpret, pair=()):
             "pos_ready": plgpu.Barrier(num_barriers=stages),
         },
         interpret=interpret,
-        written=(1, 2) if pair else (),
     )
     lanes = rearrange(lanes, "b k g d -> (b k) g d")
     now = jnp.repeat(q_pos[:, 0], heads)
-    (*softmax, found), caches = run(lanes, k, v, pos, now, part, *pair)
+    *softmax, found = run(lanes, k, v, pos, now, part)
     if count == 1:
         softmax = [x[:, 0] for x in softmax]
     else:
@@ -317,12 +253,11 @@ def _one_query(q, k, v, pos, q_pos, n, stats, window, chip, interpret, pair=()):
     per_head = lambda x: rearrange(x[:, :group], "(b k) g ... -> b k g 1 ...", k=heads)
     scored = Scored(*map(per_head, softmax))
     if not stats:
-        return scored, *caches
+        return scored
     weights = found[:, :capacity]
     every = dict.fromkeys(("attn_sum", "last_attn"), weights)
     every["attn_sq_sum"] = weights * weights
-    every["window_sum"] = weights if window > 0 else jnp.zeros_like(weights)
-    return scored._replace(**{name: every[name] for name in stats}), *caches
+    return scored._replace(**{name: every[name] for name in stats})
 
 
 def _merge(out, max_logit, denominator, weights, part):
@@ -354,7 +289,7 @@ def _merge(out, max_logit, denominator, weights, part):
 # --- a block of queries ---------------------------------------------------------------
 
 
-def _block_of_queries(q, k, v, pos, q_pos, n, stats, window, chip, interpret) -> Scored:
+def _block_of_queries(q, k, v, pos, q_pos, n, stats, chip, interpret) -> Scored:
     """A block; `k`, `v` and `pos` have all rows' heads as their first axis."""
     heads, group, length, width = q.shape[1:]
     all_heads, capacity = pos.shape
@@ -375,7 +310,7 @@ def _block_of_queries(q, k, v, pos, q_pos, n, stats, window, chip, interpret) ->
         },
         interpret=interpret,
     )
-    softmax, _ = run(q, k, v, pos, q_pos, gaps.astype(jnp.int32))
+    softmax = run(q, k, v, pos, q_pos, gaps.astype(jnp.int32))
     per_head = lambda x: rearrange(
         x, "(b k) (g t) ... -> b k g t ...", k=heads, g=group
     )[:, :, :, :length]
@@ -383,7 +318,7 @@ def _block_of_queries(q, k, v, pos, q_pos, n, stats, window, chip, interpret) ->
     if not stats:
         return scored
     given = (q, k, pos, q_pos, n, *softmax[1:])
-    return scored._replace(**_sums_of_columns(*given, stats, window, chip, interpret))
+    return scored._replace(**_sums_of_columns(*given, stats, chip, interpret))
 
 
 def _whole_tiles(q, q_pos):
@@ -406,7 +341,6 @@ def _sums_of_columns(
     max_logit,
     denominator,
     stats,
-    window,
     chip,
     interpret,
 ) -> dict[str, Array]:
@@ -421,9 +355,7 @@ def _sums_of_columns(
     lse = jnp.where(seen, lse, jnp.inf)
     names = sorted(stats)
     run = launch(
-        functools.partial(
-            gpu_block.columns, ops=gpu_block.Ops(interpret), window=window
-        ),
+        functools.partial(gpu_block.columns, ops=gpu_block.Ops(interpret)),
         grid={"head": all_heads, "tile": -(-capacity // TILE)},
         out={name: _f32(all_heads, capacity) for name in names},
         scratch={
@@ -438,7 +370,7 @@ def _sums_of_columns(
         },
         interpret=interpret,
     )
-    return run(q, k, pos, q_pos, lse, n)[0]
+    return run(q, k, pos, q_pos, lse, n)
 
 
 def _f32(*shape):

@@ -161,18 +161,6 @@ def visible(seen_from, now, slots, capacity):
     return (seen_from >= 0) & (seen_from <= now) & (slots < capacity)
 
 
-def patch(ops, tile, row, fresh):
-    """tile[row] = fresh where the tile has such a row; a ring's rows are swizzled."""
-
-    @pl.when((row >= 0) & (row < TILE))
-    def _():
-        held = ops.load(tile, swizzled=True)
-        here = ops.iota(tile.shape, 0) == row
-        fresh_row = spread(ops.load(fresh, layout=COLUMNS), tile.shape, 1)
-        tile[...] = jnp.where(here, fresh_row, held)
-        plgpu.commit_smem()
-
-
 def decode(
     q,  # [H, 8, D]
     k,  # [H, C, D]
@@ -180,7 +168,11 @@ def decode(
     pos,  # [H, C]
     now,  # [H] the query's position
     part,  # [H, 8] what a query head counts for in the average over heads
-    *rest,
+    out,  # [H, segments, G, D]
+    max_logit,  # [H, segments, 8]
+    denominator,  # [H, segments, 8]
+    found,  # "attn_sum" [H, C], or "weights" [H, slots of all segments, 8]
+    *,
     ops: Ops,
     tiles: int,  # per segment
     stats: str,  # "", "attn_sum" or "weights"
@@ -195,18 +187,8 @@ def decode(
     q_ready,
     pos_ready,
 ):
-    """One query per row: keys, softmax over shared memory, values.
-
-    The other references: where a new pair is written, new_k and new_v [H, D] and its
-    place [H]; then the outputs: the attention [H, segments, G, D], its largest logit
-    and its denominator [H, segments, 8], and "attn_sum" [H, C] or "weights" [H, slots
-    of all segments, 8], unnormalised.
-    """
-    *pair, out, max_logit, denominator, found = rest
+    """One query per row: keys, softmax over shared memory, values; unnormalised."""
     head, segment = jax.lax.axis_index("head"), jax.lax.axis_index("segment")
-    if pair:
-        new_k, new_v, places = pair
-        place = places[head]
     present = now[head]  # read once, not for every tile
     first = segment * tiles
     width, capacity = q_tile.shape[1], k.shape[1]
@@ -226,19 +208,7 @@ def decode(
             here = (head, rows_of(first + i - tiles))
             fetch(v.at[here], ring.at[slot], ready.at[slot])
 
-    def write(cache, fresh, tile, slot):
-        """Into the tile read too early and, once, into the cache."""
-        row = place - (first + tile) * TILE
-        patch(ops, ring.at[slot], row, fresh.at[head])
-
-        @pl.when((row >= 0) & (row < TILE) & (place < capacity))
-        def _():
-            line = ops.load(fresh, head, layout=COLUMNS)
-            ops.store(cache.at[head, place], line)
-
     def keys(i, slot, top):
-        if pair:
-            write(k, new_k, i, slot)
         tile = ops.product(ring.at[slot], q_tile, flip_b=True) * width**-0.5
         plgpu.barrier_wait(pos_ready.at[slot])
         here = spread(ops.load(seen, slot, layout=ROWS), shape, 0)
@@ -254,8 +224,6 @@ def decode(
 
     def values(i, slot, acc):
         tile = i - tiles
-        if pair:
-            write(v, new_v, tile, slot)
         p = ops.load(scores, rows_of(tile))
         if stats == "attn_sum":
             attn_sum = jnp.sum(p * spread(share, shape, 1), axis=1)
@@ -375,7 +343,6 @@ def columns(
     outs,  # of each statistic: [H, C]
     *,
     ops: Ops,
-    window: int,
     k_tile,  # [TILE, D]
     seen,  # i32[TILE]
     q_ring,  # [stages, TILE, D]
@@ -421,7 +388,6 @@ def columns(
             "attn_sum": lambda: mean,
             "attn_sq_sum": lambda: mean * mean,
             "last_attn": lambda: jnp.where(query == real - 1, mean, 0.0),
-            "window_sum": lambda: jnp.where(query >= real - window, mean, 0.0),
         }
         return {name: sums[name] + jnp.sum(terms[name](), axis=1) for name in sums}
 

@@ -123,25 +123,16 @@ def attend(
     n: Int[Array, "B"],
     *,
     stats: frozenset[str] = frozenset(),
-    window: int = 0,
     logits_soft_cap: float = 0.0,
     local_window: int = 0,
     tiles: Tiles | None = None,
     interpret=False,
 ) -> Scored:
-    """As `kvjax.attention.attend`: a query sees live slots not after its own position.
-
-    Empty slots may hold anything, NaN too.
+    """As `kvjax.attention.attend`, whose arrays these are. Empty slots may hold NaN.
 
     Args:
-      q: queries, float32 or bfloat16 as the keys.
-      k: keys.
-      v: values.
-      pos: position of each slot's pair, -1 for an empty slot.
-      q_pos: position of each query.
-      n: real queries per row; only they count in the statistics.
+      q, k, v, pos, q_pos, n: see there; all of float32 or of bfloat16.
       stats: of `common.STATS`.
-      window: how many of the last real queries `window_sum` adds up.
       logits_soft_cap: c of c tanh(x / c) on the scaled products; 0 for none.
       local_window: tokens that a query sees, itself included; 0 for all before it.
       tiles: how much to take at a time; None is the table's.
@@ -150,7 +141,7 @@ def attend(
     case = _case(q, k, tiles, logits_soft_cap, local_window)
     call = _products_of(case, q, k, pos, q_pos, n, stats)
     _add_values(call, case, v)
-    step = functools.partial(body, case=case, stats=stats, window=window)
+    step = functools.partial(body, case=case, stats=stats)
     return _scored(case, call.run(step, interpret), q.shape[3])
 
 
@@ -164,7 +155,6 @@ def attention_stats(
     denominator: Float[Array, "B K G T"],
     *,
     stats: frozenset[str],
-    window: int = 0,
     logits_soft_cap: float = 0.0,
     local_window: int = 0,
     tiles: Tiles | None = None,
@@ -183,7 +173,7 @@ def attention_stats(
         form = "b (h k) g (i t) -> b h i 1 (k g t)"
         known = rearrange(known, form, k=case.heads, i=case.parts)
         call.inputs[name + "_in"] = (known, _sums(case)[1])
-    step = functools.partial(body, case=case, stats=stats, window=window)
+    step = functools.partial(body, case=case, stats=stats)
     return call.run(step, interpret)
 
 
@@ -244,7 +234,7 @@ def write_attend(
     _add_write(call, case, new_k, new_v, slot)
     if pick:
         _add_pick(call, case, pos, total)
-    step = functools.partial(body, case=case, stats=wanted, window=1, pick=pick)
+    step = functools.partial(body, case=case, stats=wanted, pick=pick)
     out = call.run(step, interpret)
     scored = _scored(case, out, 1)
     return Written(

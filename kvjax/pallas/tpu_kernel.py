@@ -74,7 +74,7 @@ def write_grain(depth: int) -> int:
     return LANES if depth % LANES else 16
 
 
-def body(r, *, case: Case, stats, window: int, pick: Pick | None = None) -> None:
+def body(r, *, case: Case, stats, pick: Pick | None = None) -> None:
     """One tile of slots for some queries of some heads of a row."""
     b, g, i, c = (pl.program_id(axis) for axis in range(4))
     r.first_head = 0 if case.heads == case.kv_heads else g * case.heads
@@ -105,7 +105,7 @@ def body(r, *, case: Case, stats, window: int, pick: Pick | None = None) -> None
         if attends:
             _hand_over(r, case)
         if stats:
-            _columns(r, case, stats, window, i, r.n[b])
+            _columns(r, case, stats, i, r.n[b])
         if pick:
             _choose(r, case, pick, b)
 
@@ -208,7 +208,7 @@ def _mend(r, case: Case, c, start) -> None:
             r.part[h] = _weighted(r.p[c, h], v, case)
 
 
-def _columns(r, case: Case, stats, window: int, i, n) -> None:
+def _columns(r, case: Case, stats, i, n) -> None:
     """Adds these queries' part to the statistics of all slots."""
     query = i * case.queries
     query += jax.lax.broadcasted_iota(jnp.int32, (case.queries, 1), 0)
@@ -217,7 +217,6 @@ def _columns(r, case: Case, stats, window: int, i, n) -> None:
         "attn_sum": lambda mean: mean,
         "attn_sq_sum": lambda mean: mean * mean,
         "last_attn": lambda mean: jnp.where(query == n - 1, mean, 0.0),
-        "window_sum": lambda mean: jnp.where(query >= n - window, mean, 0.0),
     }
     for h in range(case.heads):
         total, top = r.denominator[h], jnp.maximum(r.max_logit[h], LOWEST)

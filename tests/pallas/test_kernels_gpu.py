@@ -26,7 +26,6 @@ pytestmark = pytest.mark.kernels
 ALL = frozenset(STATS)
 SOFTMAX = Partial._fields
 CHIP = gpu.CHIPS["H200"]
-WINDOW = 5
 
 # The output is relative to the largest weight, 1; statistics of either dtype are sums
 # of float32 weights, of scores that float32 adds up.
@@ -68,16 +67,16 @@ class Case:
         self.n = self.n.astype(np.int32)
         self.dtype = dtype
 
-    def run(self, stats=ALL, window=WINDOW):
+    def run(self, stats=ALL):
         empty = (self.pos < 0)[..., None]
         nan = lambda x: np.where(empty, np.asarray(np.nan, x.dtype), x)
         arrays = (self.q, nan(self.k), nan(self.v), self.pos, self.q_pos, self.n)
-        return interpreted(stats, window)(*arrays)
+        return interpreted(stats)(*arrays)
 
     def check(self):
         scored = self.run()
         arrays = (self.q, self.k, self.v, self.pos, self.q_pos, self.n)
-        out, stats = by_hand(*arrays, window=WINDOW)
+        out, stats = by_hand(*arrays)
         got = normalize(Partial(scored.out, scored.max_logit, scored.denominator))
         np.testing.assert_allclose(got, out, atol=OUTPUT[self.dtype])
         for name, want in stats.items():
@@ -89,11 +88,9 @@ class Case:
 
 
 @functools.cache
-def interpreted(stats, window):
+def interpreted(stats):
     """Waits: the interpreter calls back, and hangs if others dispatch meanwhile."""
-    run = jax.jit(
-        lambda *arrays: gpu.attend(*arrays, stats=stats, window=window, interpret=True)
-    )
+    run = jax.jit(lambda *arrays: gpu.attend(*arrays, stats=stats, interpret=True))
     return lambda *arrays: jax.block_until_ready(run(*arrays))
 
 
@@ -150,16 +147,15 @@ def test_copies_and_their_readers_do_not_race(t, settings_of_the_interpreter):
 def test_agrees_with_the_reference(t, dtype):
     case = Case(2, 2, 3, t, 136, 64, dtype, seed=1)
     scored = case.run()
-    stats = ALL - {"window_sum"}
     arrays = map(jnp.asarray, (case.q, case.k, case.v, case.pos, case.q_pos, case.n))
-    want, seen = attend(*arrays, stats, "reference")
+    want, seen = attend(*arrays, ALL, "reference")
     for name in SOFTMAX:
         have, expected = getattr(scored, name), getattr(want, name)
         assert have.shape == expected.shape and have.dtype == expected.dtype
         scale = 1 if name == "max_logit" else 100  # the others are sums of many terms
         atol = OUTPUT[dtype] * scale
         np.testing.assert_allclose(have, expected, atol=atol, err_msg=name)
-    for name in stats:
+    for name in ALL:
         have, expected = getattr(scored, name), getattr(seen, name)
         np.testing.assert_allclose(have, expected, atol=STATISTIC[dtype], err_msg=name)
 
@@ -189,23 +185,6 @@ def test_rows_with_no_real_query_have_no_statistics(t):
     for name in ALL:
         found = np.asarray(getattr(scored, name))
         assert not found[0].any() and found[1].any(), name
-
-
-@pytest.mark.parametrize("window", [0, 1, 1000])
-def test_window(window):
-    case = Case(1, 1, 3, 64, 64, 64, n=50)
-    every = np.asarray(case.run(window=window).window_sum)
-    per_query = []
-    for length in (50 - min(window, 50), 50):
-        case.n[:] = length
-        per_query.append(np.asarray(case.run(frozenset({"attn_sum"})).attn_sum))
-    np.testing.assert_allclose(every, per_query[1] - per_query[0], atol=1e-5)
-
-
-def test_window_of_one_query():
-    case = Case(1, 1, 3, 1, 64, 64)
-    assert not np.any(case.run(window=0).window_sum)
-    np.testing.assert_array_equal(case.run(window=1).window_sum, case.run().attn_sum)
 
 
 @pytest.mark.parametrize("t", [1, 64])
@@ -278,47 +257,13 @@ def test_any_positions_and_lengths(data):
     case.check()
 
 
-@functools.cache
-def writing():
-    run = jax.jit(
-        lambda *arrays: gpu.write_attend(*arrays, stats=ALL, interpret=True),
-        donate_argnums=(4, 5),
-    )
-    return lambda *arrays: jax.block_until_ready(run(*arrays))
-
-
-@pytest.mark.parametrize("c", often([72, 520], [72]))
-def test_writes_then_attends(c):
-    """One head's pair goes to the last slot, one's to the first, one's nowhere."""
-    case = Case(3, 1, 2, 1, c, 64, n=1)
-    new_k, new_v = np.random.default_rng(3).standard_normal((2, 3, 1, 64), np.float32)
-    slot = np.array([[c - 1], [0], [c]], np.int32)
-    case.pos[0, 0, -1] = case.pos[1, 0, 0] = 0
-    case.k[0, 0, -1] = case.v[0, 0, -1] = np.nan
-    before = (case.q, new_k, new_v, slot, case.k, case.v, case.pos, case.q_pos, case.n)
-    scored, k, v = writing()(*map(np.copy, before))
-    for row in (0, 1):
-        case.k[row, 0, slot[row, 0]], case.v[row, 0, slot[row, 0]] = (
-            new_k[row, 0],
-            new_v[row, 0],
-        )
-    np.testing.assert_array_equal(k, case.k)
-    np.testing.assert_array_equal(v, case.v)
-    want = case.run(window=0)
-    for name in (*SOFTMAX, *STATS):
-        have, expected = getattr(scored, name), getattr(want, name)
-        np.testing.assert_allclose(have, expected, rtol=1e-6, err_msg=name)
-
-
 @pytest.mark.parametrize("t", often([1, 70], [70]))
 def test_weights_under_a_given_softmax(t):
     """The statistics of two segments are those of one softmax over both."""
     case = Case(2, 2, 3, t, 136, 64)
     whole = case.run()
     q, q_pos, n = case.q, case.q_pos, case.n
-    run = jax.jit(
-        functools.partial(gpu.attention_stats, stats=ALL, window=WINDOW, interpret=True)
-    )
+    run = jax.jit(functools.partial(gpu.attention_stats, stats=ALL, interpret=True))
     parts = [
         jax.block_until_ready(
             run(
