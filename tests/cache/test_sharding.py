@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cache.test_contract import POLICIES
 from conftest import often, tiny_model, tiny_spec
 from jax.sharding import NamedSharding, PartitionSpec
 from testing import checkpoints, layer
+from testing.rules import POLICIES
 
 import kvjax
 from kvjax import Schedule, UserError, cache, policies

@@ -10,7 +10,7 @@ import sys
 import matplotlib.image
 import numpy as np
 import pytest
-from evaluation.test_report import SPEEDS, make_record, sweep_records
+from testing.records import SPEEDS, make_record, sweep_records
 
 from kvjax.evaluation import report
 from kvjax.evaluation.report import figures, groups, scatters, tables

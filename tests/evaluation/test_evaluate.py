@@ -7,7 +7,7 @@ import runpy
 
 import pytest
 from conftest import tiny_model, tiny_spec
-from evaluation.test_tasks import HAYSTACK, make_tokenizer
+from testing.prose import HAYSTACK, make_tokenizer
 
 from kvjax import policies
 from kvjax.engine import api

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import tiny_model
-from evaluation.test_tasks import HAYSTACK, make_tokenizer
+from testing.prose import HAYSTACK, make_tokenizer
 
 from kvjax import load
 from kvjax.engine import api, runner

@@ -112,7 +112,7 @@ def test_orders_have_copies_of_their_own(folder, made):
 
 
 def test_gguf_params_go_where_they_are_put(tmp_path):
-    from models.test_weights import write_gguf
+    from testing.gguf_files import write_gguf
 
     path = write_gguf(tmp_path / "m.gguf", checkpoints.tensors())
     plain, placement = weights.load(path, cache_converted=False), spread()
