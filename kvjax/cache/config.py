@@ -1,6 +1,7 @@
 """What is kept of a KV cache, and how: parts that are checked and joined."""
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 
 from kvjax.attention import backends
@@ -21,7 +22,7 @@ class CacheConfig:
 
     Attributes:
       policy: which pairs stay; None only for the full cache.
-      schedule: when pairs go.
+      schedule: when pairs go, its sizes chosen.
       budget: |kv|, pairs per head, one per layer; None only for the full cache.
       codec: how pairs are stored.
       layout: where they lie.
@@ -58,6 +59,18 @@ class CacheConfig:
         if not self.policy or not (is_prefill or self.schedule.evicts_in_decode):
             return frozenset()
         return self.policy.required_stats
+
+    @property
+    def first_chunk(self) -> int:
+        """Prompt tokens that are read first, before `prefill_chunk` at a time.
+
+        So many that what is read before the first eviction fills |kv| exactly, as in
+        Algorithm 1; |kv| of the smallest layer, where they differ.
+        """
+        chunk = self.schedule.prefill_chunk
+        if not self.schedule.evicts_in_prefill:
+            return chunk
+        return min(self.budget) % chunk or chunk
 
     @property
     def measures(self) -> bool:
@@ -125,7 +138,7 @@ def make_config(
                 "policy=None is the full cache, without a budget and with the schedule "
                 f"'none': got budget {budget} and {schedule.phases!r}; name a policy"
             )
-        config = CacheConfig(None, schedule, None, **options)
+        config = CacheConfig(None, schedule.of_budget(None), None, **options)
         _check_options(config)
         return config
     schedule = schedule or Schedule()
@@ -137,6 +150,7 @@ def make_config(
     base.validate(policy)
     base.check_params(policy, spec.num_layers)
     rule, sizes = _sizes(spec, budget, budget_rule, schedule)
+    schedule = schedule.of_budget(min(sizes))
     for size in set(sizes):
         check_budget(size, policy, schedule)
     config = CacheConfig(policy, schedule, sizes, budget_rule=rule, **options)
@@ -203,40 +217,35 @@ def _check_options(config: CacheConfig) -> None:
 
 
 def check_budget(budget: int, policy: base.Policy, schedule: Schedule) -> None:
-    """Raises UserError if the policy cannot work under so small a budget."""
+    """Raises UserError if the policy cannot work under so small a budget.
+
+    Warns where an eviction leaves less than half of it.
+    """
     if budget < 1:
         raise UserError(f"budget {budget}: a head must keep at least 1 pair")
-    step = schedule.evict_size if schedule.evicts_in_decode else 0
-    if schedule.evicts_in_prefill:
-        if schedule.evict_size < schedule.prefill_chunk:
-            raise UserError(
-                f"schedule evict_size={schedule.evict_size} makes no room for a chunk "
-                f"of {schedule.prefill_chunk} tokens: raise evict_size, or lower "
-                "prefill_chunk"
-            )
-        step = max(step, schedule.prefill_chunk)
-    least = least_kept(budget, schedule)
-    if budget <= step or least < 0:
+    schedule = schedule.of_budget(budget)
+    chunk, evict = schedule.prefill_chunk, schedule.evict_size
+    if schedule.evicts_in_prefill and evict < chunk:
         raise UserError(
-            f"budget {budget} must be larger than the {step} pairs that one eviction "
+            f"schedule evict_size={evict} makes no room for a chunk of {chunk} tokens: "
+            "raise evict_size, or lower prefill_chunk"
+        )
+    least = budget - evict if schedule.evicts_in_decode else budget
+    if least < 1:
+        raise UserError(
+            f"budget {budget} must be larger than the {evict} pairs that one eviction "
             "drops: raise the budget, or lower the schedule's prefill_chunk and "
             "evict_size"
         )
-    if policy.num_pinned and policy.num_pinned >= max(least, 1):
+    if policy.num_pinned and policy.num_pinned >= least:
         raise UserError(
             f"policy {policy.name!r} pins {policy.num_pinned} pairs, but an eviction "
             f"at budget {budget} leaves {least}: raise the budget or pin fewer"
         )
-
-
-def least_kept(budget: int, schedule: Schedule) -> int:
-    """The fewest pairs per head that an eviction at this budget leaves."""
-    if not schedule.evicts_in_decode:
-        return budget
-    if not schedule.evicts_in_prefill:
-        return budget - schedule.evict_size
-    if schedule.evict_size % schedule.prefill_chunk:
-        return budget - schedule.prefill_chunk + 1 - schedule.evict_size
-    return (
-        budget // schedule.prefill_chunk * schedule.prefill_chunk - schedule.evict_size
-    )
+    if 2 * least < budget:
+        warnings.warn(
+            f"an eviction leaves {least} of the {budget} pairs of the budget: raise "
+            "the budget, or lower the schedule's prefill_chunk and evict_size to "
+            f"{budget // 2} or less",
+            stacklevel=3,
+        )

@@ -4,6 +4,7 @@ import dataclasses
 
 from kvjax.types import UserError
 
+CHUNK = 64
 PHASES = ("none", "prefill_and_decode", "after_prefill", "decode_only")
 
 
@@ -13,22 +14,25 @@ class Schedule:
 
     phases:
       `none`  never: the full cache (FKV).
-      `prefill_and_decode`  whenever a row's pairs and the incoming tokens would exceed
-        the budget, `evict_size` pairs per head go first. Batch-Max, Algorithm 1.
+      `prefill_and_decode`  Batch-Max, Algorithm 1: the first |kv| tokens fill the
+        budget; from then on, whenever a row's pairs and the incoming tokens would
+        exceed it, all but |kv| - `evict_size` pairs per head go first.
       `after_prefill`  one compaction to the budget once the whole prompt is in; what is
         decoded stays. SnapKV's schedule.
       `decode_only`  full prefill, one compaction to `budget - evict_size`, then
-        `evict_size` pairs per head go whenever the budget is full. With a budget of 2,
+        likewise whenever the budget is full. With a budget of 2,
         `evict_size=1` and the recency policy this is Batch-Max's ED (Algorithm 2: only
         the newest pair is kept).
 
-    prefill_chunk: prompt tokens per prefill step (p).
-    evict_size: pairs per head that one eviction drops (p in Algorithm 1).
+    prefill_chunk: prompt tokens per prefill step (p). None is `CHUNK`, or less where
+      prefill evicts under a small budget: the largest power of two in half of it.
+    evict_size: pairs per head that one eviction drops (p in Algorithm 1). None is
+      `prefill_chunk` where prefill evicts, and else what that would be.
     """
 
     phases: str = "prefill_and_decode"
-    prefill_chunk: int = 64
-    evict_size: int = 64
+    prefill_chunk: int | None = None
+    evict_size: int | None = None
 
     def __post_init__(self):
         if self.phases not in PHASES:
@@ -37,10 +41,20 @@ class Schedule:
                 + ", ".join(PHASES)
             )
         for name in ("prefill_chunk", "evict_size"):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    f"schedule {name}={getattr(self, name)} must be at least 1"
-                )
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise UserError(f"schedule {name}={size} must be at least 1")
+
+    def of_budget(self, budget: int | None) -> "Schedule":
+        """The schedule with sizes chosen where it has none; |kv| None is all pairs."""
+        chosen = CHUNK if budget is None else min(CHUNK, _power_of_two(budget // 2))
+        chunk, evict = self.prefill_chunk, self.evict_size
+        if self.evicts_in_prefill:
+            chunk = chunk or min(chosen, evict or chosen)
+            evict = evict or chunk
+        return dataclasses.replace(
+            self, prefill_chunk=chunk or CHUNK, evict_size=evict or chosen
+        )
 
     @property
     def evicts_in_prefill(self) -> bool:
@@ -54,3 +68,8 @@ class Schedule:
     def compacts(self) -> bool:
         """Whether the state shrinks between prefill and decode."""
         return self.phases in ("after_prefill", "decode_only")
+
+
+def _power_of_two(most: int) -> int:
+    """The largest that is at most `most`; 1 below that."""
+    return 1 << max(most.bit_length() - 1, 0)

@@ -38,8 +38,9 @@ def step_layer(
     """One layer's transition for T new tokens, of which each row's first `n` are real.
 
     Algorithm 1 (Batch-Max): where a head's live pairs and the new ones would exceed the
-    budget, it drops `evict_size` pairs; then the new pairs are appended; then the
-    queries see the kept pairs and, causally, their own block; then the policy observes.
+    budget, it drops all but |kv| - `evict_size` pairs; then the new pairs are appended;
+    then the queries see the kept pairs and, causally, their own block; then the policy
+    observes.
 
     Args:
       index: the layer's place in the state.
@@ -68,7 +69,8 @@ def step_layer(
     if evicts:
         held = layout.live(layer)
         full = (held + n[:, None] > config.budget[index]) & (n > 0)[:, None]
-        drop = jnp.where(full, schedule.evict_size, 0)
+        least = config.budget[index] - schedule.evict_size
+        drop = jnp.where(full, held - least, 0)
         rows = config.rows_per_eviction if q.shape[3] == 1 else q.shape[0]
         layer, stats = make_room(layer, stats, drop, last, view, config, rows)
     positions = next_positions(state, q.shape[3])

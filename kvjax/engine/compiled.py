@@ -148,7 +148,7 @@ def bucket(spec: ModelSpec, config: CacheConfig, longest: int, new: int) -> int:
 
     A state whose capacity does not depend on the prompt gets one program for every
     prompt that the model can read. Otherwise prompts share programs in steps of 128
-    tokens (more, if that is not a multiple of the block).
+    tokens.
 
     Raises:
       UserError: prompt and new tokens together exceed the model's context.
@@ -158,11 +158,9 @@ def bucket(spec: ModelSpec, config: CacheConfig, longest: int, new: int) -> int:
             f"a prompt of {longest} tokens and {new} new ones exceed the context of "
             f"{spec.name}, {spec.context_length} tokens: shorten the prompt"
         )
-    block = config.schedule.prefill_chunk
     if config.schedule.evicts_in_prefill:
-        return math.ceil(spec.context_length / block) * block
-    grain = math.lcm(block, _GRAIN)
-    return math.ceil(longest / grain) * grain
+        return spec.context_length
+    return math.ceil(longest / _GRAIN) * _GRAIN
 
 
 def size_class(config: CacheConfig, longest: int) -> int:

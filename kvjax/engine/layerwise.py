@@ -161,7 +161,7 @@ def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Prefi
     spec, block = model.spec, config.schedule.prefill_chunk
     lengths = np.asarray([len(prompt) for prompt in prompts])
     room = -(-lengths.max() // block) * block
-    tokens = np.zeros((len(prompts), room), np.int32)
+    tokens = np.zeros((len(prompts), room + block), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     dtype = model.params["embed"].dtype
@@ -171,8 +171,8 @@ def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Prefi
     )
     logits = jnp.zeros((len(prompts), spec.vocab_size), jnp.float32)
     found = Prefilled(states, logits)
-    for start in range(0, room, block):
-        n = np.clip(lengths - start, 0, block)
+    for start in (0, *range(config.first_chunk, lengths.max(), block)):
+        n = np.clip(lengths - start, 0, block if start else config.first_chunk)
         part = tokens[:, start : start + block]
         found = _step(model, config, found, part, n, is_prefill=True)
     return found

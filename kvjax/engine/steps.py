@@ -70,8 +70,7 @@ def prefill(
     Args:
       params: the model's weights, see `with_policy`.
       state: the state to append to; donated.
-      tokens: prompts, left-aligned; what lies beyond a row's length is never read. T is
-        a multiple of the schedule's prefill_chunk.
+      tokens: prompts, left-aligned; what lies beyond a row's length is never read.
       lengths: tokens per row; 0 for a row that is not in use.
       spec: the model's shape.
       config: what is kept.
@@ -79,20 +78,20 @@ def prefill(
     Returns:
       The state, and the float32 logits that follow each row's last token.
     """
-    block = config.schedule.prefill_chunk
-    if tokens.shape[1] % block:
-        raise ValueError(f"T={tokens.shape[1]} is not a multiple of the block {block}")
+    block, first = config.schedule.prefill_chunk, config.first_chunk
+    tokens = jnp.pad(tokens, ((0, 0), (0, block)))  # for what the last block lacks
 
     def read(i, carry):
         state, last = carry
-        part = jax.lax.dynamic_slice_in_dim(tokens, i * block, block, axis=1)
-        n = jnp.clip(lengths - i * block, 0, block)
+        start = jnp.where(i > 0, first + (i - 1) * block, 0)
+        part = jax.lax.dynamic_slice_in_dim(tokens, start, block, axis=1)
+        n = jnp.clip(lengths - start, 0, jnp.where(i > 0, block, first))
         hidden, state = forward(params, spec, part, n, state, config, is_prefill=True)
         end = jnp.maximum(n - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(hidden, end, axis=1)[:, 0]
         return state, jnp.where((n > 0)[:, None], newest, last)
 
-    blocks = (jnp.max(lengths) + block - 1) // block
+    blocks = (jnp.max(lengths) + block - first + block - 1) // block
     hidden = jnp.zeros((tokens.shape[0], spec.model_dim), params["embed"].dtype)
     state, hidden = jax.lax.fori_loop(0, blocks, read, (state, hidden))
     logits = decoder.logits(params, hidden, spec)

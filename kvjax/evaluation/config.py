@@ -28,8 +28,7 @@ class Method:
       policy: a name of `kvjax.policies.names()`, or `module:function` of one's own;
         None for the full cache.
       options: the policy's parameters.
-      phases, prefill_chunk, evict_size: the `Schedule`; `evict_size` None is
-        `prefill_chunk`.
+      phases, prefill_chunk, evict_size: the `Schedule`.
       budget: |kv|, one int or one per layer; None for the full cache.
       budget_share: the share of a prompt that the budget stands for, such as 0.5, where
         tasks of other lengths have other budgets; for reports alone.
@@ -47,7 +46,7 @@ class Method:
     policy: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
     phases: str = "prefill_and_decode"
-    prefill_chunk: int = 64
+    prefill_chunk: int | None = None
     evict_size: int | None = None
     budget: int | tuple[int, ...] | None = None
     budget_share: float | None = None
@@ -77,10 +76,9 @@ class Method:
         codecs.make(self.codec)
         if self.budget_rule:
             budgets.make(self.budget_rule)
-        evict_size = self.prefill_chunk if self.evict_size is None else self.evict_size
         if self.policy is None:
-            return None, Schedule("none", self.prefill_chunk, evict_size)
-        schedule = Schedule(self.phases, self.prefill_chunk, evict_size)
+            return None, Schedule("none", self.prefill_chunk, self.evict_size)
+        schedule = Schedule(self.phases, self.prefill_chunk, self.evict_size)
         policy = policies.make(self.policy, **dict(self.options))
         sizes = self.budget if isinstance(self.budget, tuple) else (self.budget,)
         for size in set(sizes) - {None}:

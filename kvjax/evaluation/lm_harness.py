@@ -42,7 +42,7 @@ class Requests:
         None or `full` is the full cache.
       budget: pairs per head, or a list of one number per layer.
       schedule: the phases of `kvjax.Schedule`.
-      prefill_chunk, evict_size: as there; `evict_size` None is `prefill_chunk`.
+      prefill_chunk, evict_size: as there.
       dtype, context: of `kvjax.load`.
       memory_gb: see `kvjax.engine.planner.device_memory`; batches are as large as it
         allows.
@@ -67,7 +67,7 @@ class Requests:
         policy: str | None = None,
         budget: int | Sequence[int] | None = None,
         schedule: str = "prefill_and_decode",
-        prefill_chunk: int = 64,
+        prefill_chunk: int | None = None,
         evict_size: int | None = None,
         dtype: str = "float32",
         context: int | None = None,

@@ -183,8 +183,9 @@ def _length(plan: Plan, prompt_tokens: int | None) -> int:
 def _read(job: Job, length: int) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Tokens of every block of a prompt, and the pairs held with them, per layer."""
     schedule, held = job.config.schedule, (0,) * job.spec.num_layers
-    for start in range(0, length, schedule.prefill_chunk):
-        new = min(schedule.prefill_chunk, length - start)
+    first, chunk = job.config.first_chunk, schedule.prefill_chunk
+    for start in (0, *range(first, length, chunk)):
+        new = min(chunk if start else first, length - start)
         held = _appended(job, held, new, schedule.evicts_in_prefill)
         yield new, held
 
@@ -194,10 +195,8 @@ def _appended(job: Job, held, new: int, evicts: bool) -> tuple[int, ...]:
     config = job.config
     if not evicts:
         return tuple(pairs + new for pairs in held)
-    return tuple(
-        pairs + new - (config.schedule.evict_size if pairs + new > budget else 0)
-        for pairs, budget in zip(held, config.budget, strict=True)
-    )
+    evict, pairs = config.schedule.evict_size, zip(held, config.budget, strict=True)
+    return tuple(new + (b - evict if each + new > b else each) for each, b in pairs)
 
 
 def _compacted(job: Job, held) -> tuple[int, ...]:

@@ -18,12 +18,12 @@ STEPS = 21  # several select_evictions while decoding
 ROOM = 72  # prompt tokens that every run here is compiled for
 
 
-def after_prompt(model, config, prompt, new=STEPS):
+def after_prompt(model, config, prompt, new=STEPS, room=ROOM):
     """The state and the logits after one prompt."""
     spec = model.spec
-    tokens = jnp.asarray(np.pad(prompt, (0, ROOM - len(prompt)))[None], jnp.int32)
+    tokens = jnp.asarray(np.pad(prompt, (0, room - len(prompt)))[None], jnp.int32)
     lengths = jnp.asarray([len(prompt)], jnp.int32)
-    state = cache.init(spec, config, 1, config.prefill_capacity(spec, ROOM, new))
+    state = cache.init(spec, config, 1, config.prefill_capacity(spec, room, new))
     return prefill(model.params, state, tokens, lengths, spec=spec, config=config)
 
 
@@ -49,7 +49,7 @@ def as_lists(kept):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("p", "budget"), [(4, 16), (8, 20), (1, 9)])
+@pytest.mark.parametrize(("p", "budget"), [(4, 16), (8, 20), (1, 9), (4, 9)])
 def test_kept_positions(tiny, rule, p, budget):
     policy = policies.make(rule)
     config = make_config(
@@ -68,6 +68,28 @@ def test_kept_positions(tiny, rule, p, budget):
             assert token == int(np.argmax(logits))
             logits = by_hand.step([token])
         assert as_lists(at_end) == by_hand.kept(), f"prompt of {length}, decoded"
+
+
+@pytest.mark.parametrize(
+    ("budget", "p"), [(65, 32), (100, 32), (127, 32), (200, 64), (300, 64)]
+)
+def test_what_is_read_before_the_first_eviction_fills_the_budget(tiny, budget, p):
+    """With sizes chosen from the budget, at budgets that are no multiple of them."""
+    policy = policies.average_attention()
+    config = make_config(tiny.spec, policy, budget)
+    assert config.schedule == Schedule("prefill_and_decode", p, p)
+    rng = np.random.default_rng(budget)
+    for length in (budget, budget + 1, budget + 2 * p + 5):
+        prompt = rng.integers(0, tiny.spec.vocab_size, length)
+        by_hand = oracle.Decoder(
+            tiny.spec, tiny.params, oracle.average_attention(), budget, p
+        )
+        by_hand.prefill(prompt)
+        state, _ = after_prompt(tiny, config, prompt, room=512)
+        kept = as_lists(cache.kept_positions(state)[0])
+        assert kept == by_hand.kept(), f"prompt of {length}"
+        full = budget if length == budget else budget - p + (length - budget) % p
+        assert {len(head) for layer in kept for head in layer} == {full}
 
 
 def test_several_blocks_step_by_step(tiny):

@@ -639,7 +639,9 @@ class Layer:
         )
         if self.rule and self.phases in phase:
             full = [len(h.pairs) + len(tokens) > self.budget for h in self.heads]
-            self._drop([self.evict if f else 0 for f in full])
+            least = self.budget - self.evict
+            held = [len(h.pairs) for h in self.heads]
+            self._drop([h - least if f else 0 for h, f in zip(held, full, strict=True)])
         result = [
             self._attend(head, *parts, tokens)
             for head, *parts in zip(self.heads, q, k, v, self.out, strict=True)
@@ -707,14 +709,17 @@ class Decoder:
     """A Llama in float64 that evicts by Algorithm 1, for one prompt."""
 
     def __init__(self, spec, params, rule, budget, p):
-        self.spec, self.p, self.params = spec, p, _float64(params)
+        self.spec, self.params = spec, _float64(params)
+        self.budget, self.p = budget, p
         self.layers = [
             Layer(rule, budget, p, layer["out"], spec.rope_theta)
             for layer in self.params["layers"]
         ]
 
     def prefill(self, tokens):
-        for start in range(0, len(tokens), self.p):
+        """Algorithm 1: the first |kv| tokens fill the cache, then p at a time."""
+        logits = self.step(tokens[: self.budget])
+        for start in range(self.budget or len(tokens), len(tokens), self.p):
             logits = self.step(tokens[start : start + self.p])
         return logits
 
