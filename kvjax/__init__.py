@@ -8,9 +8,9 @@ done = kvjax.generate(
 
 from kvjax import cache, policies
 from kvjax.cache.schedule import Schedule
-from kvjax.engine.api import Completion, generate
+from kvjax.engine.api import Completion, generate, plan
 from kvjax.engine.compiled import clear as clear_programs
-from kvjax.engine.planner import Plan, plan
+from kvjax.engine.planner import Plan
 from kvjax.models.weights import load
 from kvjax.types import Model, ModelSpec, UserError
 

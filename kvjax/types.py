@@ -10,6 +10,8 @@ A *slot* is a place for one key-value pair. It is empty when its position is -1.
 """
 
 import dataclasses
+import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +23,41 @@ EMPTY = -1  # the position of an empty slot
 
 class UserError(ValueError):
     """A mistake in what was asked for: the message names the value and the remedy."""
+
+
+def whole_number(
+    name: str, value: Any, least: int | None = None, most: int | None = None
+) -> int:
+    """`value` as an int, be it NumPy's; UserError for another type or out of range."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or isinstance(value, bool):
+        raise UserError(f"{name} is {value!r}: give a whole number")
+    _check_range(name, found, least, most)
+    return found
+
+
+def real_number(
+    name: str, value: Any, least: float | None = None, most: float | None = None
+) -> float:
+    """`value` as a float; UserError for text, NaN or what is out of range."""
+    try:
+        found = math.nan if isinstance(value, str | bytes | bool) else float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if math.isnan(found):
+        raise UserError(f"{name} is {value!r}: give a number")
+    _check_range(name, found, least, most)
+    return found
+
+
+def _check_range(name: str, value: float, least, most) -> None:
+    if least is not None and value < least:
+        raise UserError(f"{name} {value}: must be at least {least}")
+    if most is not None and value > most:
+        raise UserError(f"{name} {value}: must be at most {most}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +181,21 @@ class Model(NamedTuple):
     params: PyTree
     tokenizer: Any
     end_tokens: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        import jax
+
+        spec, leaves = self.spec, jax.tree.leaves(self.params)
+        count = sum(leaf.size for leaf in leaves)
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        kinds = ", ".join(sorted({str(leaf.dtype) for leaf in leaves}))
+        words = "no tokenizer" if self.tokenizer is None else "with a tokenizer"
+        return (
+            f"Model({spec.name}: {spec.num_layers} layers, {spec.num_heads} query and "
+            f"{spec.num_kv_heads} KV heads of {spec.head_dim}, {count / 1e6:,.3g}M "
+            f"weights in {kinds}, {size / 1e9:.3g} GB, context "
+            f"{spec.context_length:,}, {words})"
+        )
 
 
 class Partial(NamedTuple):

@@ -13,6 +13,7 @@ from conftest import tiny_spec
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.config import make_config
+from kvjax.engine import compiled
 from kvjax.engine.planner import device_memory
 from kvjax.engine.sampling import Sampling
 from kvjax.evaluation import run
@@ -20,6 +21,7 @@ from kvjax.evaluation.run import from_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 SPEC = tiny_spec()
+RULE = {"policy": "recency"}
 
 
 def compress(**changes):
@@ -112,7 +114,7 @@ def test_compression(changes, words):
         (lambda: policies.make("h2o", recent="half"), ["'half'", "0 to 1"]),
         (lambda: policies.protect(policies.recency(), recent=-2), ["-2"]),
         (lambda: Schedule("sometimes"), ["sometimes", "prefill_and_decode"]),
-        (lambda: Schedule(prefill_chunk=0), ["prefill_chunk=0"]),
+        (lambda: Schedule(prefill_chunk=0), ["prefill_chunk 0"]),
         (lambda: Sampling(temperature=-1.0), ["-1.0"]),
         (lambda: Sampling(top_p=0.0), ["top_p 0.0"]),
         (lambda: Sampling(top_k=-1), ["top_k -1"]),
@@ -134,7 +136,7 @@ def test_build_time(make, words):
 @pytest.mark.parametrize(
     ("prompts", "changes", "words"),
     [
-        ([], {}, ["one prompt or more"]),
+        ([], {}, ["prompts is []", "one or more"]),
         ([[1], []], {}, ["prompt 1 is empty"]),
         ([[1, 50]], {}, ["token 50", "0 to 49"]),
         ([[-1]], {}, ["token -1"]),
@@ -142,12 +144,92 @@ def test_build_time(make, words):
         ([[1] * 250], {"max_new_tokens": 10}, ["250 tokens", "256", "shorten"]),
         ([[1]], {"max_new_tokens": 0}, ["max_new_tokens 0"]),
         ([[1]], {"memory_gb": 1e-5}, ["too small for one row", "more memory"]),
+        ([[1]], {"memory_gb": 1e6}, ["memory_gb 1000000.0", "the device offers"]),
+        ([[1]], {"memory_gb": "much"}, ["memory_gb", "'much'", "a number"]),
+        (None, {}, ["prompts is None", "a list"]),
+        ("text", {}, ["prompts is 'text'", "a list"]),
+        ({"role": "user"}, {}, ["prompts is {'role'", "a list"]),
+        ([{"role": "user", "content": "x"}], {}, ["prompt 0 is a message", "lists"]),
+        ([[{"role": "user", "content": "x"}]], {}, ["conversation", "chat template"]),
+        ([[1.0, 2.0]], {}, ["prompt 0 is [1.0, 2.0]", "whole token ids"]),
+        ([[1], None], {}, ["prompt 1 is None"]),
+        ([[1], 7], {}, ["prompt 1 is 7"]),
+        ([["1", "2"]], {}, ["prompt 0 is ['1', '2']"]),
+        ([[1]], {"policy": "oldest"}, ["policy 'oldest'", "key_diff"]),
+        ([[1]], {"policy": "my_rules:oldest"}, ["my_rules:oldest", "imported"]),
+        ([[1]], {"policy": policies.snapkv}, ["snapkv", "policies.snapkv()"]),
+        ([[1]], {"policy": 3}, ["policy is 3", "kvjax.policies"]),
+        ([[1]], {**RULE, "budget": 32.0}, ["budget is 32.0", "one int"]),
+        ([[1]], {**RULE, "budget": "50%"}, ["budget is '50%'", "one int"]),
+        ([[1]], {**RULE, "budget": "32"}, ["budget is '32'"]),
+        ([[1]], {**RULE, "budget": True}, ["budget is True"]),
+        ([[1]], {**RULE, "budget": (32, 32.5)}, ["budget is 32.5", "whole number"]),
+        ([[1]], {**RULE, "budget": np.float32(32)}, ["budget is", "one int"]),
+        ([[1]], {**RULE, "budget": np.int64(0)}, ["budget 0", "at least 1"]),
+        ([[1]], {**RULE, "schedule": "sometimes"}, ["'sometimes'", "after_prefill"]),
+        ([[1]], {**RULE, "schedule": {"phases": "none"}}, ["schedule is", "Schedule("]),
+        ([[1]], {**RULE, "codec": "zip"}, ["codec 'zip'", "identity"]),
+        ([[1]], {**RULE, "codec": 4}, ["codec 4"]),
+        ([[1]], {**RULE, "budget_rule": "steep"}, ["budget rule 'steep'", "uniform"]),
+        ([[1]], {**RULE, "budget_rule": 4}, ["budget rule 4"]),
+        ([[1]], {**RULE, "implementation": "magic"}, ["'magic'", "reference"]),
+        ([[1]], {"max_new_tokens": "8"}, ["max_new_tokens is '8'", "whole number"]),
+        ([[1]], {"max_new_tokens": 8.5}, ["max_new_tokens is 8.5"]),
+        ([[1]], {"max_new_tokens": None}, ["max_new_tokens is None"]),
+        ([[1]], {"seed": 2**32}, ["seed 4294967296", "at most 2147483647"]),
+        ([[1]], {"seed": -1}, ["seed -1"]),
+        ([[1]], {"seed": "7"}, ["seed is '7'"]),
+        ([[1]], {"top_k": 5.5}, ["top_k is 5.5", "whole number"]),
+        ([[1]], {"top_k": "5"}, ["top_k is '5'"]),
+        ([[1]], {"top_p": "0.9"}, ["top_p is '0.9'", "a number"]),
+        ([[1]], {"top_p": 1.5}, ["top_p 1.5", "at most 1"]),
+        ([[1]], {"temperature": float("nan")}, ["temperature is nan", "a number"]),
+        ([[1]], {"temperature": "hot"}, ["temperature is 'hot'"]),
+        ([[1]], {"temperature": None}, ["temperature is None"]),
+        ([[1]], {"memory_gb": float("nan")}, ["memory_gb is nan"]),
+        ([[1]], {"memory_gb": -1}, ["memory_gb -1", "larger than 0"]),
     ],
 )
-def test_generate(tiny, prompts, changes, words):
+def test_generate(tiny, monkeypatch, prompts, changes, words):
+    """Before anything is compiled."""
+    monkeypatch.setattr(compiled, "compile_job", None)
     with pytest.raises(UserError) as caught:
         kvjax.generate(tiny, prompts, **changes)
     assert all(word in str(caught.value) for word in words), caught.value
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "words"),
+    [
+        ("smollm2-135m-instruct", {}, ["'smollm2-135m-instruct'", "ModelSpec"]),
+        (SPEC, {"prompt_tokens": 1000}, ["1000 tokens", "256", "shorten"]),
+        (SPEC, {"prompt_tokens": 9.5}, ["prompt_tokens is 9.5"]),
+        (SPEC, {"max_batch": 0}, ["max_batch 0"]),
+        (SPEC, {"memory_gb": 0}, ["memory_gb 0"]),
+        (SPEC, {"dtype": "float33"}, ["'float33'", "bfloat16"]),
+        (SPEC, {"mesh": "rows:2"}, ["rows:2", "data"]),
+        (SPEC, {**RULE, "budget": 0}, ["budget 0"]),
+        (SPEC, {**RULE, "budget": "all"}, ["budget is 'all'"]),
+        (SPEC, {**RULE, "eviction": "attic"}, ["attic"]),
+    ],
+)
+def test_plan(model, changes, words):
+    with pytest.raises(UserError) as caught:
+        kvjax.plan(model, **changes)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_model_has_to_be_loaded_first():
+    with pytest.raises(UserError, match=r"kvjax\.load"):
+        kvjax.generate("smollm2-135m-instruct", ["text"])
+
+
+def test_an_eviction_that_leaves_little_is_told():
+    schedule = Schedule(prefill_chunk=24, evict_size=24)
+    with pytest.warns(UserWarning, match="leaves 8 of the 32 pairs") as caught:
+        compress(schedule=schedule)
+    assert "16 or less" in str(caught[0].message)
 
 
 def test_overflow_is_told(tiny):

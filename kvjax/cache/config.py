@@ -4,11 +4,14 @@ import dataclasses
 import warnings
 from collections.abc import Sequence
 
+import numpy as np
+
+from kvjax import policies
 from kvjax.attention import backends
 from kvjax.cache import budgets, codecs, layouts
 from kvjax.cache.schedule import Schedule
 from kvjax.policies import base
-from kvjax.types import ModelSpec, UserError
+from kvjax.types import ModelSpec, UserError, whole_number
 
 EVICTIONS = ("in_place", "compact")
 ROPE_POSITIONS = ("original", "cache")
@@ -43,7 +46,7 @@ class CacheConfig:
         best there is.
     """
 
-    policy: base.Policy | None
+    policy: policies.Policy | None
     schedule: Schedule
     budget: tuple[int, ...] | None
     codec: codecs.Codec = codecs.identity
@@ -98,9 +101,9 @@ class CacheConfig:
 
 def make_config(
     spec: ModelSpec,
-    policy: base.Policy | None,
+    policy: policies.Policy | str | None,
     budget: int | Sequence[int] | None,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | None = None,
     *,
     budget_rule: budgets.BudgetRule | str | None = None,
     codec: codecs.Codec | str = codecs.identity,
@@ -111,9 +114,10 @@ def make_config(
 
     Args:
       spec: the model's shape.
-      policy: None is the full cache.
+      policy: one of `kvjax.policies`, or its name; None is the full cache.
       budget: |kv| per head: one int for all layers or one int per layer.
-      schedule: None is Batch-Max's Algorithm 1, or the full cache without a policy.
+      schedule: one, or the name of its phases; None is Batch-Max's Algorithm 1, or the
+        full cache without a policy.
       budget_rule: shares out `budget`, then the mean, between layers; None is the same
         for all.
       codec, layout: as in `CacheConfig`, or names.
@@ -131,6 +135,7 @@ def make_config(
         options = {"eviction": "compact"} | options
     options |= {"codec": codecs.make(codec), "layout": layouts.make(layout)}
     options["layout"].check(options["codec"])
+    policy, schedule = _policy(policy), _schedule(schedule)
     if policy is None:
         schedule = schedule or Schedule("none")
         if schedule.phases != "none" or budget is not None:
@@ -158,6 +163,29 @@ def make_config(
     return config
 
 
+def _policy(given: policies.Policy | str | None) -> policies.Policy | None:
+    if isinstance(given, str):
+        return policies.make(given)
+    if given is None or isinstance(given, policies.Policy):
+        return given
+    name = getattr(given, "__name__", None)
+    hint = f"call it, as in policies.{name}()" if callable(given) else "or a name"
+    raise UserError(
+        f"policy is {name or given!r:.80}: give one of kvjax.policies, {hint}"
+    )
+
+
+def _schedule(given: Schedule | str | None) -> Schedule | None:
+    if isinstance(given, str):
+        return Schedule(given)
+    if given is None or isinstance(given, Schedule):
+        return given
+    raise UserError(
+        f"schedule is {given!r:.80}: give a kvjax.Schedule, such as "
+        "Schedule('after_prefill', prefill_chunk=64)"
+    )
+
+
 def _sizes(
     spec: ModelSpec,
     budget: int | Sequence[int],
@@ -165,7 +193,8 @@ def _sizes(
     schedule: Schedule,
 ) -> tuple[budgets.BudgetRule, tuple[int, ...]]:
     """The rule that shares out a budget, and the sizes that it begins with."""
-    if isinstance(budget, int):
+    if isinstance(budget, int | np.integer) and not isinstance(budget, bool):
+        budget = int(budget)
         rule = budgets.make(rule or "uniform")
         if rule.reallocate and not schedule.compacts:
             raise UserError(
@@ -174,9 +203,14 @@ def _sizes(
                 "or 'decode_only'"
             )
         return rule, budgets.allocated(rule, spec, budget)
+    if isinstance(budget, str) or not np.iterable(budget):
+        raise UserError(
+            f"budget is {budget!r}: give pairs per head as one int, or one per layer"
+        )
+    budget = tuple(whole_number("budget", size) for size in budget)
     if rule is not None:
         raise UserError(
-            f"budget {tuple(budget)} says every layer's size already: give one int for "
+            f"budget {budget} says every layer's size already: give one int for "
             "the budget rule to share out, or no rule"
         )
     if len(budget) != spec.num_layers:
@@ -184,8 +218,7 @@ def _sizes(
             f"{len(budget)} budgets for the {spec.num_layers} layers of {spec.name}: "
             "give one int, or one per layer"
         )
-    rule = budgets.explicit(tuple(budget))
-    return rule, tuple(budget)
+    return budgets.explicit(budget), budget
 
 
 def _check_options(config: CacheConfig) -> None:
@@ -216,7 +249,7 @@ def _check_options(config: CacheConfig) -> None:
         )
 
 
-def check_budget(budget: int, policy: base.Policy, schedule: Schedule) -> None:
+def check_budget(budget: int, policy: policies.Policy, schedule: Schedule) -> None:
     """Raises UserError if the policy cannot work under so small a budget.
 
     Warns where an eviction leaves less than half of it.

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from kvjax.types import UserError
+from kvjax.types import UserError, whole_number
 
 CHUNK = 64
 PHASES = ("none", "prefill_and_decode", "after_prefill", "decode_only")
@@ -41,9 +41,8 @@ class Schedule:
                 + ", ".join(PHASES)
             )
         for name in ("prefill_chunk", "evict_size"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise UserError(f"schedule {name}={size} must be at least 1")
+            if (size := getattr(self, name)) is not None:
+                whole_number(f"schedule {name}", size, 1)
 
     def of_budget(self, budget: int | None) -> "Schedule":
         """The schedule with sizes chosen where it has none; |kv| None is all pairs."""

@@ -1,27 +1,33 @@
-"""Prompts in, completions out: `kvjax.generate`."""
+"""Prompts in, completions out: `kvjax.generate`, and `kvjax.plan`, what would fit."""
 
 import dataclasses
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from kvjax import cache
 from kvjax.cache.budgets import BudgetRule
 from kvjax.cache.codecs import Codec, identity
-from kvjax.cache.config import make_config
+from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.schedule import Schedule
-from kvjax.engine import compiled
-from kvjax.engine.planner import device_memory
+from kvjax.engine import compiled, progress
+from kvjax.engine.compiled import Job
+from kvjax.engine.planner import Plan, device_memory, plan_job
 from kvjax.engine.runner import generate_batches
 from kvjax.engine.sampling import Sampling
 from kvjax.engine.steps import NO_EOS
+from kvjax.models import placement, weights
+from kvjax.parallel import axes, meshes
 from kvjax.policies import Policy
-from kvjax.types import Model, UserError
+from kvjax.types import Model, ModelSpec, UserError, whole_number
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+_SEEDS = 2**31 - 1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Completion:
     """What the model made of one prompt.
 
@@ -37,14 +43,24 @@ class Completion:
     tokens: list[int]
     kept_positions: list[list[np.ndarray]]
 
+    def __repr__(self) -> str:
+        sizes = [len(head) for layer in self.kept_positions for head in layer]
+        least, most = min(sizes, default=0), max(sizes, default=0)
+        pairs = f"{least}" if least == most else f"{least} to {most}"
+        said = "no text" if self.text is None else f"{self.text!r:.200}"
+        return (
+            f"Completion({said}, {len(self.tokens)} tokens; {pairs} pairs kept in each "
+            f"of {len(sizes)} heads)"
+        )
+
 
 def generate(
     model: Model,
     prompts: Sequence[Prompt],
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     budget: int | tuple[int, ...] = 512,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | None = None,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -55,24 +71,37 @@ def generate(
     codec: Codec | str = identity,
     budget_rule: BudgetRule | str | None = None,
     implementation: str | None = None,
+    show_progress: bool | None = None,
 ) -> list[Completion]:
     """Completes prompts under a compressed KV cache.
 
     Prompts of any number and length run in batches of the size that the memory allows;
     a prompt's completion does not depend on the others.
 
+    What a budget of |kv| pairs per head means depends on the schedule. Of
+    `prefill_and_decode`, the default, a head never holds more than |kv| pairs: the
+    first |kv| tokens all stay, and then every eviction leaves |kv| - p of them, so that
+    the p tokens that come next fill it again (p = 64, or less where |kv| is small). Of
+    `after_prefill` the whole prompt is held while it is read, |kv| of its pairs are
+    left of it, and what is decoded comes on top. Of `decode_only` likewise, but
+    decoding never holds more than |kv|.
+
     Args:
       model: from `kvjax.load`.
-      prompts: texts, or sequences of token ids. Texts are taken as they are: apply
-        `model.tokenizer.apply_chat_template` yourself where you want it. A text that
-        begins with the BOS token gets no second one.
-      policy: which pairs stay, of `kvjax.policies`; None is the full cache.
+      prompts: texts, sequences of token ids, or conversations, each a list of messages
+        `{"role": ..., "content": ...}` that the model's chat template puts into words.
+        Texts are taken as they are. A text that begins with the BOS token gets no
+        second one.
+      policy: which pairs stay: of `kvjax.policies`, or its name; None is the full
+        cache.
       budget: |kv|, pairs per head, for all layers or one per layer; the full cache
         pays no heed to it.
-      schedule: when pairs go; None is Batch-Max's Algorithm 1 with blocks of 64.
-      max_new_tokens: max_batch tokens per completion.
+      schedule: when pairs go, or the name of its phases; None is Batch-Max's
+        Algorithm 1.
+      max_new_tokens: most tokens per completion.
       temperature, top_k, top_p: see `kvjax.engine.sampling.Sampling`; 0 is greedy.
-      seed: of the sampling; prompt i draws the same tokens in any batch.
+      seed: of the sampling, 0 to 2**31 - 1; prompt i draws the same tokens in any
+        batch.
       ignore_eos: generate all `max_new_tokens`, for throughput runs.
       memory_gb: see `kvjax.engine.planner.device_memory`.
       codec: how pairs are stored, of `kvjax.cache.codecs`, or its name.
@@ -80,72 +109,173 @@ def generate(
         `kvjax.cache.budgets`; None is the same for all.
       implementation: which attention runs, see `kvjax.attention.backends`; None is the
         best there is.
+      show_progress: see `kvjax.engine.progress.line`.
 
     Returns:
       One completion per prompt, in order.
 
     Raises:
       UserError: no prompt, an empty prompt, one longer than the context, a token id
-        outside the vocabulary, a budget that does not fit policy and schedule, too
-        little memory for one row. All before anything is compiled.
+        outside the vocabulary, a budget that does not fit policy and schedule, a value
+        of another type or out of range, too little memory for one row. All before
+        anything is compiled.
     """
-    config = make_config(
-        model.spec,
-        policy,
-        budget if policy else None,
-        schedule,
-        codec=codec,
-        budget_rule=budget_rule if policy else None,
-        implementation=implementation,
-    )
+    if not isinstance(model, Model):
+        raise UserError(f"model is {model!r:.80}: give what kvjax.load returns")
+    how = {"codec": codec, "budget_rule": budget_rule, "implementation": implementation}
+    config = _config(model.spec, policy, budget, schedule, how)
     sampling = Sampling(temperature, top_k, top_p)
+    new = whole_number("max_new_tokens", max_new_tokens, 1)
+    seed = whole_number("seed", seed, 0, _SEEDS)
     tokens = tokenize(model, prompts)
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens {max_new_tokens}: must be at least 1")
-    longest = max(map(len, tokens))
-    bucket = compiled.bucket(model.spec, config, longest, max_new_tokens)
+    prompt = compiled.bucket(model.spec, config, max(map(len, tokens)), new)
     eos = NO_EOS if ignore_eos else end_tokens(model)
-    job = compiled.job_of(model, config, bucket, max_new_tokens, sampling, eos)
-    done = {}
-    memory = device_memory(memory_gb)
-    for rows, result in generate_batches(model.params, job, tokens, memory, seed):
-        kept = cache.kept_positions(result.state)
-        for row, index in enumerate(rows):
-            new = result.tokens[row]
-            done[index] = Completion(_text(model, new), new, kept[row])
+    job = compiled.job_of(model, config, prompt, new, sampling, eos)
+    memory, done = device_memory(memory_gb), {}
+    with progress.line(len(tokens), show_progress) as say:
+        batches = generate_batches(model.params, job, tokens, memory, seed, say=say)
+        for rows, result in batches:
+            kept = cache.kept_positions(result.state)
+            for row, index in enumerate(rows):
+                drawn = result.tokens[row]
+                done[index] = Completion(_text(model, drawn), drawn, kept[row])
     return [done[i] for i in range(len(tokens))]
 
 
-def tokenize(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of texts or of ids, checked.
+def plan(
+    model: Model | ModelSpec,
+    *,
+    policy: Policy | str | None = None,
+    budget: int | tuple[int, ...] = 512,
+    schedule: Schedule | str | None = None,
+    prompt_tokens: int | None = None,
+    max_new_tokens: int = 64,
+    memory_gb: float | None = None,
+    max_batch: int | None = None,
+    dtype: str = "float32",
+    mesh: str | None = None,
+    show_progress: bool | None = None,
+    **options: Any,
+) -> Plan:
+    """The largest batch that `generate` would run in so much memory.
+
+    Compiles what would run, for the device that is there.
+
+    Args:
+      model: from `kvjax.load`; or a shape, for which no weights are needed.
+      policy, budget, schedule: see `generate`.
+      prompt_tokens: the longest prompt; None is all that the context has room for.
+      max_new_tokens: tokens to generate.
+      memory_gb: see `kvjax.engine.planner.device_memory`.
+      max_batch: prompts there are; no larger batch is planned.
+      dtype, mesh: of `kvjax.load`, for a shape; a model has its own.
+      show_progress: see `kvjax.engine.progress.line`.
+      **options: of `kvjax.cache.make_config`: codec, budget_rule and others.
 
     Raises:
-      UserError: no prompt, an empty one, or ids outside the vocabulary.
+      UserError: not even one row fits; or what `generate` refuses.
     """
-    if isinstance(prompts, str) or not len(prompts):
-        raise UserError(f"prompts is {prompts!r}: give a list of one prompt or more")
-    tokens = []
-    for index, prompt in enumerate(prompts):
+    if not isinstance(model, Model | ModelSpec):
+        raise UserError(f"model is {model!r:.80}: give a Model or its ModelSpec")
+    spec = model if isinstance(model, ModelSpec) else model.spec
+    config = _config(spec, policy, budget, schedule, options)
+    new = whole_number("max_new_tokens", max_new_tokens, 1)
+    longest = spec.context_length - new if prompt_tokens is None else prompt_tokens
+    longest = whole_number("prompt_tokens", longest, 1)
+    prompt = compiled.bucket(spec, config, longest, new)
+    if isinstance(model, Model):
+        job = compiled.job_of(model, config, prompt, new)
+    else:
+        over = meshes.mesh(mesh, spec.num_kv_heads) if mesh else None
+        rows, kind = over.shape[axes.DATA] if over else 1, weights.checked_dtype(dtype)
+        fitted = placement.fitted(spec, over)
+        job = Job(fitted, config, rows, prompt, new, str(kind), mesh=over)
+    most = None if max_batch is None else whole_number("max_batch", max_batch, 1)
+    with progress.line(0, show_progress) as say:
+        return plan_job(job, device_memory(memory_gb), most, say)
+
+
+def _config(spec: ModelSpec, policy, budget, schedule, options) -> CacheConfig:
+    """What is kept; the full cache pays no heed to a budget, nor to its rule."""
+    if policy is None:
+        budget, options = None, options | {"budget_rule": None}
+    return make_config(spec, policy, budget, schedule, **options)
+
+
+def tokenize(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of texts, conversations or ids, checked.
+
+    Raises:
+      UserError: no prompt, an empty one, one of another type, or ids outside the
+        vocabulary.
+    """
+    several = isinstance(prompts, Sequence | np.ndarray) and not isinstance(
+        prompts, str | bytes
+    )
+    if not several or not len(prompts):
+        raise UserError(f"prompts is {prompts!r:.80}: give a list of one or more")
+    return [_checked(model, i, _ids(model, i, p)) for i, p in enumerate(prompts)]
+
+
+def _ids(model: Model, index: int, prompt: Prompt) -> list[int]:
+    """One prompt's token ids."""
+    if isinstance(prompt, Mapping):
+        raise UserError(
+            f"prompt {index} is a message: a prompt is a list of messages, so give a "
+            "list of such lists"
+        )
+    try:
+        if not isinstance(prompt, str) and isinstance(prompt[0], Mapping):
+            prompt = _in_words(model, index, prompt)
         if isinstance(prompt, str):
-            if model.tokenizer is None:
-                raise UserError(
-                    f"prompt {index} is text, but the model has no tokenizer"
-                )
-            prompt = model.tokenizer(prompt, verbose=False)["input_ids"]
-            bos = getattr(model.tokenizer, "bos_token_id", None)
-            if bos is not None and list(prompt[:2]) == [bos, bos]:
-                prompt = prompt[1:]  # chat templates write one themselves
-        ids = [int(token) for token in prompt]
-        if not ids:
-            raise UserError(f"prompt {index} is empty: it needs at least one token")
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= model.spec.vocab_size:
-            raise UserError(
-                f"prompt {index} holds token {low if low < 0 else high}: ids of "
-                f"{model.spec.name} run from 0 to {model.spec.vocab_size - 1}"
-            )
-        tokens.append(ids)
-    return tokens
+            return _tokens(model, index, prompt)
+        return [operator.index(token) for token in prompt]
+    except (TypeError, IndexError, KeyError):
+        if np.iterable(prompt) and not len(prompt):
+            return []
+        raise UserError(
+            f"prompt {index} is {prompt!r:.80}: give a text, whole token ids, or a "
+            "list of messages"
+        ) from None
+
+
+def _in_words(model: Model, index: int, messages: Sequence[Mapping[str, Any]]) -> str:
+    """A conversation as the chat template has it, up to where the model speaks."""
+    if not getattr(model.tokenizer, "chat_template", None):
+        raise UserError(
+            f"prompt {index} is a conversation, but {model.spec.name} has no chat "
+            "template: give a text"
+        )
+    try:
+        return model.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False
+        )
+    except Exception as error:  # whatever a template raises
+        why = str(error).splitlines()[0]
+        raise UserError(
+            f"prompt {index}: the chat template refuses it: {why}"
+        ) from None
+
+
+def _tokens(model: Model, index: int, text: str) -> list[int]:
+    if model.tokenizer is None:
+        raise UserError(f"prompt {index} is text, but the model has no tokenizer")
+    ids = list(model.tokenizer(text, verbose=False)["input_ids"])
+    bos = getattr(model.tokenizer, "bos_token_id", None)
+    twice = bos is not None and ids[:2] == [bos, bos]
+    return ids[1:] if twice else ids  # chat templates write one themselves
+
+
+def _checked(model: Model, index: int, ids: list[int]) -> list[int]:
+    if not ids:
+        raise UserError(f"prompt {index} is empty: it needs at least one token")
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= model.spec.vocab_size:
+        raise UserError(
+            f"prompt {index} holds token {low if low < 0 else high}: ids of "
+            f"{model.spec.name} run from 0 to {model.spec.vocab_size - 1}"
+        )
+    return ids
 
 
 def end_tokens(model: Model) -> tuple[int, ...]:

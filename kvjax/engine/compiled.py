@@ -148,7 +148,7 @@ def bucket(spec: ModelSpec, config: CacheConfig, longest: int, new: int) -> int:
 
     A state whose capacity does not depend on the prompt gets one program for every
     prompt that the model can read. Otherwise prompts share programs in steps of 128
-    tokens.
+    tokens, or an eighth of their length.
 
     Raises:
       UserError: prompt and new tokens together exceed the model's context.
@@ -160,7 +160,8 @@ def bucket(spec: ModelSpec, config: CacheConfig, longest: int, new: int) -> int:
         )
     if config.schedule.evicts_in_prefill:
         return spec.context_length
-    return math.ceil(longest / _GRAIN) * _GRAIN
+    grain = max(_GRAIN, 1 << max((longest - 1).bit_length() - 3, 0))
+    return math.ceil(longest / grain) * grain
 
 
 def size_class(config: CacheConfig, longest: int) -> int:

@@ -13,22 +13,17 @@ import os
 import pathlib
 
 import jax
-from jax.sharding import Mesh
 
-from kvjax.cache.config import make_config
-from kvjax.cache.schedule import Schedule
 from kvjax.engine import compiled
 from kvjax.engine.compiled import Job, Programs
-from kvjax.models import placement
-from kvjax.parallel import axes
-from kvjax.policies import Policy, average_attention
-from kvjax.types import ModelSpec, UserError
+from kvjax.engine.progress import Say, silent
+from kvjax.types import UserError, real_number
 
 _PROBES = (2, 6)  # batches that the temporaries' growth is read from
 _SHARE = 0.92  # of a device's limit: allocators fragment, runtimes need room
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """What fits, and what stopped it from being more.
 
@@ -50,13 +45,21 @@ class Plan:
     peak_bytes: int
     weights_bytes: int
     row_bytes: int
-    programs: Programs | None = dataclasses.field(
-        default=None, compare=False, repr=False
-    )
+    programs: Programs | None = dataclasses.field(default=None, compare=False)
 
     @property
     def batch(self) -> int:
         return self.job.batch
+
+    def __repr__(self) -> str:
+        job, gigabytes = self.job, lambda count: f"{count / 1e9:.3g} GB"
+        return (
+            f"Plan(batch of {self.batch} for {job.spec.name}, prompts of up to "
+            f"{job.max_prompt_len:,} tokens and {job.max_new_tokens:,} new: "
+            f"{gigabytes(self.peak_bytes)} of {gigabytes(self.memory_bytes)}, of it "
+            f"weights {gigabytes(self.weights_bytes)} and KV state "
+            f"{self.row_bytes / 1e6:.3g} MB per prompt; limited by {self.limited_by})"
+        )
 
     @property
     def prefill_groups(self) -> tuple[int, int]:
@@ -65,57 +68,23 @@ class Plan:
         return rows, -(-self.batch // rows)
 
 
-def plan(
-    spec: ModelSpec,
-    budget: int | tuple[int, ...] | None,
-    schedule: Schedule | None,
-    memory_bytes: int,
-    *,
-    policy: Policy | None = None,
-    prompt_tokens: int | None = None,
-    max_new_tokens: int = 64,
-    dtype: str = "float32",
-    max_batch: int | None = None,
-    mesh: Mesh | None = None,
-    **options,
+def plan_job(
+    job: Job, memory_bytes: int, max_batch: int | None = None, say: Say = silent
 ) -> Plan:
-    """The largest batch of a policy, budget and schedule in so much memory.
-
-    Args:
-      spec: the model's shape.
-      budget: |kv|, one int or one per layer; None for the full cache.
-      schedule: None is Batch-Max's, or the full cache without a policy.
-      memory_bytes: what weights, state, activations and temporaries may take together
-        on each device; see `device_memory`.
-      policy: which pairs stay; None with a budget is `average_attention`, which keeps
-        one number per pair. Others may keep more.
-      prompt_tokens: the longest prompt; None is all that the context has room for.
-      max_new_tokens: tokens to generate.
-      dtype: of weights and stored pairs.
-      max_batch: prompts there are; no larger batch is planned, but for the rows that
-        fill up the last group of devices.
-      mesh: of `kvjax.parallel.meshes.mesh`; None is one device.
-      **options: of `kvjax.cache.make_config`: codec, budget_rule and others.
-
-    Raises:
-      UserError: not even one row fits; or what `make_config` refuses.
-    """
-    if policy is None and budget is not None:
-        policy = average_attention()
-    if prompt_tokens is None:
-        prompt_tokens = spec.context_length - max_new_tokens
-    config = make_config(spec, policy, budget, schedule, **options)
-    prompt = compiled.bucket(spec, config, prompt_tokens, max_new_tokens)
-    ways = mesh.shape[axes.DATA] if mesh else 1
-    spec = placement.fitted(spec, mesh)
-    job = Job(spec, config, ways, prompt, max_new_tokens, dtype, mesh=mesh)
-    return plan_job(job, memory_bytes, max_batch)
-
-
-def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
-    """The largest batch of a job, whatever batch it names; see `plan`.
+    """The largest batch of a job, whatever batch it names.
 
     A batch whose programs a compiler refuses for lack of memory does not fit either.
+
+    Args:
+      job: the batch's shape.
+      memory_bytes: what weights, state, activations and temporaries may take together
+        on each device; see `device_memory`.
+      max_batch: prompts there are; no larger batch is planned, but for the rows that
+        fill up the last group of devices.
+      say: told what is compiled.
+
+    Raises:
+      UserError: not even one row fits.
     """
     check_one_row(job, memory_bytes)
     if max_batch is not None:
@@ -123,11 +92,13 @@ def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
     if max_batch is not None and _clearly_fits(job, memory_bytes, max_batch):
         limit, batch = "prompts", max_batch
     else:
+        say("compiling two layers, to see what a prompt takes", 0)
         limit, batch = _estimated(job, memory_bytes)
         if max_batch is not None and batch >= max_batch:
             limit, batch = "prompts", max_batch
     while batch > 0:
         planned = dataclasses.replace(job, batch=batch)
+        say(f"compiling for a batch of {batch}", 0)
         try:
             peaks = phase_bytes(planned)
         except jax.errors.JaxRuntimeError as error:
@@ -225,16 +196,17 @@ def device_memory(memory_gb: float | None = None) -> int:
         virtual devices share.
 
     Raises:
-      UserError: a limit that is not positive, or above the device's own.
+      UserError: a limit that is not positive, or above the device's own (on a CPU, all
+        of the machine's or the container's memory).
     """
     limits = [(d.memory_stats() or {}).get("bytes_limit") for d in jax.local_devices()]
-    own = min(limits) if all(limits) else None
-    own = int(own * _SHARE) if own else None
+    own = int(min(limits) * _SHARE) if all(limits) else None
     if memory_gb is None:
         return own or _free_host_memory() // 2 // len(jax.local_devices())
-    if memory_gb <= 0:
+    if real_number("memory_gb", memory_gb) <= 0:
         raise UserError(f"memory_gb {memory_gb}: must be larger than 0")
-    if own and memory_gb * 1e9 > own:
+    own = own or _host_memory()
+    if memory_gb * 1e9 > own:
         offered = own // 10**8 / 10
         raise UserError(f"memory_gb {memory_gb}: the device offers {offered}")
     return int(memory_gb * 1e9)
@@ -353,4 +325,13 @@ def _free_host_memory() -> int:
         for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) << 10
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return _host_memory() // 2
+
+
+def _host_memory() -> int:
+    """Bytes of the machine, or of the container that this runs in."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+        limit = int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text())
+        return min(machine, limit)
+    return machine

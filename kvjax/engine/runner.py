@@ -24,6 +24,7 @@ from kvjax.cache import budgets
 from kvjax.engine import compiled, steps
 from kvjax.engine.compiled import Job, Programs
 from kvjax.engine.planner import Plan, plan_job
+from kvjax.engine.progress import Say, silent
 from kvjax.parallel import axes, meshes
 from kvjax.types import PyTree
 
@@ -248,6 +249,7 @@ def generate_batches(
     prompt_ids: Sequence[int] | None = None,
     max_batch: int | None = None,
     stop: Stop | None = None,
+    say: Say = silent,
 ) -> Iterator[tuple[list[int], BatchResult]]:
     """Runs prompts, the short ones first, in batches that fill the memory.
 
@@ -260,6 +262,7 @@ def generate_batches(
       prompt_ids: each prompt's number in the whole run; None where these are all.
       max_batch: no larger batch is planned.
       stop: see `run_batch`.
+      say: told what runs, and how many prompts have ended.
 
     Yields:
       Per batch, the indices of its prompts, and its result.
@@ -268,12 +271,14 @@ def generate_batches(
       UserError: too little memory for one row.
     """
     most = min(max_batch or len(prompts), len(prompts))
-    plan = plan_job(job, memory_bytes, most)
+    plan = plan_job(job, memory_bytes, most, say)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for rows in batches(order, plan.batch):
+        say(f"running batches of up to {plan.batch}", 0)
         given = [prompts[i] for i in rows]
         named = [prompt_ids[i] for i in rows] if prompt_ids else rows
         yield rows, run_batch(of_plan(params, plan), given, named, seed, stop)
+        say("", len(rows))
 
 
 def of_plan(params: PyTree, plan: Plan) -> Whole:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.types import UserError
+from kvjax.types import UserError, real_number, whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +25,9 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if self.temperature < 0:
-            raise UserError(f"temperature {self.temperature}: 0 (greedy) or more")
-        if self.top_k < 0:
-            raise UserError(f"top_k {self.top_k}: 0 (all tokens) or more")
-        if not 0 < self.top_p <= 1:
+        real_number("temperature", self.temperature, 0)
+        whole_number("top_k", self.top_k, 0)
+        if not 0 < real_number("top_p", self.top_p) <= 1:
             raise UserError(f"top_p {self.top_p}: larger than 0, at most 1")
 
 

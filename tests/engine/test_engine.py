@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from conftest import tiny_spec
 from testing.engine import decode, run_batch
+from testing.prose import CHAT, make_tokenizer
 
 import kvjax
-from kvjax import Schedule, cache, policies
+from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.config import make_config
 from kvjax.engine import compiled
+from kvjax.engine.api import tokenize
 from kvjax.engine.compiled import Job, bucket, programs, tree_bytes
 from kvjax.engine.steps import prefill
 
@@ -269,3 +271,25 @@ def test_live_bytes_fall_and_allocated_ones_do_not(tiny):
     pair = 2 * 4 * tiny.spec.head_dim * tiny.spec.num_kv_heads * tiny.spec.num_layers
     assert live == (6 + 3 + 5 + 3) * pair
     assert allocated == 2 * (BUDGET + 4) * pair
+
+
+def test_objects_are_short_at_a_prompt(tiny):
+    (done,) = kvjax.generate(tiny, [list(range(40))], policy="recency", budget=16)
+    assert len(repr(tiny)) < 300 and "2 layers, 6 query and 2 KV heads" in repr(tiny)
+    told = repr(done)
+    assert told.startswith("Completion(no text, 64 tokens; ") and len(told) < 300
+    assert "in each of 4 heads" in told
+
+
+def test_conversations_go_through_the_chat_template(tiny):
+    words = make_tokenizer(chat_template=CHAT)
+    model = tiny._replace(
+        spec=dataclasses.replace(tiny.spec, vocab_size=len(words)), tokenizer=words
+    )
+    message = {"role": "user", "content": "rain stone"}
+    told = words.apply_chat_template(
+        [message], add_generation_prompt=True, tokenize=False
+    )
+    assert tokenize(model, [[message], told])[0] == words(told)["input_ids"]
+    with pytest.raises(UserError, match="prompt 0: the chat template refuses it"):
+        tokenize(model, [[{"role": "user"}, 3]])

@@ -18,10 +18,9 @@ FULL = Schedule("none", prefill_chunk=8)
 
 
 def planned(budget, schedule, policy, memory_bytes, **changes):
+    given = {"policy": policy, "budget": budget, "schedule": schedule}
     sizes = {"prompt_tokens": 1024, "max_new_tokens": 64}
-    return plan(
-        SPEC, budget, schedule, memory_bytes, policy=policy, **(sizes | changes)
-    )
+    return plan(SPEC, memory_gb=memory_bytes / 1e9, **(given | sizes | changes))
 
 
 def test_state_bytes_are_the_formula():
@@ -72,10 +71,18 @@ def test_full_prefill_limits_all_but_batch_max():
     assert longer.batch == batch_max.batch
 
 
-def test_four_arguments_are_enough():
-    """Without more, Batch-Max's rule and prompts that fill the context."""
-    found = plan(SPEC, 256, BATCH_MAX, 40_000_000)
-    assert found == planned(256, BATCH_MAX, policies.average_attention(), 40_000_000)
+def test_a_model_is_planned_as_it_would_run(tiny, capsys):
+    """With names for policy and schedule, its own dtype, and the whole context."""
+    how = {"policy": "h2o", "budget": 64, "memory_gb": 0.01, "max_batch": 8}
+    found = plan(tiny, schedule="after_prefill", show_progress=True, **how)
+    of_shape = plan(
+        tiny.spec, schedule=Schedule("after_prefill"), prompt_tokens=192, **how
+    )
+    assert found == of_shape and found.programs is of_shape.programs
+    assert found.job.max_prompt_len == 256 and found.job.dtype == "float32"
+    assert "compiling for a batch of" in capsys.readouterr().err
+    told = repr(found)
+    assert len(told) < 300 and f"batch of {found.batch} for tiny" in told
 
 
 def test_prompts_limit_the_batch():

@@ -5,15 +5,10 @@ import re
 
 import numpy as np
 import pytest
-from testing.prose import HAYSTACK, make_tokenizer
+from testing.prose import CHAT, HAYSTACK, make_tokenizer
 
 from kvjax.evaluation.tasks import fidelity, needle, text
 from kvjax.types import UserError
-
-CHAT = (
-    "{% for m in messages %}<|user|> {{ m.content }} <|end|> {% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|> {% endif %}"
-)
 
 
 def make_examples(tokenizer=None, **changes):

@@ -6,6 +6,11 @@ import numpy as np
 import tokenizers
 import transformers
 
+CHAT = (
+    "{% for m in messages %}<|user|> {{ m.content }} <|end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|> {% endif %}"
+)
+
 
 def make_tokenizer(chat_template=None, bos=False):
     """Every word, sign and digit is a token of its own, all of them unknown but few."""

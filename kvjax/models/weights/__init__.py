@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ def load(
         download that failed; a mesh of other devices than there are. One line, with
         the remedy.
     """
-    dtype = _dtype(dtype)
+    dtype = checked_dtype(dtype)
     if context is not None and context < 1:
         raise UserError(f"context {context}: must be at least 1 token")
     placed = _placement(mesh) if mesh else None
@@ -153,7 +154,8 @@ def _load_gguf(
     return param_cache.load(name, identity, dtype, make, placement)
 
 
-def _dtype(dtype: jnp.dtype) -> jnp.dtype:
+def checked_dtype(dtype: Any) -> jnp.dtype:
+    """A dtype that weights may have; UserError for another."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:
