@@ -248,6 +248,13 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
         weights.load(tmp_path / "model.bin")
 
 
+def test_weights_that_hold_nan_are_named(tmp_path, tensors):
+    name = "model.layers.1.mlp.down_proj.weight"
+    broken = {**tensors, name: np.full_like(tensors[name], np.nan)}
+    with pytest.warns(UserWarning, match=r"hold NaN: layers\.1\.down;"):
+        weights.load(write_folder(tmp_path / "m", broken))
+
+
 # Copies.
 
 

@@ -5,7 +5,7 @@ hub          models known by name: fetched once, verified at every load; and the
 gguf         llama.cpp's files, dequantised
 safetensors  Hugging Face folders
 pack         both of them into the layout of `kvjax.models.decoder`
-store        the cache folder, and the ready-made copies in it
+param_cache  the cache folder, and the ready-made copies in it
 tokenizer    tokenizers from either source
 """
 
@@ -13,10 +13,12 @@ import dataclasses
 import functools
 import os
 import pathlib
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from kvjax.models import decoder, placement, presets
 from kvjax.models.weights import gguf, hub, pack, param_cache, safetensors
@@ -77,6 +79,7 @@ def load(
     model = load_placed(
         os.fspath(name_or_path), dtype, context, placed, cache_converted
     )
+    _warn_of_nan(model)
     if mesh:
         over = meshes.mesh(mesh, model.spec.num_kv_heads)
         model = model._replace(spec=placement.fitted(model.spec, over))
@@ -86,6 +89,28 @@ def load(
         return model
     short = min(context, model.spec.context_length)
     return model._replace(spec=dataclasses.replace(model.spec, context_length=short))
+
+
+def _warn_of_nan(model: Model) -> None:
+    """Names the weights that hold NaN, with which a model says nothing."""
+    leaves = jax.tree_util.tree_leaves_with_path(model.params)
+    found = [(path, _has_nan(leaf)) for path, leaf in leaves]
+    if names := [
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, broken in found
+        if broken
+    ]:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        warnings.warn(
+            f"weights of {model.spec.name} hold NaN: {', '.join(names[:3])}{more}; "
+            "get the checkpoint again",
+            stacklevel=3,
+        )
+
+
+@jax.jit
+def _has_nan(weight: Array) -> Array:
+    return jnp.any(jnp.isnan(weight))
 
 
 def load_placed(
