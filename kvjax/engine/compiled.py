@@ -22,7 +22,7 @@ from jaxtyping import Array, Int
 from kvjax import cache
 from kvjax.cache import sharded
 from kvjax.cache.config import CacheConfig
-from kvjax.engine import steps
+from kvjax.engine import memory, steps
 from kvjax.engine.sampling import Sampling
 from kvjax.engine.steps import GREEDY, NO_EOS
 from kvjax.models import decoder, placement
@@ -31,7 +31,7 @@ from kvjax.parallel import axes, meshes
 from kvjax.types import Model, ModelSpec, PyTree, UserError
 
 _GRAIN = 128  # prompts are padded to multiples of this many tokens
-_KEPT = 4  # jobs whose programs stay in memory: a whole model's take 200 MB
+_KEPT = 2  # jobs whose programs stay in memory: a whole model's take 200 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,12 +191,14 @@ def decoding(job: Job, reading: Programs) -> Programs:
 def _kept(job: Job, make: Callable[[], Programs]) -> Programs:
     with _lock:
         found = _known.pop(job, None)
-    found = found or make()
+    made = found or make()
     with _lock:
-        _known[job] = found
+        _known[job] = made
         while len(_known) > _KEPT:
             _known.popitem(last=False)
-    return found
+    if not found:
+        memory.trim()  # compilers and dropped programs leave hundreds of megabytes
+    return made
 
 
 def clear() -> None:
@@ -244,7 +246,9 @@ def _compile_decoding(job: Job, reading: Programs) -> Programs:
 
 
 def _compiled(function, *args, **static) -> jax.stages.Compiled:
-    return function.lower(*args, **static).compile()
+    compiled = function.lower(*args, **static).compile()
+    function.clear_cache()  # its traces would keep every program in memory for ever
+    return compiled
 
 
 def _compile_init(job: Job) -> jax.stages.Compiled:

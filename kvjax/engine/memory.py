@@ -48,9 +48,14 @@ def _resident_peak(reset: bool = False) -> int | None:
 
 
 def _hand_back_freed() -> None:
-    """Other C libraries than glibc have no such choice."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_MMAP_THRESHOLD, _LARGE)
         libc.mallopt(_TRIM_THRESHOLD, 2 * _LARGE)
-        libc.malloc_trim(0)
+    trim()
+
+
+def trim() -> None:
+    """Hands back what is free now; other C libraries than glibc have no such choice."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
