@@ -321,7 +321,7 @@ def _included(title: str, words: str, make: Callable[[], str]) -> str:
 
 
 def _golden() -> str:
-    return _module("tests", "golden_cases").table()
+    return _module("tests/testing", "golden_cases").table()
 
 
 def _padding(docs: pathlib.Path) -> str:

@@ -191,13 +191,13 @@ def decoding(job: Job, reading: Programs) -> Programs:
 def _kept(job: Job, make: Callable[[], Programs]) -> Programs:
     with _lock:
         found = _known.pop(job, None)
+        while not found and len(_known) >= _KEPT:
+            _known.popitem(last=False)  # a compiler needs room
     made = found or make()
     with _lock:
         _known[job] = made
-        while len(_known) > _KEPT:
-            _known.popitem(last=False)
     if not found:
-        memory.trim()  # compilers and dropped programs leave hundreds of megabytes
+        memory.trim()  # of what compilers and dropped programs leave
     return made
 
 

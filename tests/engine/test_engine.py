@@ -13,7 +13,7 @@ from testing.prose import CHAT, make_tokenizer
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.config import make_config
-from kvjax.engine import compiled
+from kvjax.engine import compiled, progress
 from kvjax.engine.api import tokenize
 from kvjax.engine.compiled import Job, bucket, programs, tree_bytes
 from kvjax.engine.steps import prefill
@@ -293,3 +293,17 @@ def test_conversations_go_through_the_chat_template(tiny):
     assert tokenize(model, [[message], told])[0] == words(told)["input_ids"]
     with pytest.raises(UserError, match="prompt 0: the chat template refuses it"):
         tokenize(model, [[{"role": "user"}, 3]])
+
+
+def test_a_line_says_what_runs_where_somebody_asks_for_it(tiny, capsys, monkeypatch):
+    how = {"policy": "recency", "budget": 16, "max_new_tokens": 4}
+    kvjax.generate(tiny, [[1, 2, 3]], **how)
+    assert not capsys.readouterr().err
+    kvjax.generate(tiny, [[1, 2, 3]], show_progress=True, **how)
+    told = capsys.readouterr().err
+    assert "compiling for a batch of 1" in told and "running batches" in told
+    assert "1/1" in told
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert progress._somebody_looks()
+    monkeypatch.setenv("KVJAX_PROGRESS", "0")
+    assert not progress._somebody_looks()

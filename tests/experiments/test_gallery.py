@@ -249,3 +249,10 @@ def test_pictures_are_small(docs):
     gallery.draw(["tova"], fake_data(("tova",)), docs)
     for name in ("tova", "overview"):
         assert (docs / "policies" / f"{name}.png").stat().st_size < 60_000
+
+
+def test_the_committed_page_is_made_of_the_committed_data():
+    """Every section: none may drop out because its maker has moved."""
+    data = runs.read(ROOT / "docs" / "data" / "gallery.json")
+    made = gallery.page(data, ROOT / "docs")
+    assert made == (ROOT / "docs" / "policies.md").read_text()
