@@ -3,14 +3,16 @@
 import time
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import tiny_spec
+from testing import layer
 from testing.rules import POLICIES
 
-from kvjax import Schedule, UserError, policies
+from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.config import make_config
 from kvjax.policies import checks
-from kvjax.types import OBSERVABLE, Stats
+from kvjax.types import OBSERVABLE, Stats, View
 
 SPEC = tiny_spec()  # K=2, G=3, D=8, M=24
 SLOTS = 96
@@ -164,3 +166,76 @@ def test_checks_are_cheap():
     start = time.perf_counter()
     checks.check_rule(policies.r_kv(), SPEC, 10**6, in_decode=True)
     assert time.perf_counter() - start < 5  # r_kv's products of keys alone are 10**12
+
+
+# ------------------------------------------------------------ scores that are no number
+
+ROWS, PROMPT, NEW, BLOCK = 6, 24, 8, 8
+LAYER = layer.spec_of(heads=2, group=1, depth=8)
+DATA = layer.random_data(LAYER, ROWS, PROMPT + NEW, seed=0)
+LENGTHS = jnp.asarray([24, 24, 24, 24, 24, 3], jnp.int32)  # the last never evicts
+
+
+def driven(policy, phases):
+    """The error raised after a prompt and some tokens, if any."""
+    schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
+    config = make_config(LAYER, policy, 16, schedule)
+    capacity = (config.prefill_capacity(LAYER, PROMPT, NEW),)
+    state = cache.init(LAYER, config, ROWS, *capacity)
+    prompts, new = layer.split(DATA, PROMPT)
+    state = layer.read(LAYER, config, state, prompts, LENGTHS, BLOCK)
+    if schedule.compacts:
+        after = config.decode_capacity(LAYER, PROMPT, NEW)
+        state = layer.shrink(LAYER, config, state, after)
+    state = layer.write(LAYER, config, state, new, LENGTHS > 0)
+    cache.raise_errors(state)
+
+
+def nan_at(where):
+    """Newest stay; NaN where `where` says so of positions."""
+
+    def score(view):
+        newest = view.positions.astype(jnp.float32)
+        return jnp.where(where(view.positions), jnp.nan, newest)
+
+    return policies.stateless("nan", score)
+
+
+@pytest.mark.parametrize(
+    ("phases", "where"),
+    [
+        ("prefill_and_decode", lambda at: at == 5),
+        ("prefill_and_decode", lambda at: at >= PROMPT - BLOCK),  # as it writes
+        ("decode_only", lambda at: at == 5),
+        ("after_prefill", lambda at: at == 5),
+    ],
+)
+def test_nan_is_told(phases, where):
+    with pytest.raises(RuntimeError, match=r"score was NaN.* rows \[0, 1, 2, 3, 4\]"):
+        driven(nan_at(where), phases)
+
+
+@pytest.mark.parametrize("phases", ["prefill_and_decode", "after_prefill"])
+def test_nan_of_an_empty_slot_is_nothing(phases):
+    driven(nan_at(lambda at: at < 0), phases)
+
+
+def test_both_errors_are_noted_side_by_side():
+    """One head ran over, another had no scores: neither bit hides the other."""
+    state = cache.init(LAYER, make_config(LAYER, None, None), 2, (4,))
+    error = np.asarray([[cache.NAN_SCORE, cache.OVERFLOW], [0, 0]], np.uint32)
+    with pytest.raises(RuntimeError, match=r"NaN .*rows \[0\]"):
+        cache.raise_errors(state.replace(error=error))
+    with pytest.raises(RuntimeError, match="no empty slot"):
+        cache.raise_errors(state.replace(error=error & cache.OVERFLOW))
+
+
+def test_a_chunk_with_a_pinned_pair_is_pinned():
+    """Whatever the rule says of its other pairs, unless that is no number."""
+    raw = jnp.asarray([[[jnp.inf, -jnp.inf, 1, 1, 3, 5, jnp.nan, 1]]], jnp.float32)
+    at = jnp.arange(8, dtype=jnp.int32)[None, None]
+    view = View(at, jnp.asarray([7]), jnp.asarray([[8]]))
+    rule = policies.chunked(policies.stateless("mine", lambda view: raw), 2)
+    score = np.asarray(rule.score(Stats(), view))[0, 0]
+    assert score[:6].tolist() == [np.inf, np.inf, 1, 1, 4, 4]
+    assert np.isnan(score[6])
