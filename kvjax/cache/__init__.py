@@ -9,6 +9,7 @@ from kvjax.cache import budgets, codecs, layouts
 from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.schedule import Schedule
 from kvjax.cache.state import (
+    NAN_SCORE,
     OVERFLOW,
     KVState,
     advance,
@@ -23,6 +24,7 @@ from kvjax.cache.state import (
 from kvjax.cache.update import compact, measure, step_layer
 
 __all__ = [
+    "NAN_SCORE",
     "OVERFLOW",
     "CacheConfig",
     "KVState",

@@ -10,7 +10,7 @@ from kvjax import policies
 from kvjax.attention import backends
 from kvjax.cache import budgets, codecs, layouts
 from kvjax.cache.schedule import Schedule
-from kvjax.policies import base
+from kvjax.policies import base, checks
 from kvjax.types import ModelSpec, UserError, whole_number
 
 EVICTIONS = ("in_place", "compact")
@@ -127,7 +127,8 @@ def make_config(
 
     Raises:
       UserError: a budget of 0, not larger than one block, or filled by pinned pairs; a
-        number of budgets other than the layers; a policy without a budget; a codec that
+        number of budgets other than the layers; a policy without a budget, or with
+        functions that do not go together, see `kvjax.policies.checks`; a codec that
         does not fit the layout; a rule that looks at past queries with
         `rope_positions="cache"`, which turns the keys under them.
     """
@@ -160,6 +161,7 @@ def make_config(
         check_budget(size, policy, schedule)
     config = CacheConfig(policy, schedule, sizes, budget_rule=rule, **options)
     _check_options(config)
+    checks.check_rule(policy, spec, min(sizes), schedule.evicts_in_decode)
     return config
 
 

@@ -12,7 +12,9 @@ from kvjax.cache.layouts import Layout
 from kvjax.parallel import axes
 from kvjax.types import ModelSpec, PyTree, Stats
 
-OVERFLOW = 1  # sticky error bit: a pair found no empty slot
+# Sticky error bits.
+OVERFLOW = 1  # a pair found no empty slot
+NAN_SCORE = 2  # a pair that could have gone had no score
 
 
 @flax.struct.dataclass
@@ -117,9 +119,17 @@ def raise_errors(state: KVState) -> None:
     """Turns the sticky bits into an exception that names the cause.
 
     Raises:
-      RuntimeError: the state was driven past its capacity.
+      RuntimeError: the state was driven past its capacity, or a policy's scores were
+        NaN where it had to choose.
     """
-    if int(jnp.max(state.error)) & OVERFLOW:
+    bits = np.bitwise_or.reduce(axes.to_host(state.error), axis=1)  # of each row
+    if np.any(bits & NAN_SCORE):
+        raise RuntimeError(
+            "the policy's score was NaN for pairs that it had to choose among, in rows "
+            f"{np.flatnonzero(bits & NAN_SCORE).tolist()} of the batch: its score has "
+            "to be a number, or infinite, for every live pair (view.positions >= 0)"
+        )
+    if np.any(bits & OVERFLOW):
         raise RuntimeError(
             "a pair found no empty slot (slots per layer "
             f"{sorted(set(capacities(state)))}, tokens seen "

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import attention
 from kvjax.cache.config import CacheConfig
-from kvjax.cache.state import OVERFLOW, KVState, next_positions
+from kvjax.cache.state import NAN_SCORE, OVERFLOW, KVState, next_positions
 from kvjax.parallel import axes
 from kvjax.policies import base
 from kvjax.types import LayerOps, PyTree, Stats, View
@@ -72,7 +72,8 @@ def step_layer(
         least = config.budget[index] - schedule.evict_size
         drop = jnp.where(full, held - least, 0)
         rows = config.rows_per_eviction if q.shape[3] == 1 else q.shape[0]
-        layer, stats = make_room(layer, stats, drop, last, view, config, rows)
+        layer, stats, nan = make_room(layer, stats, drop, last, view, config, rows)
+        state = _noted(state, NAN_SCORE, nan)
     positions = next_positions(state, q.shape[3])
     before_rope = q
     if config.rope_positions == "original":
@@ -90,11 +91,9 @@ def step_layer(
         now = view(layer, last + n, layout.live(layer))
         seen = seen._replace(is_prefill=is_prefill, **extra)
         stats = config.policy.observe(stats, now, seen)
-    error = state.error | jnp.where(overflow, jnp.uint32(OVERFLOW), jnp.uint32(0))
-    state = state.replace(
+    state = _noted(state, OVERFLOW, overflow).replace(
         layers=_set(state.layers, index, layer),
         stats=_set(state.stats, index, stats),
-        error=error,
     )
     return attention.normalize(partial).astype(q.dtype), state
 
@@ -124,27 +123,28 @@ def make_room(
     view: Callable[..., View],
     config: CacheConfig,
     rows: int,
-) -> tuple[PyTree, Stats]:
+) -> tuple[PyTree, Stats, Bool[Array, "B K"]]:
     """Drops the `drop` least important pairs of every head of every row.
 
     Heads that drop any also lose what the policy would not keep at any budget. Works
     through the rows that drop anything, `rows` of them at a time, and costs next to
-    nothing when there are none.
+    nothing when there are none. Also returns which heads chose by scores with NaN.
     """
     busy = jnp.any(drop > 0, axis=1)
     if config.policy.needs_all_heads:  # whoever asks for the others' must be answered
         busy = axes.any_head(busy)
-    gone = _victims(layer, stats, drop, busy, now, view, config, rows)
+    gone, nan = _victims(layer, stats, drop, busy, now, view, config, rows)
     layer = config.layout.evict(layer, gone)
     if config.eviction == "in_place":
-        return layer, stats
+        return layer, stats, nan
     capacity = gone.shape[2]
 
     def moved():
         tidy, per_slot = config.layout.compact(layer, stats.per_slot, capacity)
         return tidy, stats._replace(per_slot=per_slot)
 
-    return jax.lax.cond(jnp.any(drop > 0), moved, lambda: (layer, stats))
+    layer, stats = jax.lax.cond(jnp.any(drop > 0), moved, lambda: (layer, stats))
+    return layer, stats, nan
 
 
 def compact(
@@ -188,9 +188,8 @@ def compact(
                 number=first_layer + index,
                 params=policy_params and policy_params[index],
             )
-            score = config.policy.score(stat, view)
-            gone = base.select_evictions(score, view.positions, held - target)
-            layer = layout.evict(layer, gone)
+            gone, nan = _chosen(stat, view, held - target, config)
+            layer, state = layout.evict(layer, gone), _noted(state, NAN_SCORE, nan)
         layer, per_slot = layout.compact(layer, stat.per_slot, capacity[index])
         layers.append(layer)
         stats.append(stat._replace(per_slot=per_slot))
@@ -222,33 +221,51 @@ def _victims(
     view: Callable[..., View],
     config: CacheConfig,
     rows: int,
-) -> Bool[Array, "B K C"]:
-    """The slots whose pairs go."""
+) -> tuple[Bool[Array, "B K C"], Bool[Array, "B K"]]:
+    """The slots whose pairs go, and the heads that chose by scores with NaN."""
     layout, batch = config.layout, drop.shape[0]
 
     def choose(layer, stats, drop, now):
         seen = view(layer, now, layout.live(layer) - drop)
-        score = config.policy.score(stats, seen)
-        gone = base.select_evictions(score, seen.positions, drop)
-        return gone & (drop > 0)[..., None]
+        gone, nan = _chosen(stats, seen, drop, config)
+        return gone & (drop > 0)[..., None], nan
 
-    none = jnp.zeros((*drop.shape, layout.capacity(layer)), bool)
+    none = (
+        jnp.zeros((*drop.shape, layout.capacity(layer)), bool),
+        jnp.zeros(drop.shape, bool),
+    )
     if rows >= batch:
         return jax.lax.cond(
             jnp.any(busy), lambda: choose(layer, stats, drop, now), lambda: none
         )
 
     def some_rows(carry):
-        gone, drop, busy = carry
+        found, drop, busy = carry
         chosen = jnp.argsort(~busy, stable=True)[:rows]  # some may be done already
         held, seen = jax.tree.map(lambda leaf: leaf[chosen], (layer, stats))
-        more = gone[chosen] | choose(held, seen, drop[chosen], now[chosen])
+        new = choose(held, seen, drop[chosen], now[chosen])
+        add = lambda old, more: old.at[chosen].set(old[chosen] | more)
         done = drop.at[chosen].set(0), busy.at[chosen].set(False)
-        return gone.at[chosen].set(more), *done
+        return jax.tree.map(add, found, new), *done
 
     return jax.lax.while_loop(
         lambda carry: jnp.any(carry[2]), some_rows, (none, drop, busy)
     )[0]
+
+
+def _chosen(
+    stats: Stats, view: View, drop: Int[Array, "B K"], config: CacheConfig
+) -> tuple[Bool[Array, "B K C"], Bool[Array, "B K"]]:
+    """`select_evictions` by the policy's scores, and where these were NaN."""
+    score = config.policy.score(stats, view)
+    nan = jnp.any(jnp.isnan(score) & (view.positions >= 0), axis=-1) & (drop > 0)
+    return base.select_evictions(score, view.positions, drop), nan
+
+
+def _noted(state: KVState, bit: int, where: Bool[Array, "B K"]) -> KVState:
+    """The state with the error bit set for these heads."""
+    found = jnp.where(where, jnp.uint32(bit), jnp.uint32(0))
+    return state.replace(error=state.error | found)
 
 
 def _view(

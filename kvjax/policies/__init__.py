@@ -13,8 +13,9 @@ A rule needs no model and no cache of ours::
     scores = policy.score(stats, view)
     evict_mask = policies.select_evictions(scores, positions, num_evict)  # [B, K, C]
 
-`docs/policies_alone.md` has a whole attention layer; `docs/policies.md` shows what each
-rule keeps. `make` takes a rule's name, one of `names()`, one of your own that you
+`docs/policies_alone.md` has a whole attention layer and the helpers that rules are made
+of, here and in `kvjax.policies.ordering`; `docs/policies.md` shows what each rule
+keeps. `make` takes a rule's name, one of `names()`, one of your own that you
 `register`, or `my_rules:my_function`.
 """
 

@@ -273,6 +273,13 @@ def select_evictions(
 
 def validate(policy: Policy) -> Policy:
     """The policy, or a UserError if it needs what attention cannot hand over."""
+    if not isinstance(policy, Policy):
+        raise UserError(f"{policy!r} is no Policy: make one, as in policies.h2o()")
+    if not isinstance(policy.required_stats, frozenset):
+        raise UserError(
+            f"policy {policy.name!r} has required_stats={policy.required_stats!r}: "
+            "give a frozenset of names, as in frozenset({'attn_sum'})"
+        )
     unknown = policy.required_stats - OBSERVABLE
     if unknown:
         raise UserError(

@@ -147,7 +147,10 @@ def chunked(policy: Policy, size: int = 10) -> Policy:
     check_counts("chunked", 1, size=size)
 
     def score(stats, view):
-        return segments(policy.score(stats, view), view.positions, size)
+        raw = policy.score(stats, view)
+        mean = segments(raw, view.positions, size)
+        # Where one pair of a chunk is pinned and another let go for good.
+        return jnp.where(jnp.isnan(mean) & ~jnp.isnan(raw), jnp.inf, mean)
 
     return policy._replace(score=score, name=f"chunked({policy.name}, size={size})")
 

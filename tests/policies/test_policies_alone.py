@@ -9,15 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import tiny_spec
 
 from kvjax import policies
-from kvjax.types import Observation, View
+from kvjax.cache.config import make_config
+from kvjax.types import OBSERVABLE, Observation, View
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "policies_alone.md"
 BLOCKS = re.findall(
     r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
 )
 
+LEAVE_ROOM = {"fastgen", "simlayerkv"}  # rules that keep fewer pairs in some heads
 LENGTHS = (40, 25, 12)  # the last has fewer tokens than the budget
 BUDGET, WINDOW, KERNEL, NEW, WIDTH = 16, 8, 7, 3, 12
 
@@ -30,6 +33,14 @@ def page(blocks: int) -> types.SimpleNamespace:
     return types.SimpleNamespace(**names)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_in_a_hurry():
+    """Small programs that run once: compiling takes longer than running."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="module")
 def layer():
     return page(2)
@@ -37,7 +48,7 @@ def layer():
 
 @pytest.fixture(scope="module")
 def data(layer):
-    """Weights, prompts padded with noise, their lengths, tokens that come after."""
+    """Weights, prompts padded with noise, their ids and lengths, tokens to come."""
     heads, group, depth = vars(layer.SHAPE).values()
     rng = np.random.default_rng(0)
 
@@ -51,7 +62,8 @@ def data(layer):
         "o": normal(heads, group, depth, WIDTH, scale=0.3),
     }
     x = normal(len(LENGTHS), max(LENGTHS), WIDTH)
-    return w, x, jnp.asarray(LENGTHS), normal(len(LENGTHS), NEW, WIDTH)
+    tokens = jnp.asarray(rng.integers(0, 20, x.shape[:2]), jnp.int32)
+    return w, x, tokens, jnp.asarray(LENGTHS), normal(len(LENGTHS), NEW, WIDTH)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +78,7 @@ def test_blocks_are_short():
 
 
 def test_keeps_what_snapkv_keeps(data, done):
-    w, x, _, _ = data
+    w, x, *_ = data
     pos = np.asarray(done[2][2])
     for row, length in enumerate(LENGTHS):
         q, k, _ = numpy_layer(w, x[row, :length])
@@ -79,7 +91,7 @@ def test_keeps_what_snapkv_keeps(data, done):
 
 def test_attends_to_what_it_kept(data, done):
     """Every output is full attention, restricted to the positions that were held."""
-    w, x, _, new = data
+    w, x, _, _, new = data
     prompt_out, new_out, (_, _, pos) = done
     for row, length in enumerate(LENGTHS):
         tokens = np.concatenate([x[row, :length], new[row]])
@@ -98,9 +110,10 @@ def test_attends_to_what_it_kept(data, done):
 
 
 def test_a_row_gets_what_it_gets_alone(layer, data, done):
-    w, x, n, new = data
+    w, *given = data
     row, length = 1, LENGTHS[1]
-    alone = layer.run(w, x[row : row + 1, :length], n[row : row + 1], new[row][None])
+    x, tokens, n, new = (each[row : row + 1] for each in given)
+    alone = layer.run(w, x[:, :length], tokens[:, :length], n, new)
     for got, want in zip(alone[:2], done[:2], strict=True):
         want = want[row : row + 1, : got.shape[1]]
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
@@ -109,11 +122,11 @@ def test_a_row_gets_what_it_gets_alone(layer, data, done):
 
 @pytest.fixture(scope="module")
 def other():
-    return page(3)
+    return page(len(BLOCKS))
 
 
 def test_observed_is_what_other_rules_need(other, data):
-    w, x, n, _ = data
+    w, x, tokens, n, _ = data
 
     @jax.jit
     def observe():
@@ -121,31 +134,42 @@ def test_observed_is_what_other_rules_need(other, data):
         q, k, v = other.project(w, x, at)
         pos = jnp.broadcast_to(at[:, None], k.shape[:3])
         _, weights = other.attend(w, q, at, k, v, pos)
-        return other.observed(n, at, q, weights)
+        return other.observed(w, x, tokens, n, at, q, weights)
 
     seen = observe()
+    assert not [name for name in OBSERVABLE if getattr(seen, name) is None]
+    assert seen.tokens is tokens or np.array_equal(seen.tokens, tokens)
     for row, length in enumerate(LENGTHS):
-        q, k, _ = numpy_layer(w, x[row, :length])
+        q, k, v = numpy_layer(w, x[row, :length])
         for head in range(len(k)):
-            mean = numpy_weights(q[head], k[head]).mean(axis=0)  # [T, T]
-            sums = {
+            weights = numpy_weights(q[head], k[head])
+            mean = weights.mean(axis=0)  # [T, T]
+            added = np.einsum("td,gdm->gtm", v[head], np.asarray(w["o"])[head])
+            found = {
                 "attn_sum": mean.sum(0),
                 "attn_sq_sum": (mean**2).sum(0),
                 "last_attn": mean[-1],
+                "output_norm": np.abs(added).sum(-1).mean(0),
             }
-            for name, want in sums.items():
+            for name, want in found.items():
                 got = getattr(seen, name)[row, head, :length]
                 np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+            got = seen.attn_weights[row, head, :, :length, :length]
+            np.testing.assert_allclose(got, weights, rtol=0, atol=1e-5)
+            turned_back = turned(np.asarray(seen.pre_rope_queries)[row, head])
+            np.testing.assert_allclose(turned_back[:, :length], q[head], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["h2o", "key_diff", "tova"])
+@pytest.mark.parametrize("name", policies.names())
 def test_other_rules(name, other, data):
-    w, x, n, new = data
-    outs, (_, _, pos) = other.run(w, x, n, new, policy=policies.make(name))[1:]
+    outs, (_, _, pos) = other.run(*data, policy=policies.make(name))[1:]
+    w, x, *_ = data
     assert np.isfinite(outs).all()
     for row, length in enumerate(LENGTHS):
-        want = [min(length, BUDGET) + NEW] * len(pos[row])
-        assert [len(head) for head in held(pos[row])] == want
+        most = min(length, BUDGET) + NEW
+        counts = [len(head) for head in held(pos[row])]
+        assert counts == [most] * len(counts) or name in LEAVE_ROOM
+        assert max(counts) <= most
         q, k, _ = numpy_layer(w, x[row, :length])
         pairs = zip(q, k, strict=True)
         weights = np.stack([numpy_weights(*pair).mean(axis=0) for pair in pairs])
@@ -158,19 +182,36 @@ def test_other_rules(name, other, data):
             assert kept == [best(weights[:, -1].mean(axis=0))] * len(k)
 
 
-def test_learned_rule(data):
+def test_own_rule(other, data):
+    """The page's example, beside the same in NumPy: differences in the text's order."""
+    outs, (_, _, pos) = other.run(*data, policy=other.turns)[1:]
+    assert np.isfinite(outs).all()
+    for row, length in enumerate(LENGTHS):
+        loud = np.linalg.norm(np.asarray(data[1][row, :length], np.float64), axis=-1)
+        change = np.abs(np.diff(loud, prepend=loud[0]))
+        change[-4:] = np.inf
+        assert held(pos[row], below=length) == [best(change)] * len(pos[row])
+
+
+def test_own_rules_go_into_a_cache(other):
+    spec = tiny_spec()
+    make_config(spec, other.turns, 128)
+    weights = [jnp.ones((spec.model_dim, spec.num_kv_heads))] * spec.num_layers
+    make_config(spec, policies.with_params(other.linear, weights), 128)
+
+
+def test_learned_rule(other, data):
     """The page's rule scores each pair by what attention read when it came."""
-    w, x, n, _ = data
-    layer = page(4)
+    w, x, _, n, _ = data
     at = jnp.broadcast_to(jnp.arange(x.shape[1])[None], x.shape[:2])
     weights = w["k"][..., 0]  # [M, K]
-    policy = policies.with_params(layer.linear, [weights])
+    policy = policies.with_params(other.linear, [weights])
 
     @functools.partial(jax.jit, static_argnames="policy")
     def scores(policy, layers):
         pos = jnp.broadcast_to(at[:, None], (len(x), weights.shape[1], x.shape[1]))
         view = View(pos, n - 1, jnp.sum(pos >= 0, axis=-1), params=layers[0])
-        stats = policy.init(layer.SHAPE, len(x), x.shape[1])
+        stats = policy.init(other.SHAPE, len(x), x.shape[1])
         stats = policy.observe(stats, view, Observation(n, at, hidden=x))
         return policy.score(stats, view)
 
