@@ -60,7 +60,7 @@ def test_numpy_values_become_numbers(tmp_path):
         append_record(path, {"kl": object()})
 
 
-@pytest.mark.parametrize("torn", ['{"method": "Key', '{"m', "1", '{"method": "é'])
+@pytest.mark.parametrize("torn", ['{"method": "Key', '{"m', "{", '{"method": "é'])
 def test_a_torn_last_line_is_dropped_and_written_over(tmp_path, torn):
     path = tmp_path / "records.jsonl"
     append_record(path, FULL)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from kvjax.evaluation import files
 from kvjax.evaluation.report import groups
 from kvjax.evaluation.report.groups import Quality
 from kvjax.evaluation.report.records import Record, survivor_shares
@@ -41,8 +42,8 @@ def save(path: str | os.PathLike, figure_of: Callable[..., Any], *args: Any) -> 
     """Writes the picture that a function returns, in the style that all have."""
     from matplotlib import style
 
-    with style.context(_STYLE):
-        figure_of(*args).savefig(path)
+    with style.context(_STYLE), files.written(path) as partial:
+        figure_of(*args).savefig(partial)
 
 
 def new_figure(size: tuple[float, float]) -> Any:

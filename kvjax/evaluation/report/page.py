@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 from markdown_it import MarkdownIt
 
+from kvjax.evaluation import files
 from kvjax.evaluation.report import figures, groups, scatters, tables
 from kvjax.evaluation.report.groups import Quality, Source, Throughput
 from kvjax.evaluation.report.records import Record
@@ -127,7 +128,8 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
         score=groups.score_of(records),
         sweep=kind == "sweep",
     )
-    path.write_text(page, encoding="utf-8")
+    with files.written(path) as partial:
+        partial.write_text(page, encoding="utf-8")
     return path
 
 
@@ -177,13 +179,14 @@ def write_comparison(
         figures.save(folder / name, scatters.throughput_vs_batch, group.records)
         pictures.append({name: "Throughput against batch"})
     page = _comparison(sources, qualities, speeds, pictures)
-    files = {
+    texts = {
         "report.md": page,
         "report.html": as_html(page, folder),
         "tables.tex": latex(list(_latex_parts(qualities, speeds))),
     }
-    for name, content in files.items():
-        (folder / name).write_text(content, encoding="utf-8")
+    for name, content in texts.items():
+        with files.written(folder / name) as partial:
+            partial.write_text(content, encoding="utf-8")
     return {
         "report": str(folder / "report.md"),
         "html": str(folder / "report.html"),
