@@ -9,7 +9,10 @@ stopped.
 
 import contextlib
 import json
+import re
+import signal
 import sys
+import traceback
 
 from absl import app, flags, logging
 from baselines.throughput import joined
@@ -42,6 +45,7 @@ _OVERRIDES = ("memory_gb", "haystack", "data_dir", "mesh")
 
 def main(_):
     logging.set_verbosity(logging.WARNING)  # checkpoint libraries are talkative
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
     if not _WORKDIR.value:
         raise UserError("--workdir is missing: name the folder for the results")
     if _COORDINATOR.value is not None or _PROCESSES.value is not None:
@@ -59,14 +63,22 @@ def main(_):
 
 @contextlib.contextmanager
 def _bar(units):
-    """Shows what runs, and goes when it ends; nothing where stderr is no terminal."""
+    """Shows what runs, from the first thing on, and goes when it ends.
+
+    Nothing where stderr is no terminal.
+    """
     console = Console(stderr=True)
-    quiet = not console.is_terminal
-    with Progress(console=console, transient=True, disable=quiet) as bar:
-        line = bar.add_task("", total=units)
-        yield lambda what, units: bar.update(
-            line, description=escape(what), advance=units
-        )
+    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+    line = bar.add_task("", total=units)
+
+    def show(what, units):
+        bar.start()
+        bar.update(line, description=escape(what), advance=units)
+
+    try:
+        yield show
+    finally:
+        bar.stop()
 
 
 def _baselines(asked):
@@ -83,6 +95,8 @@ def _config():
         raise UserError("--config is missing: name one of configs/*.py")
     try:
         return _CONFIG.value.to_dict()
+    except AttributeError:
+        raise UserError("--config: its get_config has to return a ConfigDict") from None
     except OSError as error:
         raise UserError(f"--config: {str(error).splitlines()[-1].strip()}") from None
 
@@ -91,10 +105,36 @@ def _parse(argv):
     """Flags that do not parse are the user's mistake, like any other."""
     try:
         return FLAGS(argv)
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as e:
-        lines = f"flags: {e}".splitlines()
-        raised = any(line.startswith("Traceback") for line in lines)
-        raise UserError(lines[-1] if raised else lines[0]) from None
+    except Exception as error:  # a config file may raise anything
+        raise UserError(_raised(error, argv) or f"flags: {_line(error)}") from None
+
+
+def _line(error):
+    """What flags that do not parse say of themselves."""
+    lines = str(error.args[0] if error.args else error).strip("'").splitlines() or [""]
+    if isinstance(error, AttributeError | LookupError):  # as config_flags has it
+        return f"the config has no such field: {lines[0]} (see --help)"
+    return lines[-1] if "Traceback" in str(error) else lines[0]
+
+
+def _raised(error, argv):
+    """What a config file raised, with file and line; None if it is not to blame."""
+    config = _config_file(argv)
+    while error is not None:
+        if isinstance(error, SyntaxError):
+            return f"{error.filename}, line {error.lineno}: {error.msg}"
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            if frame.filename == config:
+                return f"{config}, line {frame.lineno}: {what}"
+        error = error.__context__
+    return None
+
+
+def _config_file(argv):
+    """The file that --config names, without the colon and what follows."""
+    told = re.search(r"\0--?config[=\0]([^\0:]*)", "\0" + "\0".join(argv))
+    return told[1] if told else None
 
 
 if __name__ == "__main__":
