@@ -4,7 +4,7 @@
 
 Prints the table (of a sweep, its best rows) and, as the last line on stdout, one JSON
 object. Interrupted and started again with the same --workdir, it goes on where it
-stopped.
+stopped. --help lists configs, the fields of one, policies and tasks.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 
+import run_help
 from absl import app, flags, logging
 from baselines.throughput import joined
 from ml_collections import config_flags
@@ -104,6 +105,10 @@ def _config():
 def _parse(argv):
     """Flags that do not parse are the user's mistake, like any other."""
     try:
+        if {"--help", "-help", "-h"} & set(argv):
+            more = run_help.text(_config_told(argv))
+            app.usage(shorthelp=True, writeto_stdout=True, detailed_error=more)
+            sys.exit(0)
         return FLAGS(argv)
     except Exception as error:  # a config file may raise anything
         raise UserError(_raised(error, argv) or f"flags: {_line(error)}") from None
@@ -111,15 +116,15 @@ def _parse(argv):
 
 def _line(error):
     """What flags that do not parse say of themselves."""
-    lines = str(error.args[0] if error.args else error).strip("'").splitlines() or [""]
     if isinstance(error, AttributeError | LookupError):  # as config_flags has it
-        return f"the config has no such field: {lines[0]} (see --help)"
+        return f"the config has no such field: {error.args[0]} (see --help)"
+    lines = str(error).splitlines()
     return lines[-1] if "Traceback" in str(error) else lines[0]
 
 
 def _raised(error, argv):
     """What a config file raised, with file and line; None if it is not to blame."""
-    config = _config_file(argv)
+    config = (_config_told(argv) or "").partition(":")[0]
     while error is not None:
         if isinstance(error, SyntaxError):
             return f"{error.filename}, line {error.lineno}: {error.msg}"
@@ -131,9 +136,9 @@ def _raised(error, argv):
     return None
 
 
-def _config_file(argv):
-    """The file that --config names, without the colon and what follows."""
-    told = re.search(r"\0--?config[=\0]([^\0:]*)", "\0" + "\0".join(argv))
+def _config_told(argv):
+    """What --config says, as config_flags is not asked before all flags are parsed."""
+    told = re.search(r"\0--?config[=\0]([^\0]*)", "\0" + "\0".join(argv))
     return told[1] if told else None
 
 

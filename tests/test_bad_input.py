@@ -324,3 +324,51 @@ def test_a_config_that_does_not_load(tmp_path, body, words):
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert words in line and ("mine.py" in line or "line" not in words)
     assert not (tmp_path / "w").exists()
+
+
+HELP = [
+    "configs/batch_max/smollm2_cpu.py  Batch-Max's comparison on a CPU",
+    "--config.budget=512 int",
+    "--config.tasks[0].options.depths=(0.1, 0.3, 0.5, 0.7, 0.9) tuple",
+    "--config.methods[4].policy=h2o",
+    "scissorhands_released, simlayerkv,",
+    "ruler/niah_multikey_1,",
+    "--baseline_python",
+]
+
+
+def command_line(*arguments):
+    return subprocess.run(
+        [sys.executable, "experiments/run.py", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_help_tells_what_there_is():
+    done = command_line("--help")
+    told = " ".join(done.stdout.split())
+    assert done.returncode == 0 and done.stderr == ""
+    assert [words for words in HELP if " ".join(words.split()) not in told] == []
+    other = command_line("--config=configs/quality.py:needle_1000", "--help").stdout
+    assert "--config.data_dir=''" in other and "Fields of configs/quality.py" in other
+
+
+OVERRIDES = [  # the help's examples
+    "--config.budget=256",
+    "--config.fidelity.num_windows=2",
+    "--config.methods[4].policy=h2o",
+    "--config.tasks[0].options.depths=(0.1,0.9)",
+    '--config.methods=({"name": "Full cache"}, {"name": "H2O", "policy": "h2o"})',
+]
+
+
+def test_the_help_s_examples_work():
+    """What is left to complain of is the model, which is asked for last."""
+    for chosen in (OVERRIDES[:4], OVERRIDES[4:]):
+        told = [f"--config={ROOT}/configs/quickstart.py", *chosen, "--workdir=w"]
+        done = command_line(*told, "--config.model=nowhere")
+        assert "error: no model named 'nowhere'" in done.stderr, done.stderr
+        assert done.stderr.count("\n") == 1
