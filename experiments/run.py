@@ -59,7 +59,7 @@ def main(_):
     path = report.write_report(records, _WORKDIR.value)
     report.show(report.overview(records))
     print(f"\n{path}\n")
-    print(json.dumps(report.summary(records)))
+    print(json.dumps(report.summary(records, path)))
 
 
 @contextlib.contextmanager

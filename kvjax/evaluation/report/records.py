@@ -18,8 +18,9 @@ file. What it may hold; a missing value counts as unknown and shows as "-":
     batch_size, limited_by      prompts at a time, and what limits them
     prefill_batch, batch_rule   prompts read at a time, and how the batch was found
     score, num_examples         the mean of the tasks' scores, among how many prompts
-    tasks                       {name: {metric, score, metrics, num_examples, breakdown,
-                                survivors, ...}}; `breakdown` has the score of every
+    tasks                       {name: {metric, score, metrics, num_examples, interval,
+                                interval_method, breakdown, survivors, ...}};
+                                `interval` is of 95%, `breakdown` has the score of every
                                 depth and the like, `survivors` a `survivor_map`
     kl, loss, reference_loss    nats per token
     top1_agreement              share of tokens
