@@ -62,18 +62,23 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
         with on_disk(path):
             _take(file, path)
         try:
+            with on_disk(path):
+                file.truncate(0)
+                told = {"pid": os.getpid(), "host": socket.gethostname()}
+                file.write(json.dumps(told).encode())
             yield
         finally:
             path.unlink(missing_ok=True)
 
 
-def _opened(path: pathlib.Path) -> IO[str]:
+def _opened(path: pathlib.Path) -> IO[bytes]:
+    """Without a buffer: what a full disk does not take is not tried again later."""
     with on_disk(path):
-        return open(path, "a+", encoding="utf-8")
+        return open(path, "ab+", buffering=0)
 
 
-def _take(file: IO[str], path: pathlib.Path) -> None:
-    """Locks the open file, and writes into it whose it is."""
+def _take(file: IO[bytes], path: pathlib.Path) -> None:
+    """Locks the open file, which is then this process's."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         free = os.path.samestat(os.fstat(file.fileno()), path.stat())
@@ -90,12 +95,9 @@ def _take(file: IO[str], path: pathlib.Path) -> None:
             f"workdir {path.parent} is locked by process {pid} on another host, {host}"
             f": if nothing runs there any more, delete {path} and run it again"
         )
-    file.truncate(0)
-    json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
-    file.flush()
 
 
-def _holder(file: IO[str]) -> tuple[str, int | str]:
+def _holder(file: IO[bytes]) -> tuple[str, int | str]:
     """The host and the process that the file names; one cut short names nobody."""
     file.seek(0)
     with contextlib.suppress(ValueError, TypeError, KeyError):
