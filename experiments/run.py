@@ -4,13 +4,17 @@
 
 Prints the table (of a sweep, its best rows) and, as the last line on stdout, one JSON
 object. Interrupted and started again with the same --workdir, it goes on where it
-stopped.
+stopped. --help lists configs, the fields of one, policies and tasks.
 """
 
 import contextlib
 import json
+import re
+import signal
 import sys
+import traceback
 
+import run_help
 from absl import app, flags, logging
 from baselines.throughput import joined
 from ml_collections import config_flags
@@ -42,6 +46,7 @@ _OVERRIDES = ("memory_gb", "haystack", "data_dir", "mesh")
 
 def main(_):
     logging.set_verbosity(logging.WARNING)  # checkpoint libraries are talkative
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
     if not _WORKDIR.value:
         raise UserError("--workdir is missing: name the folder for the results")
     if _COORDINATOR.value is not None or _PROCESSES.value is not None:
@@ -54,19 +59,27 @@ def main(_):
     path = report.write_report(records, _WORKDIR.value)
     report.show(report.overview(records))
     print(f"\n{path}\n")
-    print(json.dumps(report.summary(records)))
+    print(json.dumps(report.summary(records, path)))
 
 
 @contextlib.contextmanager
 def _bar(units):
-    """Shows what runs, and goes when it ends; nothing where stderr is no terminal."""
+    """Shows what runs, from the first thing on, and goes when it ends.
+
+    Nothing where stderr is no terminal.
+    """
     console = Console(stderr=True)
-    quiet = not console.is_terminal
-    with Progress(console=console, transient=True, disable=quiet) as bar:
-        line = bar.add_task("", total=units)
-        yield lambda what, units: bar.update(
-            line, description=escape(what), advance=units
-        )
+    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+    line = bar.add_task("", total=units)
+
+    def show(what, units):
+        bar.start()
+        bar.update(line, description=escape(what), advance=units)
+
+    try:
+        yield show
+    finally:
+        bar.stop()
 
 
 def _baselines(asked):
@@ -83,6 +96,8 @@ def _config():
         raise UserError("--config is missing: name one of configs/*.py")
     try:
         return _CONFIG.value.to_dict()
+    except AttributeError:
+        raise UserError("--config: its get_config has to return a ConfigDict") from None
     except OSError as error:
         raise UserError(f"--config: {str(error).splitlines()[-1].strip()}") from None
 
@@ -90,11 +105,41 @@ def _config():
 def _parse(argv):
     """Flags that do not parse are the user's mistake, like any other."""
     try:
+        if {"--help", "-help", "-h"} & set(argv):
+            more = run_help.text(_config_told(argv))
+            app.usage(shorthelp=True, writeto_stdout=True, detailed_error=more)
+            sys.exit(0)
         return FLAGS(argv)
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as e:
-        lines = f"flags: {e}".splitlines()
-        raised = any(line.startswith("Traceback") for line in lines)
-        raise UserError(lines[-1] if raised else lines[0]) from None
+    except Exception as error:  # a config file may raise anything
+        raise UserError(_raised(error, argv) or f"flags: {_line(error)}") from None
+
+
+def _line(error):
+    """What flags that do not parse say of themselves."""
+    if isinstance(error, AttributeError | LookupError):  # as config_flags has it
+        return f"the config has no such field: {error.args[0]} (see --help)"
+    lines = str(error).splitlines()
+    return lines[-1] if "Traceback" in str(error) else lines[0]
+
+
+def _raised(error, argv):
+    """What a config file raised, with file and line; None if it is not to blame."""
+    config = (_config_told(argv) or "").partition(":")[0]
+    while error is not None:
+        if isinstance(error, SyntaxError):
+            return f"{error.filename}, line {error.lineno}: {error.msg}"
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            if frame.filename == config:
+                return f"{config}, line {frame.lineno}: {what}"
+        error = error.__context__
+    return None
+
+
+def _config_told(argv):
+    """What --config says, as config_flags is not asked before all flags are parsed."""
+    told = re.search(r"\0--?config[=\0]([^\0]*)", "\0" + "\0".join(argv))
+    return told[1] if told else None
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -269,6 +270,12 @@ def config(**changes):
     return fields | changes
 
 
+TWINS = [  # what tells them apart is in no table
+    {"name": "a", "policy": "h2o", "series": "h2o"},
+    {"name": "b", "policy": "h2o", "series": "h2o", "options": {"recent": 0.2}},
+]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -276,6 +283,16 @@ def config(**changes):
         ({"methods": [{"name": "a", "policy": "recency", "sinks": 3}]}, ["sinks"]),
         ({"methods": [{"name": "a", "policy": "oldest"}]}, ["oldest"]),
         ({"methods": []}, ["methods"]),
+        ({"methods": "h2o"}, ["methods 'h2o'", "a dict for each"]),
+        ({"methods": ["h2o"]}, ["method 'h2o'", "a dict of its fields"]),
+        ({"methods": [{"name": "a", "options": 3}]}, ["options 3", "a dict"]),
+        ({"tasks": ["needle"]}, ["task 'needle'", "a dict of its fields"]),
+        ({"tasks": 3}, ["tasks 3"]),
+        ({"fidelity": 3}, ["fidelity 3", "a dict"]),
+        ({"num_examples": "ten"}, ["num_examples ten", "at least 1"]),
+        ({"data_dir": "nowhere"}, ["data_dir 'nowhere'", "folder"]),
+        ({"haystack": "nowhere"}, ["haystack folder 'nowhere'", "does not exist"]),
+        ({"methods": TWINS}, ["'a' and 'b'", "series 'h2o'", "a series of its own"]),
         ({"methods": [{"name": "a"}, {"name": "a"}]}, ["different names"]),
         ({"num_examples": 0}, ["num_examples 0"]),
         ({"tasks": []}, ["tasks"]),
@@ -296,10 +313,24 @@ def config(**changes):
     ],
 )
 def test_experiment(tmp_path, changes, words):
+    """Found before long work, and no folder is left behind."""
     with pytest.raises(UserError) as caught:
         experiment = from_config(config(**changes), {})
-        run.run(experiment, tmp_path / "w", lambda what, units: None)
+        run.run(experiment, tmp_path / "runs" / "w", lambda what, units: None)
     assert all(word in str(caught.value) for word in words), caught.value
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_throughput_s_methods_are_names_or_dicts():
+    fields = {"experiment": "throughput", "max_new_tokens": 1, "min_timed_batches": 1}
+    with pytest.raises(UserError, match="method 3: give a dict"):
+        from_config(config(**fields, methods=[3]), {})
+
+
+def test_methods_of_one_series_may_differ_in_what_reports_show():
+    for change in ({"budget": 16}, {"phases": "after_prefill"}):
+        methods = [TWINS[0], TWINS[1] | change]
+        from_config(config(methods=methods), {}).check()
 
 
 def test_workdir_of_another_experiment(tmp_path):
@@ -342,3 +373,84 @@ def test_command_line(tmp_path, arguments, word):
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert len(lines) == 1 and word in lines[0], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("    x =", "line 5: invalid syntax"),
+        ("    return 1 / 0", "line 5: ZeroDivisionError: division by zero"),
+        ("    return nothing", "line 5: NameError: name 'nothing'"),
+        ("    int('a\\nb')", "line 5: ValueError: invalid literal"),
+        ("    return {}.x", "line 5: AttributeError"),
+        ("    return {}", "has to return a ConfigDict"),
+        ("    open('/nowhere')", "No such file"),
+    ],
+)
+def test_a_config_that_does_not_load(tmp_path, body, words):
+    """One line that names the file and the line."""
+    (tmp_path / "mine.py").write_text(f"import sys\n\n\ndef get_config():\n{body}\n")
+    done = subprocess.run(
+        [
+            sys.executable,
+            ROOT / "experiments/run.py",
+            "--config=mine.py",
+            "--workdir=w",
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert words in line and ("mine.py" in line or "line" not in words)
+    assert not (tmp_path / "w").exists()
+
+
+HELP = [
+    "configs/batch_max/smollm2_cpu.py  Batch-Max's comparison on a CPU",
+    "--config.budget=512 int",
+    "--config.tasks[0].options.depths=(0.1, 0.3, 0.5, 0.7, 0.9) tuple",
+    "--config.methods[4].policy=h2o",
+    "scissorhands_released, simlayerkv,",
+    "ruler/niah_multikey_1,",
+    "--baseline_python",
+]
+
+
+def command_line(*arguments):
+    return subprocess.run(
+        [sys.executable, "experiments/run.py", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_help_tells_what_there_is():
+    done = command_line("--help")
+    told = " ".join(done.stdout.split())
+    assert done.returncode == 0 and done.stderr == ""
+    assert [words for words in HELP if " ".join(words.split()) not in told] == []
+    other = command_line("--config=configs/quality.py:needle_1000", "--help").stdout
+    assert "--config.data_dir=''" in other and "Fields of configs/quality.py" in other
+
+
+OVERRIDES = [  # the help's examples
+    "--config.budget=256",
+    "--config.fidelity.num_windows=2",
+    "--config.methods[4].policy=h2o",
+    "--config.tasks[0].options.depths=(0.1,0.9)",
+    '--config.methods=({"name": "Full cache"}, {"name": "H2O", "policy": "h2o"})',
+]
+
+
+def test_the_help_s_examples_work():
+    """What is left to complain of is the model, which is asked for last."""
+    for chosen in (OVERRIDES[:4], OVERRIDES[4:]):
+        told = [f"--config={ROOT}/configs/quickstart.py", *chosen, "--workdir=w"]
+        done = command_line(*told, "--config.model=nowhere")
+        assert "error: no model named 'nowhere'" in done.stderr, done.stderr
+        assert done.stderr.count("\n") == 1

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax import policies
@@ -11,6 +11,7 @@ from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.schedule import Schedule
 from kvjax.engine.planner import device_memory
 from kvjax.evaluation import tasks
+from kvjax.evaluation.tasks import data, text
 from kvjax.types import ModelSpec, UserError
 
 Fields = Mapping[str, Any]
@@ -143,7 +144,7 @@ class Experiment(abc.ABC):
     def check(self) -> None:
         """Raises UserError for all that can be told wrong before a model is loaded."""
         for what in ("methods", "tasks"):
-            names = [each.name for each in getattr(self, what)]
+            names = [str(each.name) for each in getattr(self, what)]
             if not names or len(set(names)) < len(names):
                 raise UserError(f"{what} {names}: give one or more, of different names")
         for task in self.tasks:
@@ -151,14 +152,30 @@ class Experiment(abc.ABC):
             at_least(1, **{field: getattr(task, field) for field in OF_TASKS})
         at_least(0, seed=self.seed)
         device_memory(self.memory_gb)
-        for method in self.methods:
-            method.check()
+        if self.data_dir:
+            data.folder(self.data_dir)
+        if self.haystack:
+            text.existing(self.haystack)
+        self._tell_apart([method.check()[1] for method in self.methods])
+
+    def _tell_apart(self, schedules: Sequence[Schedule]) -> None:
+        """Raises UserError for methods that reports would take for one."""
+        seen: dict[tuple, Method] = {}
+        for method, schedule in zip(self.methods, schedules, strict=True):
+            series = method.series or method.name
+            place = series, schedule.phases, method.budget, method.codec
+            if (first := seen.setdefault(place, method)) is not method:
+                raise UserError(
+                    f"methods {first.name!r} and {method.name!r} share series "
+                    f"{series!r}, schedule, budget and codec, so reports would take "
+                    "them for one: give each a series of its own"
+                )
 
 
 def at_least(least: int, **numbers: int | None) -> None:
-    """Raises UserError for the first number that is smaller; None passes."""
+    """Raises UserError for the first that is smaller, or no number; None passes."""
     for field, value in numbers.items():
-        if value is not None and value < least:
+        if value is not None and not (isinstance(value, int) and value >= least):
             more = "0 or more" if least == 0 else f"at least {least}"
             raise UserError(f"{field} {value}: {more}")
 
@@ -171,7 +188,7 @@ def flattened(config: Fields, overrides: Fields) -> dict[str, Any]:
     empty text None. Overrides that are None change nothing.
     """
     given = dict(config)
-    quick_fields = given.pop("quick_fields", {})
+    quick_fields = as_dict(given.pop("quick_fields", {}), "quick_fields")
     if given.pop("quick", False):
         for key, value in quick_fields.items():
             merges = isinstance(value, Mapping) and key in given
@@ -190,13 +207,28 @@ def taken(fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: fields.pop(name) for name in names if name in fields}
 
 
+def each_of(given: dict[str, Any], what: str, otherwise: tuple = ()) -> Sequence[Any]:
+    """The `methods` or `tasks` of a config, which no longer holds them."""
+    found = given.pop(what, otherwise)
+    if not isinstance(found, list | tuple):
+        raise UserError(f"{what} {found!r:.80}: give a tuple, of a dict for each")
+    return found
+
+
+def as_dict(fields: Any, what: str) -> Fields:
+    """The fields, or a UserError for what has none."""
+    if not isinstance(fields, Mapping):
+        raise UserError(f"{what} {fields!r:.80}: give a dict of its fields")
+    return fields
+
+
 def method(fields: Fields, shared: Fields) -> Method:
     """A method from its fields and those that it shares with others.
 
     The full cache is read in the same chunks; budget, eviction and codec are none of
     its.
     """
-    if not fields.get("policy"):
+    if not as_dict(fields, "method").get("policy"):
         shared = {key: value for key, value in shared.items() if key == "prefill_chunk"}
     fields = {**shared, **fields}
     return with_options(Method, fields, f"method {fields.get('name')!r}")
@@ -204,14 +236,15 @@ def method(fields: Fields, shared: Fields) -> Method:
 
 def task(fields: Fields, shared: Fields) -> TaskRun:
     """A task from its fields and those that it shares with others."""
-    return with_options(TaskRun, {**shared, **fields}, f"task {fields.get('name')!r}")
+    fields = {**shared, **as_dict(fields, "task")}
+    return with_options(TaskRun, fields, f"task {fields.get('name')!r}")
 
 
 def with_options(cls, fields: Fields, what: str):
     """`build` for a class with `options`: a dict in a config, sorted pairs here."""
     options = {
         key: tuple(value) if isinstance(value, list) else value
-        for key, value in fields.get("options", {}).items()
+        for key, value in as_dict(fields.get("options", {}), f"{what}: options").items()
     }
     return build(cls, {**fields, "options": tuple(sorted(options.items()))}, what)
 
@@ -219,7 +252,7 @@ def with_options(cls, fields: Fields, what: str):
 def build(cls, fields: Fields, what: str):
     """A dataclass from a dict, its lists made tuples and its fields checked."""
     known = {field.name for field in dataclasses.fields(cls)}
-    unknown = sorted(set(fields) - known)
+    unknown = sorted(set(as_dict(fields, what)) - known)
     if unknown:
         raise UserError(
             f"{what} has an unknown field {unknown[0]!r}: fields are "

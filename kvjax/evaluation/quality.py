@@ -5,9 +5,10 @@ compares a method's next-token distributions on long texts to the full cache's, 
 are kept in `WORKDIR/reference.npy`, f32[windows, continuation, V].
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from kvjax.engine.planner import (
     weights_bytes,
 )
 from kvjax.engine.steps import NO_EOS
-from kvjax.evaluation import config
+from kvjax.evaluation import config, files
 from kvjax.evaluation.config import Experiment, Method
 from kvjax.evaluation.report.records import Record, survivor_map
 from kvjax.evaluation.samples import Samples, graded, samples_of, summary
@@ -95,10 +96,10 @@ def from_config(fields: config.Fields, overrides: config.Fields) -> Quality:
     of_tasks = config.taken(given, config.OF_TASKS)
     windows = config.build(Fidelity, given.pop("fidelity", {}), "fidelity")
     given["methods"] = tuple(
-        config.method(each, of_methods) for each in given.pop("methods", ())
+        config.method(each, of_methods) for each in config.each_of(given, "methods")
     )
     given["tasks"] = tuple(
-        config.task(each, of_tasks) for each in given.pop("tasks", ())
+        config.task(each, of_tasks) for each in config.each_of(given, "tasks")
     )
     return config.build(Quality, given | {"fidelity": windows}, "config")
 
@@ -110,6 +111,7 @@ def rows(setting: Setting) -> list[Row]:
     tasks = [samples_of(experiment, each, model) for each in experiment.tasks]
     engine = _layers(model, configs.values()) if experiment.layerwise else _whole(model)
     windows = _windows(setting)
+    _kept_reference(setting, windows)  # raises if it is damaged
     made = []
     for method in experiment.methods:
         kept = configs[method.name]
@@ -259,14 +261,34 @@ def _is_full_cache(run: _Run) -> bool:
 
 
 def _reference(run: _Run, say: Progress) -> np.ndarray:
-    path = run.setting.workdir / "reference.npy"
-    if not path.exists():
-        say("the full cache's predictions", 0)
-        logits = _forced(run, make_config(run.setting.model.spec, None, None))
-        partial = path.with_suffix(".part.npy")
+    kept = _kept_reference(run.setting, run.windows)
+    if kept is not None:
+        return kept
+    say("the full cache's predictions", 0)
+    logits = _forced(run, make_config(run.setting.model.spec, None, None))
+    with files.written(run.setting.workdir / "reference.npy") as partial:
         np.save(partial, logits)
-        partial.replace(path)
-    return np.load(path)
+    return logits
+
+
+def _kept_reference(
+    setting: Setting, windows: Sequence[fidelity.Window]
+) -> np.ndarray | None:
+    """The full cache's predictions, if an earlier run has written them down.
+
+    Raises:
+      UserError: the file holds something else.
+    """
+    path = setting.workdir / "reference.npy"
+    if not (windows and path.exists()):
+        return None
+    new, vocab = len(windows[0].continuation), setting.model.spec.vocab_size
+    wanted, found = (len(windows), new, vocab), None
+    with contextlib.suppress(ValueError, EOFError, SyntaxError):  # as NumPy has it
+        found = np.load(path, mmap_mode="r")
+    if found is None or (found.shape, found.dtype) != (wanted, np.float32):
+        raise UserError(f"{path} is damaged: delete it, and it is made again")
+    return found
 
 
 def _forced(run: _Run, kept: CacheConfig) -> np.ndarray:

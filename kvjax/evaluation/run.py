@@ -6,25 +6,28 @@ killed, loses at most the batch in flight::
     WORKDIR/experiment.json   what was asked; another question wants another folder
     WORKDIR/batches.jsonl     one line per finished batch
     WORKDIR/records.jsonl     one line per finished method, made from its batches
+    WORKDIR/lock              whose run it is, while it lasts
 
 `quality` and `throughput` say what a record is and how it is measured; this is the loop
 that has them made.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
 from kvjax.engine import compiled
 from kvjax.engine.planner import device_memory
-from kvjax.evaluation import quality, throughput
+from kvjax.evaluation import files, quality, throughput
 from kvjax.evaluation.config import Experiment, Fields
 from kvjax.evaluation.report.records import FORMAT, Record, provenance
 from kvjax.evaluation.setting import Baseline, Lines, Progress, Setting
@@ -78,25 +81,30 @@ def run(
     baselines = baselines or {}
     if taken := {method.name for method in experiment.methods} & set(baselines):
         raise UserError(f"methods and baselines are both named {', '.join(taken)}")
-    folder = opened(experiment, pathlib.Path(workdir))
     compiled.keep_compiled()
-    progress(f"loading {experiment.model}", 0)
-    setting = Setting(
-        experiment,
-        load(experiment.model, experiment.dtype, mesh=experiment.mesh),
-        device_memory(experiment.memory_gb),
-        folder,
-        Lines(folder / "batches.jsonl"),
-        Lines(folder / "records.jsonl"),
-        baselines,
-    )
-    rows = MEASUREMENTS[experiment.experiment].rows(setting)
+    with opened(experiment, pathlib.Path(workdir)) as folder:
+        batches, records = (
+            Lines(folder / "batches.jsonl"),
+            Lines(folder / "records.jsonl"),
+        )
+        progress(f"loading {experiment.model}", 0)
+        model = load(experiment.model, experiment.dtype, mesh=experiment.mesh)
+        memory = device_memory(experiment.memory_gb)
+        return _records(
+            Setting(experiment, model, memory, folder, batches, records, baselines),
+            progress,
+        )
+
+
+def _records(setting: Setting, progress: Progress) -> list[Record]:
+    """Of all rows, those that are not there yet measured now."""
+    rows = MEASUREMENTS[setting.experiment.experiment].rows(setting)
     for row in sorted(rows, key=lambda row: row.rank):
         if setting.records.where(**row.key):
             progress(row.title, row.units)
             continue
         record = row.measure(functools.partial(_say, progress, row.title))
-        setting.records.add(_made(experiment, record))
+        setting.records.add(_made(setting.experiment, record))
         _forget()
     return [setting.records.where(**row.key)[0] for row in rows]
 
@@ -124,59 +132,96 @@ def _forget() -> None:
     compiled.clear()
 
 
-def opened(experiment: Experiment, workdir: pathlib.Path) -> pathlib.Path:
-    """The folder, if what lies in it answers the same question.
+@contextlib.contextmanager
+def opened(experiment: Experiment, workdir: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Lends the folder, locked, if what lies in it answers the same question.
+
+    What this made is gone afterwards, if nothing was measured.
 
     Args:
       experiment: the question, kept in `experiment.json`.
       workdir: made if it is not there.
 
     Raises:
-      UserError: it holds results of another configuration, or cannot be made.
+      UserError: another process is at work in it, it holds results of another
+        configuration, or it cannot be made.
     """
+    index = jax.process_index()
+    own = workdir / f"process-{index}" if index else workdir
+    made = [folder for folder in (own, *own.parents) if not folder.exists()]
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        workdir = _own(workdir)
+        own.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"workdir {workdir}: {error.strerror}; name another") from None
+    try:
+        with files.locked(own):
+            _share(workdir, own)
+            _ask(experiment, own)
+            try:
+                yield own
+            finally:
+                if not _found(own):
+                    (own / "experiment.json").unlink(missing_ok=True)
+    finally:
+        with contextlib.suppress(OSError):  # those that something lies in stay
+            for folder in made:
+                folder.rmdir()
+
+
+def _found(folder: pathlib.Path) -> list[str]:
+    return [name for name in _RESULTS if (folder / name).exists()]
+
+
+def _ask(experiment: Experiment, workdir: pathlib.Path) -> None:
+    """Writes the question down; raises UserError if results answer another one."""
     asked = json.loads(json.dumps(dataclasses.asdict(experiment)))
-    path = workdir / "experiment.json"
-    found = [name for name in _RESULTS if (workdir / name).exists()]
-    if found and not path.exists():
+    path, found = workdir / "experiment.json", _found(workdir)
+    if not found:
+        with files.written(path) as partial:
+            partial.write_text(json.dumps(asked, indent=2) + "\n")
+        return
+    if not path.exists():
         raise UserError(
             f"workdir {workdir} holds {found[0]} of a run that nothing tells about: "
             "name another folder or delete it"
         )
-    if not found:
-        partial = path.with_suffix(".part")
-        partial.write_text(json.dumps(asked, indent=2) + "\n")
-        partial.replace(path)
-        return workdir
-    before = json.loads(path.read_text())
+    before = _asked_before(path)
     changed = sorted(key for key in asked if asked[key] != before.get(key))
     if changed:
         raise UserError(
             f"workdir {workdir} holds results of another configuration ({changed[0]} "
             f"was {before.get(changed[0])!r:.80}): name another folder or delete it"
         )
-    return workdir
 
 
-def _own(workdir: pathlib.Path) -> pathlib.Path:
-    """The folder of this process: process 0's is the workdir itself.
+def _asked_before(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        before = json.loads(path.read_bytes())
+    except ValueError:
+        before = None
+    if not isinstance(before, dict):
+        raise UserError(
+            f"{path} is damaged, and nothing else tells what the results beside it "
+            "answer: name another folder or delete it"
+        )
+    return before
 
-    Of a run on several hosts every process writes the same results. The others begin
-    with what process 0 has, on a disk that all share, so that all take the same steps.
+
+def _share(workdir: pathlib.Path, own: pathlib.Path) -> None:
+    """Has all processes begin with what process 0 has, on a disk that they share.
+
+    Of a run on several hosts every process writes the same results, process 0 into the
+    workdir itself; so all take the same steps.
     """
     if jax.process_count() == 1:
-        return workdir
-    own = workdir
-    if index := jax.process_index():
-        own = workdir / f"process-{index}"
-        shutil.rmtree(own, ignore_errors=True)
-        own.mkdir()
-        for path in workdir.iterdir():
-            if path.is_file():
-                shutil.copy(path, own)
+        return
+    if own != workdir:
+        for path in _files(own):
+            path.unlink()
+        for path in _files(workdir):
+            shutil.copy(path, own)
     multihost_utils.sync_global_devices("workdir")
-    return own
+
+
+def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+    return [p for p in folder.iterdir() if p.is_file() and p.name != files.LOCK]

@@ -109,6 +109,30 @@ def graded(
     return {"texts": texts, "scores": scores}
 
 
+def interval(scores: Sequence[float]) -> Record:
+    """How far the mean of all such prompts may be from that of these, at 95%.
+
+    Wilson's interval where every score is 0 or 1, and their mean a share; otherwise the
+    normal one, of the mean's standard error, between 0 and 1.
+
+    Returns:
+      `interval`: its two ends, None for one prompt alone that is no share; and
+      `interval_method`: "wilson" or "normal".
+    """
+    n, mean, z = len(scores), float(np.mean(scores)), 1.959964
+    if set(scores) <= {0, 1}:
+        middle = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
+        half = z / (1 + z**2 / n) * (mean * (1 - mean) / n + z**2 / (4 * n**2)) ** 0.5
+        return {"interval": _ends(middle, half), "interval_method": "wilson"}
+    half = z * float(np.std(scores, ddof=1)) / n**0.5 if n > 1 else None
+    ends = None if half is None else _ends(mean, half)
+    return {"interval": ends, "interval_method": "normal"}
+
+
+def _ends(middle: float, half: float) -> list[float]:
+    return [max(0.0, middle - half), min(1.0, middle + half)]
+
+
 def summary(samples: Samples, batches: Sequence[Record]) -> Record | None:
     """A task's means, and its headline metric for every depth, length and the like.
 
@@ -141,6 +165,7 @@ def summary(samples: Samples, batches: Sequence[Record]) -> Record | None:
         "score": means[metric],
         "metrics": means,
         "num_examples": len(scores),
+        **interval([score[metric] for score in scores.values()]),
         "prompt_tokens": samples.mean_length,
         "most_prompt_tokens": samples.run.prompt_tokens or samples.longest,
         "max_new_tokens": samples.new,

@@ -98,10 +98,10 @@ def from_config(fields: config.Fields, overrides: config.Fields) -> Throughput:
     given = config.flattened(fields, overrides)
     of_methods = config.taken(given, ("prefill_chunk", "budget", "codec"))
     of_tasks = config.taken(given, ("num_examples", "prompt_tokens"))
-    asked = given.pop("tasks", ({"name": "needle"},))
+    asked = config.each_of(given, "tasks", ({"name": "needle"},))
     given["tasks"] = tuple(config.task(each, of_tasks) for each in asked)
     given["methods"] = tuple(
-        _method(each, of_methods) for each in given.pop("methods", ())
+        _method(each, of_methods) for each in config.each_of(given, "methods")
     )
     if isinstance(given.get("max_new_tokens"), int):
         given["max_new_tokens"] = (given["max_new_tokens"],)
@@ -116,7 +116,7 @@ def _method(asked: str | Mapping[str, Any], shared: dict[str, Any]) -> Method:
                 + ", ".join(map(repr, METHODS))
             )
         asked = {"name": asked} | METHODS[asked]
-    rule = asked.get("batch_rule")
+    rule = config.as_dict(asked, "method").get("batch_rule")
     if rule not in batch_rules.BATCH_RULES:
         raise UserError(
             f"method {asked.get('name')!r}: batch_rule {rule!r} is unknown, use one of "

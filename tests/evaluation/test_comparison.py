@@ -213,7 +213,7 @@ def test_other_engines_stand_beside_ours():
         (None, "holds no records.jsonl"),
         ("", "holds no records: no method has finished"),
         ('{"method": "A"', "holds no records"),
-        ('{"a"\n{}\n', "line 1: not a JSON record.*; mend or remove it"),
+        ('{"a"\n{}\n', "line 1 is no record in JSON: mend or remove it"),
         ('{"method": "A", "task": "x"}\n', "line 1 is no record of a finished method"),
         ("[1]\n{}\n", "line 1 is no record"),
     ],

@@ -17,7 +17,7 @@ from testing.records import (
 )
 
 import kvjax
-from kvjax.evaluation import report
+from kvjax.evaluation import report, samples
 from kvjax.evaluation.report import groups, scatters, tables
 from kvjax.evaluation.report.records import (
     FORMAT,
@@ -60,7 +60,7 @@ def test_numpy_values_become_numbers(tmp_path):
         append_record(path, {"kl": object()})
 
 
-@pytest.mark.parametrize("torn", ['{"method": "Key', '{"m', "1", '{"method": "é'])
+@pytest.mark.parametrize("torn", ['{"method": "Key', '{"m', "{", '{"method": "é'])
 def test_a_torn_last_line_is_dropped_and_written_over(tmp_path, torn):
     path = tmp_path / "records.jsonl"
     append_record(path, FULL)
@@ -283,6 +283,58 @@ def test_summary_holds_ratios_and_is_json():
     assert found["methods"]["Broken"]["kl"] is None
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert report.summary(RECORDS[1:])["methods"]["KeyDiff"]["speedup"] is None
+
+
+def test_summary_tells_setting_scores_and_files(tmp_path):
+    task = {"metric": "accuracy", "score": 0.5, "num_examples": 4}
+    task |= {"interval": [0.15, 0.85], "interval_method": "wilson", "metrics": {}}
+    runs = [FULL | {"seed": 3}, make_record("A", tasks={"needle": task}, seed=3)]
+    found = report.summary(runs, report.write_report(runs, tmp_path))
+    setting = {"model": "tiny", "device": "cpu", "memory_bytes": 512e6, "seed": 3}
+    setting |= {"prompt_tokens": 1000, "max_new_tokens": 12, "budgets": [None, 512]}
+    assert {key: found[key] for key in setting} == setting
+    assert found["versions"] == "numpy 2.0"
+    del task["metrics"]
+    assert found["methods"]["A"]["tasks"] == {"needle": task}
+    files = [found["report"], *found["pictures"]]
+    assert sorted(files) == sorted(map(str, tmp_path.iterdir())) and len(files) == 3
+    assert report.summary(SPEEDS)["pictures"] == []
+
+
+def test_scores_have_an_interval():
+    wilson = samples.interval([1.0] * 9 + [0.0])  # as R's binom.confint(9, 10) has it
+    assert wilson["interval"] == pytest.approx([0.5958500, 0.9821238], abs=1e-6)
+    assert wilson["interval_method"] == "wilson"
+    assert samples.interval([1.0])["interval"][0] == pytest.approx(0.2065, abs=1e-4)
+    normal = samples.interval([0.25, 0.75])
+    half = 1.959964 * 0.125**0.5 / 2**0.5
+    assert normal["interval"] == pytest.approx([0.5 - half, 0.5 + half])
+    assert normal["interval_method"] == "normal"
+    assert samples.interval([0.5])["interval"] is None
+
+
+def test_memory_above_its_limit_is_marked(tmp_path):
+    above = {"measured_bytes": 520e6}
+    for records in (RECORDS, SPEEDS, sweep_records()):
+        plain = [r | {"measured_bytes": 512e6} for r in records]
+        text = report.write_report(plain, tmp_path).read_text(encoding="utf-8")
+        assert "\u2020" not in text and "512" in text
+        marked = [*plain[:-1], plain[-1] | above]
+        text = report.write_report(marked, tmp_path).read_text(encoding="utf-8")
+        assert text.count("520\u2020 |") == 1
+        assert "\n\n\u2020 Above the memory limit. A batch is" in text
+
+
+@pytest.mark.parametrize(
+    "picture", [scatters.quality_vs_memory, scatters.throughput_vs_memory]
+)
+def test_pictures_start_at_zero_and_say_what_they_are_of(picture):
+    figure = picture(RECORDS)
+    assert figure.get_suptitle() == "tiny, memory limit 512 MB"
+    assert all(axes.get_xlim()[0] == 0 for axes in figure.axes)
+    assert scatters.throughput_vs_memory(RECORDS).axes[0].get_ylim()[0] == 0
+    other = picture([*RECORDS, make_record("A", memory_bytes=None, model="b")])
+    assert other.get_suptitle() == "tiny, memory limit 512 / - MB"
 
 
 def test_a_codec_has_a_column_where_there_is_one():

@@ -27,9 +27,9 @@ CONFIG = {
 }
 
 
-def tensors():
+def tensors(**changes):
     """A checkpoint by Hugging Face name, float32."""
-    spec = llama.spec_from_hf(Config(CONFIG, "CONFIG"), "tiny")
+    spec = llama.spec_from_hf(Config({**CONFIG, **changes}, "CONFIG"), "tiny")
     rng = np.random.default_rng(0)
     shapes = pack.tensor_shapes(spec, llama.tensor_names(spec))
     return {n: rng.standard_normal(s, dtype=np.float32) for n, s in shapes.items()}

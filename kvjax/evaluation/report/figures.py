@@ -8,13 +8,14 @@ import itertools
 import math
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from kvjax.evaluation.report import groups
+from kvjax.evaluation import files
+from kvjax.evaluation.report import groups, tables
 from kvjax.evaluation.report.groups import Quality
 from kvjax.evaluation.report.records import Record, survivor_shares
 
@@ -41,28 +42,38 @@ def save(path: str | os.PathLike, figure_of: Callable[..., Any], *args: Any) -> 
     """Writes the picture that a function returns, in the style that all have."""
     from matplotlib import style
 
-    with style.context(_STYLE):
-        figure_of(*args).savefig(path)
+    with style.context(_STYLE), files.written(path) as partial:
+        figure_of(*args).savefig(partial)
 
 
-def new_figure(size: tuple[float, float]) -> Any:
-    """A figure of so many inches, unknown to pyplot: nothing to close, no backend."""
+def new_figure(size: tuple[float, float], records: Iterable[Record]) -> Any:
+    """A figure of so many inches that says which model and memory records are of.
+
+    It is unknown to pyplot: nothing to close, no backend.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, wspace=0.04)
+    figure.suptitle(_about(list(records)), x=0.99, ha="right", fontsize=8, color=GREY)
     return figure
 
 
+def _about(records: Sequence[Record]) -> str:
+    model = next((r["model"] for r in records if r.get("model")), "unknown model")
+    limits = dict.fromkeys(tables.megabytes(r.get("memory_bytes")) for r in records)
+    return f"{model}, memory limit {' / '.join(limits)} MB"
+
+
 def new_panels(
-    count: int, size: tuple[float, float], most: int = 3
+    count: int, size: tuple[float, float], records: Iterable[Record], most: int = 3
 ) -> tuple[Any, Sequence[Any]]:
     """A figure of so many panels of that many inches, at most `most` in a row."""
     across = min(count, most)
     down = math.ceil(count / across)
-    figure = new_figure((max(7.5, across * size[0]), 0.9 + down * size[1]))
+    figure = new_figure((max(7.5, across * size[0]), 0.9 + down * size[1]), records)
     panels = figure.subplots(down, across, squeeze=False).ravel()
     for axes in panels[count:]:
         axes.set_axis_off()
@@ -142,7 +153,7 @@ def heat_map(records: Sequence[Record]) -> Any:
     cells = cells.set_index(["series", "setting", "slots"])[["score", "kl"]]
     cells = cells.unstack(["setting", "slots"])
     score, kl = (cells[key].loc[names, across].to_numpy() for key in ("score", "kl"))
-    figure = new_figure((10, 1.9 + 0.29 * len(names)))
+    figure = new_figure((10, 1.9 + 0.29 * len(names)), records)
     left, right = figure.subplots(1, 2, sharey=True)
     known = full.get("score") is not None
     reference = f"; full cache {full['score']:.2f}" if known else ""
@@ -223,7 +234,7 @@ def needle_map(group: Quality, task: str) -> Any:
     known = set(cells[groups.ROW].itertuples(index=False, name=None))
     found = [row for row in group.rows if row in known]
     size = max(2.7, 1.4 + 0.5 * len(lengths)), max(1.9, 1.1 + 0.28 * len(depths))
-    figure, panels = new_panels(len(found), size, 4)
+    figure, panels = new_panels(len(found), size, group.answers["record"], 4)
     for axes, row in zip(panels, found, strict=True):
         shown = grid.loc[row].unstack().reindex(index=depths, columns=lengths)
         _cells(axes, shown.to_numpy(), Normalize(0, 1), "{:.0%}")
@@ -261,7 +272,7 @@ def survivors(group: Quality, column: str) -> Any:
     rows = found[groups.ROW].itertuples(index=False, name=None)
     maps = {r: t.get("survivors") for r, t in zip(rows, found["task"], strict=True)}
     maps = {row: maps[row] for row in group.rows if maps.get(row)}
-    figure, panels = new_panels(len(maps), (3.4, 2.4))
+    figure, panels = new_panels(len(maps), (3.4, 2.4), found["record"])
     for axes, (row, drawn) in zip(panels, maps.items(), strict=True):
         kept = survivor_shares(drawn)
         shown = axes.imshow(

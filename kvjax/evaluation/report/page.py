@@ -8,12 +8,13 @@ import html
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jinja2
 from markdown_it import MarkdownIt
 
+from kvjax.evaluation import files
 from kvjax.evaluation.report import figures, groups, scatters, tables
 from kvjax.evaluation.report.groups import Quality, Source, Throughput
 from kvjax.evaluation.report.records import Record
@@ -33,6 +34,15 @@ _SUMMARY = (
     "output_tokens_per_s",
     "kv_bytes_peak_per_seq",
 )
+_SETTING = (
+    "model",
+    "device",
+    "memory_bytes",
+    "prompt_tokens",
+    "max_new_tokens",
+    "seed",
+)
+_TASK_SUMMARY = ("metric", "score", "num_examples", "interval", "interval_method")
 _LATEX = str.maketrans(
     {
         "\\": r"\textbackslash{}",
@@ -42,6 +52,7 @@ _LATEX = str.maketrans(
         ">": r"\textgreater{}",
         "|": r"\textbar{}",
         "Δ": r"$\Delta$",
+        "†": r"\textdagger{}",
         **{sign: f"\\{sign}" for sign in "{}$&#%_"},
     }
 )
@@ -56,24 +67,67 @@ _LATEX_TAGS = {
 # --- one run --------------------------------------------------------------------------
 
 
-def summary(records: Sequence[Record]) -> dict[str, Any]:
+def summary(
+    records: Sequence[Record], path: pathlib.Path | None = None
+) -> dict[str, Any]:
     """Returns each method's numbers, also relative to the full cache.
 
-    {"full_cache": name or None, "methods": {name: {..., "speedup", "kv_ratio"}}}:
-    `speedup` is end-to-end tokens/s over the full cache's, `kv_ratio` the same for KV
-    bytes per prompt. What is unknown is None, and so is what JSON cannot hold.
+    Args:
+      records: of a run.
+      path: of its report, if one was written.
+
+    Returns:
+      {"model", "device", "memory_bytes", "prompt_tokens", "max_new_tokens", "budgets",
+      "seed", "full_cache": name or None, "methods": {name: {..., "tasks", "speedup",
+      "kv_ratio"}}, "report", "pictures", "versions"}. `speedup` is end-to-end tokens/s
+      over the full cache's, `kv_ratio` the same for KV bytes per prompt; of each task
+      there are the score, among how many prompts, and its interval of 95%. What differs
+      between records is a list. What is unknown is None, and so is what JSON cannot
+      hold, and a budget of all pairs.
     """
     full, names = groups.full_cache(records), groups.names_of(records)
     methods = {
         name: {
             **{key: groups.finite(record.get(key)) for key in _SUMMARY},
+            "tasks": {
+                name: {key: task.get(key) for key in _TASK_SUMMARY}
+                for name, task in (record.get("tasks") or {}).items()
+            },
             "speedup": groups.ratio(record, full, "output_tokens_per_s"),
             "kv_ratio": groups.ratio(record, full, "kv_bytes_peak_per_seq"),
         }
         for name, record in zip(names, records, strict=True)
     }
     named = (name for name, r in zip(names, records, strict=True) if r is full)
-    return {"full_cache": next(named, None), "methods": methods}
+    return {
+        **{key: _value(records, key) for key in _SETTING},
+        "budgets": _values(records, "budget"),
+        "full_cache": next(named, None),
+        "methods": methods,
+        "report": str(path) if path else None,
+        "pictures": [str(p) for p in _pictures(records, path).values()] if path else [],
+        "versions": tables.versions(records),
+    }
+
+
+def _value(records: Sequence[Record], key: str) -> Any:
+    """A field's one value, or a list of those that it has."""
+    found = _values(records, key)
+    return found if len(found) > 1 else next(iter(found), None)
+
+
+def _values(records: Sequence[Record], key: str) -> list[Any]:
+    """A field's values, each once; None only where a record says so."""
+    found = [record[key] for record in records if key in record]
+    return [value for i, value in enumerate(found) if value not in found[:i]]
+
+
+def _pictures(
+    records: Sequence[Record], path: pathlib.Path
+) -> dict[Callable[..., Any], pathlib.Path]:
+    """The functions that draw a report's pictures, and where each goes."""
+    drawn = _REPORTS[_kind(records)][1]
+    return {each: path.with_name(f"{each.__name__}.png") for each in drawn}
 
 
 _REPORTS = {  # by what records are of: the table for a screen, the pictures
@@ -95,7 +149,8 @@ def _kind(records: Sequence[Record]) -> str:
 def overview(records: Sequence[Record]) -> str:
     """The table that fits on a screen, in Markdown: of a sweep, the best methods."""
     table, _ = _REPORTS[_kind(records)]
-    return tables.markdown(table(records))
+    shown = tables.markdown(table(records))
+    return shown + (tables.note(records) if groups.is_throughput(records) else "")
 
 
 def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathlib.Path:
@@ -117,8 +172,8 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
     if not records:
         raise ValueError("there are no records to report")
     kind, path = _kind(records), pathlib.Path(workdir) / "report.md"
-    for picture in _REPORTS[kind][1]:
-        figures.save(path.with_name(f"{picture.__name__}.png"), picture, records)
+    for picture, place in _pictures(records, path).items():
+        figures.save(place, picture, records)
     template = "throughput.md" if kind == "throughput" else "run.md"
     page = _render(
         template,
@@ -127,7 +182,8 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
         score=groups.score_of(records),
         sweep=kind == "sweep",
     )
-    path.write_text(page, encoding="utf-8")
+    with files.written(path) as partial:
+        partial.write_text(page, encoding="utf-8")
     return path
 
 
@@ -177,13 +233,14 @@ def write_comparison(
         figures.save(folder / name, scatters.throughput_vs_batch, group.records)
         pictures.append({name: "Throughput against batch"})
     page = _comparison(sources, qualities, speeds, pictures)
-    files = {
+    texts = {
         "report.md": page,
         "report.html": as_html(page, folder),
         "tables.tex": latex(list(_latex_parts(qualities, speeds))),
     }
-    for name, content in files.items():
-        (folder / name).write_text(content, encoding="utf-8")
+    for name, content in texts.items():
+        with files.written(folder / name) as partial:
+            partial.write_text(content, encoding="utf-8")
     return {
         "report": str(folder / "report.md"),
         "html": str(folder / "report.html"),
@@ -207,8 +264,8 @@ def comparison_overview(sources: Sequence[Source]) -> str:
     """The tables of scores and rates, in Markdown."""
     scores = [tables.score_table(group) for group in groups.quality_groups(sources)]
     speeds = groups.throughput_groups(sources)
-    rates = [tables.throughput_table(group.records) for group in speeds]
-    return "\n\n".join(map(tables.markdown, scores + rates))
+    rates = [overview(group.records) for group in speeds]
+    return "\n\n".join([*map(tables.markdown, scores), *rates])
 
 
 def _comparison(
@@ -289,6 +346,7 @@ def _latex_parts(
         yield tables.provenance(group), tables.score_table(group), caption
     for group in speeds:
         caption = f"Throughput of {group.model} on {group.device}."
+        caption += " ".join(["", *tables.note(group.records).split()])
         table = tables.throughput_table(group.records)
         yield tables.provenance(group), table, caption
 

@@ -18,8 +18,9 @@ file. What it may hold; a missing value counts as unknown and shows as "-":
     batch_size, limited_by      prompts at a time, and what limits them
     prefill_batch, batch_rule   prompts read at a time, and how the batch was found
     score, num_examples         the mean of the tasks' scores, among how many prompts
-    tasks                       {name: {metric, score, metrics, num_examples, breakdown,
-                                survivors, ...}}; `breakdown` has the score of every
+    tasks                       {name: {metric, score, metrics, num_examples, interval,
+                                interval_method, breakdown, survivors, ...}};
+                                `interval` is of 95%, `breakdown` has the score of every
                                 depth and the like, `survivors` a `survivor_map`
     kl, loss, reference_loss    nats per token
     top1_agreement              share of tokens
@@ -47,16 +48,18 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from jaxtyping import Float
 
+from kvjax.evaluation import files
 from kvjax.types import UserError
 
 Record = dict[str, Any]
 
 FORMAT = 2
+_BLOCK = 1 << 16  # bytes that are read from a file's end at a time
 SURVIVOR_PARTS = 64  # of a prompt, in a map of survivors
 
 # What the first format called otherwise.
@@ -90,7 +93,7 @@ def read_records(path: str | os.PathLike) -> list[Record]:
     A last line that an interruption cut short is left out.
 
     Raises:
-      UserError: another line is not JSON or of a later format, naming file and line.
+      UserError: another line is no record or of a later format, naming file and line.
     """
     path = pathlib.Path(path)
     if not path.exists():
@@ -105,11 +108,13 @@ def append_record(path: str | os.PathLike, record: Record) -> None:
 
     It says which format it is of. NumPy scalars and arrays become plain numbers. A torn
     last line is removed first.
+
+    Raises:
+      UserError: the disk is full, or does not take it for another reason.
     """
     line = json.dumps({"format": FORMAT} | record, default=_plain).encode() + b"\n"
-    with open(path, "ab+") as file:
-        file.seek(0)
-        last = file.read().rpartition(b"\n")[2]
+    with files.on_disk(path), open(path, "ab+") as file:
+        last = _last(file)
         if _is_torn(last):
             file.truncate(file.seek(0, os.SEEK_END) - len(last))
         elif last:
@@ -121,7 +126,8 @@ def append_record(path: str | os.PathLike, record: Record) -> None:
 
 def is_torn(path: str | os.PathLike) -> bool:
     """Whether a file's last line was cut short: `read_records` leaves it out."""
-    return _is_torn(pathlib.Path(path).read_bytes().rpartition(b"\n")[2])
+    with open(path, "rb") as file:
+        return _is_torn(_last(file))
 
 
 def upgraded(record: Record) -> Record:
@@ -223,23 +229,38 @@ def _share_in_name(record: Record) -> float | None:
     return int(found[1]) / 100 if found else None
 
 
+def _last(file: IO[bytes]) -> bytes:
+    """What follows the last line break; reads no more than that and a block."""
+    last, start = b"", file.seek(0, os.SEEK_END)
+    while start and b"\n" not in last:
+        end, start = start, max(0, start - _BLOCK)
+        file.seek(start)
+        last = file.read(end - start) + last
+    return last.rpartition(b"\n")[2]
+
+
 def _is_torn(last: bytes) -> bool:
     """Whether what follows the last line break is the beginning of a record only."""
     try:
-        return bool(last) and not isinstance(json.loads(last), dict)
+        json.loads(last)
     except ValueError:
-        return True
+        return last.startswith(b"{")
+    return False
 
 
 def _parse(path: pathlib.Path, number: int, line: bytes) -> Record:
     try:
         found = json.loads(line)
-        return upgraded(found) if isinstance(found, dict) else found
-    except json.JSONDecodeError as error:
-        why = f"not a JSON record: {error}; mend or remove it"
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(
+            f"{path}, line {number} is no record in JSON: mend or remove it"
+        )
+    try:
+        return upgraded(found)
     except ValueError as error:
-        why = str(error)
-    raise UserError(f"{path}, line {number}: {why}")
+        raise UserError(f"{path}, line {number}: {error}") from None
 
 
 def _plain(value: Any) -> Any:

@@ -45,7 +45,7 @@ def points_of(records: Sequence[Record], memory: str, key: str) -> np.ndarray:
 
 def quality_vs_memory(records: Sequence[Record]) -> Any:
     """Two panels: the score, and the distance from the full cache."""
-    figure = new_figure((9, 4.6))
+    figure = new_figure((9, 4.6), records)
     left, right = figure.subplots(1, 2)
     score = groups.score_of(records)
     _titles(left, score.title, score.axis, "better ↖")
@@ -65,11 +65,11 @@ def quality_vs_memory(records: Sequence[Record]) -> Any:
 
 def throughput_vs_memory(records: Sequence[Record]) -> Any:
     """One panel of end-to-end rates; the legend says each method's batch."""
-    figure = new_figure((9, 4.6))
+    figure = new_figure((9, 4.6), records)
     axes = figure.subplots()
     points = points_of(records, _PEAK, "output_tokens_per_s")
     _titles(axes, "Throughput", "end to end (generated tokens/s)", "better ↖")
-    axes.set_ylim(_span(points[:, 1]))
+    axes.set_ylim(_from_zero(points[:, 1]))
     batches = [record.get("batch_size", "-") for record in records]
     names = zip(groups.names_of(records), batches, strict=True)
     _fill(figure, [(axes, points)], records, [f"{n}, batch {b}" for n, b in names])
@@ -93,7 +93,7 @@ def _fill(
     looks = list(map(look, marks_of(records, groups.full_cache(records))))
     legend(figure, looks, names)
     for axes, points in panels:
-        axes.set_xlim(_span(points[:, 0]))
+        axes.set_xlim(_from_zero(points[:, 0]))
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # from here on, pixels keep their meaning
     for axes, points in panels:
@@ -108,15 +108,10 @@ def _fill(
             not_measured(axes)
 
 
-def _span(values: np.ndarray) -> tuple[float, float]:
-    """Limits around positive values, wide enough not to blow up small differences."""
-    values = values[np.isfinite(values)]
-    if not values.size:
-        return 0.0, 1.0
-    low, high = values.min(), values.max()
-    room = max(high - low, 0.4 * high, 1e-9)
-    middle = (low + high) / 2
-    return max(0.0, middle - 0.7 * room), middle + 0.7 * room
+def _from_zero(values: np.ndarray) -> tuple[float, float]:
+    """Limits of what is compared by its length on an axis."""
+    known = values[np.isfinite(values)]
+    return 0.0, 1.12 * max(known.max(initial=0.0), 1e-9)
 
 
 def apart(pixels: np.ndarray, size: float) -> np.ndarray:
@@ -168,7 +163,7 @@ def task_scores(group: Quality) -> Any:
     answers = group.answers.assign(
         decode=group.answers["decode"] / 1e6, score=100 * group.answers["score"]
     )
-    figure, panels = new_panels(len(group.columns), (3.9, 3.0))
+    figure, panels = new_panels(len(group.columns), (3.9, 3.0), answers["record"])
     rows = legend_rows(names, figure.get_figwidth())
     figure.set_figheight(figure.get_figheight() + 0.25 * rows)
     step = min(_METHODS_APART, _ASIDE / len(methods))
@@ -224,7 +219,7 @@ def throughput_vs_batch(records: Sequence[Record]) -> Any:
     predicted = look(Mark(GREY, "o"), hollow=True) | {"markersize": 8}
     named = [*marks, "roofline's prediction"]
     width = 4.2 * max(2, len(news))
-    figure = new_figure((width, 4.2 + 0.28 * legend_rows(named, width)))
+    figure = new_figure((width, 4.2 + 0.28 * legend_rows(named, width)), records)
     panels = figure.subplots(1, len(news), squeeze=False)[0]
     for axes, new in zip(panels, news, strict=True):
         axes.set_title(f"{text(new)} new tokens", loc="left", fontweight="bold")
@@ -286,7 +281,7 @@ def pareto(records: Sequence[Record]) -> Any:
     """A column of two panels per schedule: quality above, KL below."""
     frame, full = groups.sweep(records), groups.full_cache(records)
     settings = list(frame["setting"].unique())
-    figure = new_figure((1 + 4.5 * len(settings), 8.4))
+    figure = new_figure((1 + 4.5 * len(settings), 8.4), records)
     panels = figure.subplots(2, len(settings), squeeze=False, sharey="row")
     drawn = []
     for name, (above, below) in zip(settings, panels.T, strict=True):

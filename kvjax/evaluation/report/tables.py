@@ -13,6 +13,13 @@ from kvjax.evaluation.report.groups import Quality, Source, series, slots, text
 from kvjax.evaluation.report.records import Record
 
 Columns = dict[str, Callable[[Record], str]]
+_OVER = "†"
+_NOTE = f"""
+
+{_OVER} Above the memory limit. A batch is chosen by what its programs need. On a CPU
+the growth of the process's resident memory is measured, with all that its allocator
+holds: freed blocks that it keeps and gaps between them, of which no plan knows. On a
+GPU or TPU it is the allocator's own peak."""
 _LEFT = {"Method", "Engine", "Schedule", "Codec", "Batch (limited by)"}
 
 
@@ -108,6 +115,20 @@ def _batch(record: Record) -> str:
     return text(record.get("batch_size")) + (f" ({limit})" if limit else "")
 
 
+def _measured(record: Record) -> str:
+    return megabytes(record.get("measured_bytes")) + (_OVER if _is_over(record) else "")
+
+
+def _is_over(record: Record) -> bool:
+    measured, limit = record.get("measured_bytes"), record.get("memory_bytes")
+    return None not in (measured, limit) and measured > limit
+
+
+def note(records: Sequence[Record]) -> str:
+    """A paragraph below a table of measured memory, if some is above its limit."""
+    return _NOTE if any(map(_is_over, records)) else ""
+
+
 def _live(record: Record) -> str:
     """Bytes of a prompt's pairs, and of the slots that they lie in."""
     live, allocated = record.get("kv_bytes_live"), record.get("kv_bytes_allocated")
@@ -128,7 +149,7 @@ _CELLS: Columns = {  # what a column says of a record
     "Limit MB": _of("memory_bytes", megabytes),
     "Loss": _of("loss", "{:.3f}"),
     "Loss of full cache": _of("reference_loss", "{:.3f}"),
-    "Measured MB": _of("measured_bytes", megabytes),
+    "Measured MB": _measured,
     "New": _of("new_tokens", text),
     "Planned MB": _of("planned_bytes", megabytes),
     "Predicted": _of("predicted_tokens_per_s", rate),

@@ -24,7 +24,18 @@ def haystack(folder: str | None = None) -> str:
     Raises:
       UserError: the folder is missing or holds no text, or a file is not UTF-8.
     """
-    return _manual() if folder is None else _read(pathlib.Path(folder))
+    return _manual() if folder is None else _read(existing(folder))
+
+
+def existing(name: str) -> pathlib.Path:
+    """The folder of a haystack. Raises UserError if there is none."""
+    path = pathlib.Path(name)
+    if not path.is_dir():
+        raise UserError(
+            f"haystack folder {str(path)!r} does not exist; name a folder of *.txt "
+            "or *.md files, or None for the built-in text"
+        )
+    return path
 
 
 def _manual() -> str:
@@ -56,11 +67,6 @@ def _is_prose(line: str) -> bool:
 
 
 def _read(folder: pathlib.Path) -> str:
-    if not folder.is_dir():
-        raise UserError(
-            f"haystack folder {str(folder)!r} does not exist; name a folder of *.txt "
-            "or *.md files, or None for the built-in text"
-        )
     paths = sorted(p for p in folder.rglob("*") if p.suffix in (".txt", ".md"))
     texts = [text for path in paths if (text := _read_file(path).strip())]
     if not texts:

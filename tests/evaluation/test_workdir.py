@@ -1,0 +1,211 @@
+"""The folder of a run: one process at a time, and nothing damaged is read."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvjax.evaluation import files, quality, run
+from kvjax.evaluation.report import records
+from kvjax.evaluation.report.records import append_record, read_records
+from kvjax.types import UserError
+
+ROOT = pathlib.Path(__file__).parents[2]
+HOLD = """
+import pathlib, sys
+from kvjax.evaluation import files
+with files.locked(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def experiment():
+    fields = {
+        "model": "none",
+        "dtype": "float32",
+        "memory_gb": 1.0,
+        "seed": 0,
+        "haystack": "",
+        "methods": [{"name": "Full cache"}],
+        "tasks": [{"name": "needle", "num_examples": 1}],
+        "fidelity": {"num_windows": 2, "prompt_tokens": 8, "continuation_tokens": 3},
+    }
+    return run.from_config(fields, {})
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process, which is at work in the folder."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+# --- the lock -------------------------------------------------------------------------
+
+
+def test_one_process_at_a_time(tmp_path, holder):
+    with pytest.raises(UserError) as caught, files.locked(tmp_path):
+        pass
+    told = str(caught.value)
+    assert f"process {holder.pid} on {socket.gethostname()}" in told
+    assert "wait for it, end it, or name another folder" in told and "\n" not in told
+    holder.communicate("")
+    with files.locked(tmp_path):
+        pass
+
+
+def test_a_dead_process_s_lock_is_taken_over(tmp_path, holder):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert json.loads((tmp_path / "lock").read_text())["pid"] == holder.pid
+    with files.locked(tmp_path):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": 1}'])
+def test_a_lock_that_was_cut_short_is_nobody_s(tmp_path, text):
+    (tmp_path / "lock").write_text(text)
+    with files.locked(tmp_path):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+
+
+def test_another_host_s_lock_is_refused(tmp_path):
+    path = tmp_path / "lock"
+    path.write_text(json.dumps({"pid": 7, "host": "elsewhere"}))
+    with (
+        pytest.raises(UserError, match=f"process 7 on another .*delete {path}"),
+        files.locked(tmp_path),
+    ):
+        pass
+    assert path.exists()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_the_lock_is_let_go_of_after_an_error(tmp_path, error):
+    with pytest.raises(error), files.locked(tmp_path):
+        raise error
+    assert not list(tmp_path.iterdir())
+
+
+# --- the folder -----------------------------------------------------------------------
+
+
+def test_nothing_is_left_where_nothing_was_measured(experiment, tmp_path):
+    with run.opened(experiment, tmp_path / "runs" / "mine") as folder:
+        assert {p.name for p in folder.iterdir()} == {"experiment.json", "lock"}
+    assert not list(tmp_path.iterdir())
+    with run.opened(experiment, tmp_path / "mine") as folder:
+        append_record(folder / "batches.jsonl", {})
+    names = {path.name for path in (tmp_path / "mine").iterdir()}
+    assert names == {"experiment.json", "batches.jsonl"}
+
+
+def test_a_folder_that_was_there_stays(experiment, tmp_path):
+    with run.opened(experiment, tmp_path):
+        pass
+    assert tmp_path.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\x80\xff\n", b"[1]", b"3"])
+@pytest.mark.parametrize("name", ["experiment.json", "records.jsonl", "batches.jsonl"])
+def test_damaged_files_are_told(experiment, tmp_path, name, content):
+    asked = json.dumps(dataclasses.asdict(experiment))
+    (tmp_path / "experiment.json").write_text(asked)
+    append_record(tmp_path / "batches.jsonl", {})
+    (tmp_path / name).write_bytes(content)
+    words = r"is damaged.*delete it" if "exp" in name else "line 1 is no record in JSON"
+    if name != "experiment.json" and content in (b"", b"{"):
+        words = "no model named"  # a kill leaves these: as if they were not there
+    with pytest.raises(UserError, match=words) as caught:
+        run.run(experiment, tmp_path, lambda *step: None)
+    assert "\n" not in str(caught.value)
+    assert name in str(caught.value) or "model" in words
+
+
+def damaged(path, kind):
+    good = np.zeros((2, 3, 50), np.float32)
+    if kind in ("shape", "type"):
+        good = good[:1] if kind == "shape" else good.astype(np.float64)
+    np.save(path, good)
+    content = path.read_bytes()
+    cut = {"empty": b"", "cut": content[:-1], "head": content[:40], "garbage": b"\x80a"}
+    path.write_bytes(cut.get(kind, content))
+
+
+@pytest.mark.parametrize(
+    "kind", ["none", "empty", "cut", "head", "garbage", "shape", "type"]
+)
+def test_a_damaged_reference_is_told(experiment, tmp_path, tiny, kind):
+    damaged(tmp_path / "reference.npy", kind)
+    setting = run.Setting(experiment, tiny, 0, tmp_path, [], [], {})
+    windows = [quality.fidelity.Window((1, 2), (3, 4, 5))] * 2
+    if kind == "none":
+        assert quality._kept_reference(setting, windows).shape == (2, 3, 50)
+        return
+    with pytest.raises(UserError, match=r"reference.npy is damaged: delete it"):
+        quality._kept_reference(setting, windows)
+
+
+# --- writing --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), KeyboardInterrupt()])
+def test_a_file_is_whole_or_as_it_was(tmp_path, error):
+    path = tmp_path / "a.json"
+    path.write_text("before")
+    wanted = UserError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(wanted) as caught, files.written(path) as partial:
+        partial.write_text("half")
+        raise error
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+    if wanted is UserError:
+        assert "a.json cannot be written: No space left; make room" in str(caught.value)
+
+
+def test_a_record_is_added_by_a_look_at_the_end(tmp_path, monkeypatch):
+    """A long file costs as much as a short one, torn lines longer than a block too."""
+    path = tmp_path / "records.jsonl"
+    for number in range(100):
+        append_record(path, {"method": str(number), "text": "x" * 1000})
+    whole = len(read_records(path))
+    with path.open("ab") as file:
+        file.write(b'{"text": "' + b"y" * 3000)
+    monkeypatch.setattr(records, "_BLOCK", 1024)
+    read, real = [], records._last
+
+    def last(file):
+        found = real(Counted(file, read))
+        return found
+
+    monkeypatch.setattr(records, "_last", last)
+    append_record(path, {"method": "last"})
+    assert sum(read) < 6000 and len(read_records(path)) == whole + 1
+
+
+class Counted:
+    """A file that tells how much of it was read."""
+
+    def __init__(self, file, read):
+        self._file, self._read = file, read
+        self.seek = file.seek
+
+    def read(self, count):
+        self._read.append(count)
+        return self._file.read(count)
