@@ -132,7 +132,7 @@ def test_weights_of_a_wrong_shape_are_told():
 
 
 def test_a_factory_is_no_policy():
-    with pytest.raises(UserError, match=r"is no Policy.*policies\.h2o\(\)"):
+    with pytest.raises(UserError, match=r"policy is .h2o.*policies\.h2o\(\)"):
         configured(policies.h2o)
 
 
