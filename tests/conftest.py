@@ -23,11 +23,15 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-def often(cases, chosen):
-    """The cases of a parametrization: those not chosen run only with `-m slow`."""
-    assert set(chosen) <= set(cases)
-    slow = lambda case: pytest.param(case, marks=pytest.mark.slow)
-    return [case if case in chosen else slow(case) for case in cases]
+def often(cases, chosen, others="slow", several=False):
+    """The cases of a parametrization: those not chosen are of another tier.
+
+    `several`: a case is a tuple with a value for each of several arguments.
+    """
+    assert all(case in cases for case in chosen)
+    mark = getattr(pytest.mark, others)
+    other = lambda case: pytest.param(*(case if several else (case,)), marks=mark)
+    return [case if case in chosen else other(case) for case in cases]
 
 
 def tiny_spec(**changes) -> ModelSpec:

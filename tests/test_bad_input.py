@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import tiny_spec
+from conftest import often, tiny_spec
 
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
@@ -342,23 +342,20 @@ def test_workdir_of_another_experiment(tmp_path):
         run.run(other, tmp_path, lambda what, units: None)
 
 
+QUICKSTART = "--config=configs/quickstart.py"
+SLIPS = [
+    ([QUICKSTART, "--config.budget=0", "--workdir=w"], "budget 0"),
+    (["--workdir=w"], "--config"),
+    ([QUICKSTART], "--workdir"),
+    (["--config=configs/absent.py", "--workdir=w"], "absent.py"),
+    ([QUICKSTART, "--config.colour=3", "--workdir=w"], "colour"),
+    ([QUICKSTART, "--memory_gb=much", "--workdir=w"], "much"),
+    ([QUICKSTART, "--memory_gb=-2", "--workdir=w"], "-2"),
+]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["--config=configs/quickstart.py"], "--workdir"),
-        (["--workdir=w"], "--config"),
-        (["--config=configs/absent.py", "--workdir=w"], "absent.py"),
-        (
-            ["--config=configs/quickstart.py", "--config.colour=3", "--workdir=w"],
-            "colour",
-        ),
-        (["--config=configs/quickstart.py", "--memory_gb=much", "--workdir=w"], "much"),
-        (
-            ["--config=configs/quickstart.py", "--config.budget=0", "--workdir=w"],
-            "budget 0",
-        ),
-        (["--config=configs/quickstart.py", "--memory_gb=-2", "--workdir=w"], "-2"),
-    ],
+    ("arguments", "word"), often(SLIPS, SLIPS[:2], others="e2e", several=True)
 )
 def test_command_line(tmp_path, arguments, word):
     """Exit code 2, one line, no traceback."""
@@ -375,17 +372,19 @@ def test_command_line(tmp_path, arguments, word):
     assert len(lines) == 1 and word in lines[0], done.stderr
 
 
+BROKEN = [
+    ("    x =", "line 5: invalid syntax"),
+    ("    return 1 / 0", "line 5: ZeroDivisionError: division by zero"),
+    ("    return nothing", "line 5: NameError: name 'nothing'"),
+    ("    int('a\\nb')", "line 5: ValueError: invalid literal"),
+    ("    return {}.x", "line 5: AttributeError"),
+    ("    return {}", "has to return a ConfigDict"),
+    ("    open('/nowhere')", "No such file"),
+]
+
+
 @pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ("    x =", "line 5: invalid syntax"),
-        ("    return 1 / 0", "line 5: ZeroDivisionError: division by zero"),
-        ("    return nothing", "line 5: NameError: name 'nothing'"),
-        ("    int('a\\nb')", "line 5: ValueError: invalid literal"),
-        ("    return {}.x", "line 5: AttributeError"),
-        ("    return {}", "has to return a ConfigDict"),
-        ("    open('/nowhere')", "No such file"),
-    ],
+    ("body", "words"), often(BROKEN, BROKEN[:1], others="e2e", several=True)
 )
 def test_a_config_that_does_not_load(tmp_path, body, words):
     """One line that names the file and the line."""

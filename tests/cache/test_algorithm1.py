@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import often
 from testing import oracle
 from testing.engine import decode, score_tokens
 
@@ -48,8 +49,15 @@ def as_lists(kept):
     return [[head.tolist() for head in layer] for layer in kept]
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("p", "budget"), [(4, 16), (8, 20), (1, 9), (4, 9)])
+CASES = [
+    (rule, *sizes) for rule in RULES for sizes in ((4, 16), (8, 20), (1, 9), (4, 9))
+]
+QUICK = [case for case in CASES if case[0] == RULES[0] or case[1:] == (4, 9)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "p", "budget"), often(CASES, QUICK, others="e2e", several=True)
+)
 def test_kept_positions(tiny, rule, p, budget):
     policy = policies.make(rule)
     config = make_config(

@@ -32,6 +32,7 @@ OFTEN = (  # one of each kind of memory, where the same code serves all policies
     *("streaming", "snapkv", "scissorhands", "fastgen", "average_attention", "tova"),
     *("key_diff", "expected_attention", "lag_kv", "random"),
 )
+QUICK = ("fastgen", "average_attention", "key_diff")  # under every schedule each time
 STORED = {  # how and where pairs are kept
     "dense": {},
     "halves": {"layout": toys.HALVES},
@@ -40,10 +41,13 @@ STORED = {  # how and where pairs are kept
 }
 CASES = [(name, phases, "dense") for name in policies.names() for phases in SCHEDULES]
 CASES += [(name, SCHEDULES[0], "dense") for name in VARIANTS]
+SLOW = [each for each in CASES if each[0] not in OFTEN and each[1] != SCHEDULES[0]]
 CASES = often(
-    CASES,
-    [each for each in CASES if each[0] in OFTEN or each[1] == SCHEDULES[0]],
+    [each for each in CASES if each not in SLOW],
+    [each for each in CASES if each[0] in QUICK or each[1] == SCHEDULES[0]],
+    others="e2e",
 )
+CASES += [pytest.param(each, marks=pytest.mark.slow) for each in SLOW]
 CASES += [
     pytest.param((name, SCHEDULES[i % 2], stored), marks=pytest.mark.e2e)
     for stored in ("halves", "halved_but_newest")
@@ -200,7 +204,10 @@ def test_ways_to_make_room_agree(name):
     same(kept(run(gather, alike)[2]), kept(run(reuse, alike)[2]))
 
 
-@pytest.mark.parametrize(("group", "dtype"), [(1, "float32"), (8, "bfloat16")])
+@pytest.mark.parametrize(
+    ("group", "dtype"),
+    often([(1, "float32"), (8, "bfloat16")], [(8, "bfloat16")], "e2e", several=True),
+)
 @pytest.mark.parametrize("name", often(policies.names(), OFTEN[:5]))
 def test_groups_dtypes_and_pinned_pairs(name, group, dtype):
     """Under any rule `protect` keeps its pairs; any G and dtype is served."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_spec
+from conftest import often, tiny_spec
 from testing.engine import decode, run_batch
 from testing.prose import CHAT, make_tokenizer
 
@@ -99,16 +99,18 @@ def test_ways_to_make_room_agree(tiny, name, change):
     same_pairs(cache.kept_positions(a.state), cache.kept_positions(b.state))
 
 
+IN_PLACE = [
+    ("average_attention", "prefill_and_decode"),
+    ("streaming", "after_prefill"),
+    ("key_diff", "prefill_and_decode"),
+    ("snapkv", "prefill_and_decode"),
+    ("h2o", "decode_only"),
+    (None, "none"),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "phases"),
-    [
-        ("average_attention", "prefill_and_decode"),
-        ("key_diff", "prefill_and_decode"),
-        ("snapkv", "prefill_and_decode"),
-        ("h2o", "decode_only"),
-        ("streaming", "after_prefill"),
-        (None, "none"),
-    ],
+    ("name", "phases"), often(IN_PLACE, IN_PLACE[:2], others="e2e", several=True)
 )
 def test_donated_and_small_temporaries(name, phases):
     """The state lives in place; no program copies the cache."""

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from conftest import tiny_spec
+from conftest import often, tiny_spec
 
 from kvjax import Schedule, UserError, plan, policies
 from kvjax.attention import reference
@@ -34,13 +34,16 @@ def test_state_bytes_are_the_formula():
     assert state_bytes(job)["prefill"] == pairs + positions + rows + errors
 
 
+METHODS = [
+    (256, BATCH_MAX, policies.average_attention()),
+    (None, FULL, None),
+    (2, ED, policies.recency()),
+]
+
+
 @pytest.mark.parametrize(
     ("budget", "schedule", "policy"),
-    [
-        (None, FULL, None),
-        (256, BATCH_MAX, policies.average_attention()),
-        (2, ED, policies.recency()),
-    ],
+    often(METHODS, METHODS[:1], others="e2e", several=True),
 )
 def test_largest_batch_that_fits(monkeypatch, budget, schedule, policy):
     """What is planned fits by the compiler's own count, and one row more does not.

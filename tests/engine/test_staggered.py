@@ -98,6 +98,7 @@ def test_the_pool_is_not_copied(tiny):
     assert analysis.temp_size_in_bytes < pool / 10
 
 
+@pytest.mark.e2e
 def test_the_largest_pool_then_the_largest_group():
     """The compiler's own count fits, and neither much more pool nor group does."""
     asked = job(SPEC, policies.snapkv(window=4), 128, longest=1024, new=64)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_spec
+from conftest import often, tiny_spec
 
 from kvjax import policies
 from kvjax.cache.config import make_config
@@ -160,7 +160,10 @@ def test_observed_is_what_other_rules_need(other, data):
             np.testing.assert_allclose(turned_back[:, :length], q[head], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", policies.names())
+QUICK = ["h2o", "tova", "key_diff", "average_attention", "fastgen"]
+
+
+@pytest.mark.parametrize("name", often(policies.names(), QUICK, others="e2e"))
 def test_other_rules(name, other, data):
     outs, (_, _, pos) = other.run(*data, policy=policies.make(name))[1:]
     w, x, *_ = data
