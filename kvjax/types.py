@@ -267,7 +267,8 @@ class View(NamedTuple):
       gather_heads: x [B, K, ...] of the heads that this view has -> [B, H, ...] of all
         heads of the layer. Where heads are split over devices it is a collective: a
         rule that calls it says so in `Policy.needs_all_heads`.
-      first_head: the number, in the whole layer, of the first head that this view has.
+      heads: the numbers, in the whole layer, of the heads that this view has; None is
+        all of them.
     """
 
     positions: Int[Array, "B K C"]
@@ -279,7 +280,7 @@ class View(NamedTuple):
     layer: int | Int[Array, ""] | None = None
     params: PyTree = None
     gather_heads: Callable[[Array], Array] = lambda x: x
-    first_head: int | Int[Array, ""] = 0
+    heads: Int[Array, "K"] | None = None
 
 
 class Observation(NamedTuple):

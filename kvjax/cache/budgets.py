@@ -1,4 +1,4 @@
-"""How many pairs each layer keeps: a rule turns a mean into one size per layer.
+"""How many pairs each layer, or head, keeps: a rule turns a mean into sizes.
 
 ::
 
@@ -7,8 +7,8 @@
       v
     reallocate          sizes after it, from what was measured (optional)
 
-Sizes are integers that add up to the mean times the layers, so that a rule moves memory
-between layers and takes none.
+Sizes are integers that add up to the mean times the layers (and heads), so that a rule
+moves memory between them and takes none.
 """
 
 import functools
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Float
 
+from kvjax.cache import parts
 from kvjax.registry import Registry
 from kvjax.types import ModelSpec, UserError
 
@@ -27,7 +28,8 @@ class BudgetRule(NamedTuple):
 
     Attributes:
       name: for reports.
-      allocate: (spec, mean) -> sizes, one per layer, before the prompt is read.
+      allocate: (spec, mean) -> sizes before the prompt is read: for every layer one, or
+        one for each of its heads.
       measure: (before, after), the residual stream [B, T, M] before and after a layer's
         attention -> f32[B, T], a number for every token. Pure, in the program that
         reads; what is asked of `reallocate` is the mean over a prompt's tokens.
@@ -36,7 +38,7 @@ class BudgetRule(NamedTuple):
     """
 
     name: str
-    allocate: Callable[[ModelSpec, int], Sequence[int]]
+    allocate: Callable[[ModelSpec, int], Sequence[int | Sequence[int]]]
     measure: Callable[[Array, Array], Float[Array, "B T"]] | None = None
     reallocate: Callable[[np.ndarray, int], Sequence[int]] | None = None
 
@@ -48,8 +50,8 @@ def uniform() -> BudgetRule:
 
 
 @functools.cache
-def explicit(sizes: tuple[int, ...]) -> BudgetRule:
-    """Sizes that somebody has worked out already, one per layer."""
+def explicit(sizes: tuple[parts.Sizes, ...]) -> BudgetRule:
+    """Sizes that somebody has worked out already, per layer or per layer and head."""
     return BudgetRule("explicit", lambda spec, mean: tuple(sizes))
 
 
@@ -77,29 +79,42 @@ def make(rule: BudgetRule | str, **options) -> BudgetRule:
     return found
 
 
-def allocated(rule: BudgetRule, spec: ModelSpec, mean: int) -> tuple[int, ...]:
+def allocated(rule: BudgetRule, spec: ModelSpec, mean: int) -> tuple[parts.Sizes, ...]:
     """The sizes that a rule begins with, checked."""
-    return _checked(rule, rule.allocate(spec, mean), spec.num_layers, mean)
+    heads = spec.num_kv_heads
+    return _checked(rule, rule.allocate(spec, mean), spec.num_layers, heads, mean)
 
 
-def reallocated(rule: BudgetRule, measured: np.ndarray, mean: int) -> tuple[int, ...]:
+def reallocated(
+    rule: BudgetRule, measured: np.ndarray, mean: int
+) -> tuple[parts.Sizes, ...]:
     """The sizes that follow from what was measured, checked."""
-    return _checked(rule, rule.reallocate(measured, mean), len(measured), mean)
+    return _checked(rule, rule.reallocate(measured, mean), len(measured), 1, mean)
 
 
 def _checked(
-    rule: BudgetRule, sizes: Sequence[int], layers: int, mean: int
-) -> tuple[int, ...]:
+    rule: BudgetRule, given: Sequence, layers: int, heads: int, mean: int
+) -> tuple[parts.Sizes, ...]:
     """Raises UserError unless the sizes are ints that add up."""
-    sizes = tuple(int(size) if size == int(size) else size for size in sizes)
-    if len(sizes) != layers:
+    if len(given) != layers:
         raise UserError(
-            f"{len(sizes)} budgets for {layers} layers from the rule {rule.name!r}: "
+            f"{len(given)} budgets for {layers} layers from the rule {rule.name!r}: "
             "give one per layer"
         )
-    if not all(isinstance(size, int) for size in sizes) or sum(sizes) != mean * layers:
+    if not any(map(np.iterable, given)):
+        heads = 1  # alike in every layer
+    each = [list(sizes) if np.iterable(sizes) else [sizes] * heads for sizes in given]
+    if wrong := [sizes for sizes in each if len(sizes) != heads]:
         raise UserError(
-            f"budget rule {rule.name!r} gives {sizes}, which add up to {sum(sizes)}: "
-            f"whole numbers that add up to {mean} x {layers} = {mean * layers} do"
+            f"budget rule {rule.name!r} gives a layer {len(wrong[0])} sizes for its "
+            f"{heads} heads: give one, or one per head"
         )
-    return sizes
+    flat = [size for sizes in each for size in sizes]
+    count = layers * heads
+    if any(size != int(size) for size in flat) or sum(flat) != mean * count:
+        shown, total = tuple(given), sum(flat)
+        raise UserError(
+            f"budget rule {rule.name!r} gives {shown}, which add up to {total}: whole "
+            f"numbers that add up to {mean} x {count} = {mean * count} do"
+        )
+    return tuple(parts.simplest(map(int, sizes)) for sizes in each)

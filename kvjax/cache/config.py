@@ -8,7 +8,7 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.attention import backends
-from kvjax.cache import budgets, codecs, layouts
+from kvjax.cache import budgets, codecs, layouts, parts
 from kvjax.cache.schedule import Schedule
 from kvjax.policies import base, checks
 from kvjax.types import ModelSpec, UserError, whole_number
@@ -26,7 +26,8 @@ class CacheConfig:
     Attributes:
       policy: which pairs stay; None only for the full cache.
       schedule: when pairs go, its sizes chosen.
-      budget: |kv|, pairs per head, one per layer; None only for the full cache.
+      budget: |kv|, pairs per head: for every layer one int, or one for each of its
+        heads where they differ; None only for the full cache.
       codec: how pairs are stored.
       layout: where they lie.
       budget_rule: what `budget` came from, and may change it once the prompt is read.
@@ -48,7 +49,7 @@ class CacheConfig:
 
     policy: policies.Policy | None
     schedule: Schedule
-    budget: tuple[int, ...] | None
+    budget: tuple[parts.Sizes, ...] | None
     codec: codecs.Codec = codecs.identity
     layout: layouts.Layout = layouts.DEFAULT
     budget_rule: budgets.BudgetRule | None = None
@@ -68,12 +69,29 @@ class CacheConfig:
         """Prompt tokens that are read first, before `prefill_chunk` at a time.
 
         So many that what is read before the first eviction fills |kv| exactly, as in
-        Algorithm 1; |kv| of the smallest layer, where they differ.
+        Algorithm 1; |kv| of the smallest head, where they differ.
         """
         chunk = self.schedule.prefill_chunk
         if not self.schedule.evicts_in_prefill:
             return chunk
-        return min(self.budget) % chunk or chunk
+        return min(parts.different(self.budget)) % chunk or chunk
+
+    def heads(self, spec: ModelSpec) -> tuple[tuple[parts.Heads, ...], ...]:
+        """Heads of every part of every layer, see `kvjax.cache.parts`."""
+        return tuple(map(parts.of_sizes, self.budget or (None,) * spec.num_layers))
+
+    def of_layer(self, index: int) -> "CacheConfig":
+        """What is kept of a model with that layer alone."""
+        budget = self.budget and self.budget[index : index + 1]
+        return dataclasses.replace(self, budget=budget, budget_rule=None)
+
+    def head_budgets(self, spec: ModelSpec) -> tuple[int, ...]:
+        """[L * K], pairs of every head of every layer."""
+        return tuple(
+            size
+            for sizes in self.budget
+            for size in parts.each_head(sizes, spec.num_kv_heads)
+        )
 
     @property
     def measures(self) -> bool:
@@ -83,26 +101,35 @@ class CacheConfig:
     def prefill_capacity(
         self, spec: ModelSpec, prompt: int, new: int
     ) -> tuple[int, ...]:
-        """Slots per layer while prompts of up to `prompt` tokens are read."""
+        """Slots per head of every part while prompts of up to `prompt` are read."""
         if self.schedule.evicts_in_prefill:
-            return self.budget
-        return (prompt if self.schedule.compacts else prompt + new,) * spec.num_layers
+            return self._slots()
+        count = sum(map(len, self.heads(spec)))
+        return (prompt if self.schedule.compacts else prompt + new,) * count
 
     def decode_capacity(
         self, spec: ModelSpec, prompt: int, new: int
     ) -> tuple[int, ...]:
-        """Slots per layer while `new` tokens are generated."""
+        """Slots per head of every part while `new` tokens are generated."""
         if self.schedule.evicts_in_decode:
-            return self.budget
+            return self._slots()
         if self.schedule.compacts:
-            return tuple(budget + new for budget in self.budget)
+            return tuple(slots + new for slots in self._slots())
         return self.prefill_capacity(spec, prompt, new)
+
+    def _slots(self) -> tuple[int, ...]:
+        """Pairs per head of every part."""
+        return tuple(
+            parts.size_of(sizes, heads)
+            for sizes in self.budget
+            for heads in parts.of_sizes(sizes)
+        )
 
 
 def make_config(
     spec: ModelSpec,
     policy: policies.Policy | str | None,
-    budget: int | Sequence[int] | None,
+    budget: int | Sequence[int | Sequence[int]] | None,
     schedule: Schedule | str | None = None,
     *,
     budget_rule: budgets.BudgetRule | str | None = None,
@@ -115,7 +142,8 @@ def make_config(
     Args:
       spec: the model's shape.
       policy: one of `kvjax.policies`, or its name; None is the full cache.
-      budget: |kv| per head: one int for all layers or one int per layer.
+      budget: |kv| per head: one int for all layers, or for every layer one int or one
+        for each of its heads.
       schedule: one, or the name of its phases; None is Batch-Max's Algorithm 1, or the
         full cache without a policy.
       budget_rule: shares out `budget`, then the mean, between layers; None is the same
@@ -127,7 +155,8 @@ def make_config(
 
     Raises:
       UserError: a budget of 0, not larger than one block, or filled by pinned pairs; a
-        number of budgets other than the layers; a policy without a budget, or with
+        number of budgets other than the layers or heads; heads that differ under a
+        policy that looks across them; a policy without a budget, or with
         functions that do not go together, see `kvjax.policies.checks`; a codec that
         does not fit the layout; a rule that looks at past queries with
         `rope_positions="cache"`, which turns the keys under them.
@@ -156,12 +185,14 @@ def make_config(
     base.validate(policy)
     base.check_params(policy, spec.num_layers)
     rule, sizes = _sizes(spec, budget, budget_rule, schedule)
-    schedule = schedule.of_budget(min(sizes))
-    for size in set(sizes):
+    least = min(parts.different(sizes))
+    schedule = schedule.of_budget(least)
+    for size in parts.different(sizes):
         check_budget(size, policy, schedule)
     config = CacheConfig(policy, schedule, sizes, budget_rule=rule, **options)
     _check_options(config)
-    checks.check_rule(policy, spec, min(sizes), schedule.evicts_in_decode)
+    _check_heads(config)
+    checks.check_rule(policy, spec, least, schedule.evicts_in_decode)
     return config
 
 
@@ -190,10 +221,10 @@ def _schedule(given: Schedule | str | None) -> Schedule | None:
 
 def _sizes(
     spec: ModelSpec,
-    budget: int | Sequence[int],
+    budget: int | Sequence[int | Sequence[int]],
     rule: budgets.BudgetRule | str | None,
     schedule: Schedule,
-) -> tuple[budgets.BudgetRule, tuple[int, ...]]:
+) -> tuple[budgets.BudgetRule, tuple[parts.Sizes, ...]]:
     """The rule that shares out a budget, and the sizes that it begins with."""
     if isinstance(budget, int | np.integer) and not isinstance(budget, bool):
         budget = int(budget)
@@ -209,7 +240,7 @@ def _sizes(
         raise UserError(
             f"budget is {budget!r}: give pairs per head as one int, or one per layer"
         )
-    budget = tuple(whole_number("budget", size) for size in budget)
+    budget = tuple(_layer_sizes(spec, sizes) for sizes in budget)
     if rule is not None:
         raise UserError(
             f"budget {budget} says every layer's size already: give one int for "
@@ -221,6 +252,30 @@ def _sizes(
             "give one int, or one per layer"
         )
     return budgets.explicit(budget), budget
+
+
+def _layer_sizes(spec: ModelSpec, given: int | Sequence[int]) -> parts.Sizes:
+    """One layer's sizes."""
+    if isinstance(given, str) or not np.iterable(given):
+        return whole_number("budget", given)
+    sizes = [whole_number("budget", size) for size in given]
+    if len(sizes) != spec.num_kv_heads:
+        raise UserError(
+            f"a layer's budget has {len(sizes)} sizes for the {spec.num_kv_heads} KV "
+            f"heads of {spec.name}: give one int, or one per head"
+        )
+    return parts.simplest(sizes)
+
+
+def _check_heads(config: CacheConfig) -> None:
+    """Raises UserError for heads apart under a policy that looks across them."""
+    apart = any(not isinstance(sizes, int) for sizes in config.budget)
+    if apart and config.policy.needs_all_heads:
+        raise UserError(
+            f"policy {config.policy.name!r} looks across the heads of a layer, which "
+            "cannot keep different numbers of pairs then: give one size per layer, or "
+            "use another policy"
+        )
 
 
 def _check_options(config: CacheConfig) -> None:

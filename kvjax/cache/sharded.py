@@ -51,7 +51,11 @@ def state_specs(
             num_heads=more * spec.num_heads,
             num_kv_heads=more * spec.num_kv_heads,
         )
-        make = functools.partial(init, wider, config, batch, capacity)
+        sizes = config.budget and tuple(
+            size if isinstance(size, int) else more * size for size in config.budget
+        )
+        kept = dataclasses.replace(config, budget=sizes)
+        make = functools.partial(init, wider, kept, batch, capacity)
         return jax.eval_shape(make)
 
     def axis(size, rows, heads):
@@ -63,7 +67,9 @@ def state_specs(
         sizes = zip(plain.shape, rows.shape, heads.shape, strict=True)
         return PartitionSpec(*(axis(*each) for each in sizes))
 
-    return jax.tree.map(leaf, shapes(2, 1), shapes(4, 1), shapes(2, 2))
+    plain, structure = jax.tree.flatten(shapes(2, 1))
+    others = (jax.tree.leaves(shapes(*more)) for more in ((4, 1), (2, 2)))
+    return structure.unflatten(map(leaf, plain, *others))
 
 
 def step_layer(
@@ -94,7 +100,7 @@ def step_layer(
             is_prefill=is_prefill,
             policy_params=policy_params,
         )
-    part, alone = _layer_of(state, config, index)
+    part, alone = state.of_layer(index), config.of_layer(index)
     heads, rows = PartitionSpec(axes.DATA, axes.HEADS), PartitionSpec(axes.DATA)
     specs = _specs(spec, alone, part)
     hidden = ops.hidden if "hidden" in config.required_stats(is_prefill) else None
@@ -140,19 +146,12 @@ def compact(
     return axes.per_shard(shrink, specs, after)(state, policy_params)
 
 
-def _layer_of(
-    state: KVState, config: CacheConfig, index: int
-) -> tuple[KVState, CacheConfig]:
-    """One layer's part of the state, as the state of a model with that layer alone."""
-    layers, stats = (state.layers[index],), (state.stats[index],)
-    budget = config.budget and config.budget[index : index + 1]
-    alone = dataclasses.replace(config, budget=budget, budget_rule=None)
-    return state.replace(layers=layers, stats=stats, measured=None), alone
-
-
 def _put_back(state: KVState, part: KVState, index: int) -> KVState:
     layers, stats = list(state.layers), list(state.stats)
-    layers[index], stats[index] = part.layers[0], part.stats[0]
+    for (place, _), layer, stat in zip(
+        state.parts(index), part.layers, part.stats, strict=True
+    ):
+        layers[place], stats[place] = layer, stat
     return state.replace(layers=tuple(layers), stats=tuple(stats), error=part.error)
 
 

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache import layouts
+from kvjax.cache import layouts, parts
 from kvjax.cache.config import CacheConfig
 from kvjax.cache.layouts import Layout
+from kvjax.cache.parts import Heads
 from kvjax.parallel import axes
 from kvjax.types import ModelSpec, PyTree, Stats
 
@@ -22,13 +23,15 @@ class KVState:
     """Everything that is remembered of a batch's tokens.
 
     Attributes:
-      layers: the layout's, one per layer; their capacities may differ.
-      stats: the policy's statistics, one per layer.
+      layers: the layout's, one for every part of every layer, see `kvjax.cache.parts`;
+        their capacities may differ.
+      stats: the policy's statistics, likewise.
       next_pos: i32[B], tokens each row has seen; the position of its next token.
       error: u32[B, K], sticky bits; see `raise_errors`.
       measured: f32[B, L], sums over the prompt's tokens of what the budget rule
         measures in every layer; None where it measures nothing.
       layout: of the layers.
+      heads: those of every part of every layer.
     """
 
     layers: tuple[PyTree, ...]
@@ -37,6 +40,24 @@ class KVState:
     error: Array
     measured: Array | None = None
     layout: Layout = flax.struct.field(pytree_node=False, default=layouts.DEFAULT)
+    heads: tuple[tuple[Heads, ...], ...] = flax.struct.field(
+        pytree_node=False, default=()
+    )
+
+    def parts(self, index: int) -> list[tuple[int, Heads]]:
+        """Of a layer: each part's place in `layers` and `stats`, and its heads."""
+        first = sum(map(len, self.heads[:index]))
+        return list(enumerate(self.heads[index], first))
+
+    def of_layer(self, index: int) -> "KVState":
+        """The state of a model with that layer alone; nothing is measured there."""
+        places = [place for place, _ in self.parts(index)]
+        return self.replace(
+            layers=tuple(self.layers[place] for place in places),
+            stats=tuple(self.stats[place] for place in places),
+            heads=(self.heads[index],),
+            measured=None,
+        )
 
 
 def init(
@@ -46,25 +67,29 @@ def init(
     capacity: tuple[int, ...],
     dtype: jnp.dtype = jnp.float32,
 ) -> KVState:
-    """An empty state with `capacity` slots per head and layer.
+    """An empty state with `capacity` slots per head of every part of every layer.
 
     With `jax.eval_shape` this gives the exact bytes without allocating them.
     """
     layout, policy = config.layout, config.policy
-    layers = tuple(layout.init(spec, batch, c, config.codec, dtype) for c in capacity)
-    stats = tuple(policy.init(spec, batch, c) if policy else Stats() for c in capacity)
+    heads = config.heads(spec)
+    specs = [parts.spec_of(spec, part) for layer in heads for part in layer]
+    sizes = list(zip(specs, capacity, strict=True))
+    layers = tuple(layout.init(s, batch, c, config.codec, dtype) for s, c in sizes)
+    stats = tuple(policy.init(s, batch, c) if policy else Stats() for s, c in sizes)
     return KVState(
         layers=layers,
         stats=stats,
         next_pos=jnp.zeros((batch,), jnp.int32),
         error=jnp.zeros((batch, spec.num_kv_heads), jnp.uint32),
-        measured=jnp.zeros((batch, len(capacity))) if config.measures else None,
+        measured=jnp.zeros((batch, len(heads))) if config.measures else None,
         layout=layout,
+        heads=heads,
     )
 
 
 def capacities(state: KVState) -> tuple[int, ...]:
-    """Slots per head of every layer."""
+    """Slots per head of every part of every layer."""
     return tuple(state.layout.capacity(layer) for layer in state.layers)
 
 
@@ -94,10 +119,22 @@ def insert(state: KVState, other: KVState, row: Int[Array, ""]) -> KVState:
 def kept_positions(state: KVState) -> list[list[list[np.ndarray]]]:
     """Positions of the kept pairs in rising order: `[row][layer][head]`."""
     held = [axes.to_host(state.layout.positions(layer)) for layer in state.layers]
+    layers = [_heads_of(state, index, held) for index in range(len(state.heads))]
     return [
-        [[np.sort(head[head >= 0]) for head in layer[row]] for layer in held]
+        [[np.sort(head[row][head[row] >= 0]) for head in layer] for layer in layers]
         for row in range(held[0].shape[0])
     ]
+
+
+def _heads_of(
+    state: KVState, index: int, held: list[np.ndarray]
+) -> list[Int[np.ndarray, "B C"]]:
+    """Every head's positions, in the order of the heads."""
+    found = {}
+    for place, heads in state.parts(index):
+        here = range(held[place].shape[1]) if heads is None else heads
+        found |= {head: held[place][:, i] for i, head in enumerate(here)}
+    return [found[head] for head in sorted(found)]
 
 
 def stored_bytes(state: KVState) -> tuple[int, int]:

@@ -6,13 +6,15 @@ and how pairs lie is the business of its layout and codec.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import attention
+from kvjax.cache import parts
 from kvjax.cache.config import CacheConfig
 from kvjax.cache.state import NAN_SCORE, OVERFLOW, KVState, next_positions
 from kvjax.parallel import axes
@@ -56,24 +58,62 @@ def step_layer(
       policy_params: this layer's weights of a learned rule.
       layer_number: the layer's index in the model; None is `index`.
     """
-    layer, stats = state.layers[index], state.stats[index]
+    places = [
+        (place, parts.here(heads, q.shape[1])) for place, heads in state.parts(index)
+    ]
+    number = index if layer_number is None else layer_number
+    found = []
+    for place, heads in places:
+        size = config.budget and parts.size_of(config.budget[index], heads)
+        view = functools.partial(
+            _view,
+            apply_rope=ops.apply_rope,
+            config=config,
+            number=number,
+            params=policy_params,
+            heads=heads,
+            of=q.shape[1],
+        )
+        out, state = _step_part(
+            *(place, heads, size, view),
+            *(parts.taken(x, heads) for x in (q, k, v)),
+            *(parts.ops_of(ops, heads), state),
+            config=config,
+            n=n,
+            tokens=tokens,
+            is_prefill=is_prefill,
+        )
+        found.append(out)
+    return parts.joined(found, [heads for _, heads in places]), state
+
+
+def _step_part(
+    place: int,
+    heads: parts.Heads,
+    budget: int | None,
+    view: Callable[..., View],
+    q: Array,
+    k: Array,
+    v: Array,
+    ops: LayerOps,
+    state: KVState,
+    *,
+    config: CacheConfig,
+    n: Array,
+    tokens: Array | None,
+    is_prefill: bool,
+) -> tuple[Array, KVState]:
+    """`step_layer` for heads that keep the same number of pairs."""
+    layer, stats = state.layers[place], state.stats[place]
     last, layout, schedule = state.next_pos - 1, config.layout, config.schedule
-    view = functools.partial(
-        _view,
-        apply_rope=ops.apply_rope,
-        config=config,
-        number=index if layer_number is None else layer_number,
-        params=policy_params,
-    )
     evicts = schedule.evicts_in_prefill if is_prefill else schedule.evicts_in_decode
     if evicts:
         held = layout.live(layer)
-        full = (held + n[:, None] > config.budget[index]) & (n > 0)[:, None]
-        least = config.budget[index] - schedule.evict_size
-        drop = jnp.where(full, held - least, 0)
+        full = (held + n[:, None] > budget) & (n > 0)[:, None]
+        drop = jnp.where(full, held - (budget - schedule.evict_size), 0)
         rows = config.rows_per_eviction if q.shape[3] == 1 else q.shape[0]
         layer, stats, nan = make_room(layer, stats, drop, last, view, config, rows)
-        state = _noted(state, NAN_SCORE, nan)
+        state = _noted(state, NAN_SCORE, nan, heads)
     positions = next_positions(state, q.shape[3])
     before_rope = q
     if config.rope_positions == "original":
@@ -91,9 +131,9 @@ def step_layer(
         now = view(layer, last + n, layout.live(layer))
         seen = seen._replace(is_prefill=is_prefill, **extra)
         stats = config.policy.observe(stats, now, seen)
-    state = _noted(state, OVERFLOW, overflow).replace(
-        layers=_set(state.layers, index, layer),
-        stats=_set(state.stats, index, stats),
+    state = _noted(state, OVERFLOW, overflow, heads).replace(
+        layers=_set(state.layers, place, layer),
+        stats=_set(state.stats, place, stats),
     )
     return attention.normalize(partial).astype(q.dtype), state
 
@@ -165,15 +205,18 @@ def compact(
     Args:
       state: after the prompt.
       config: what is kept, and when.
-      capacity: slots per head of every layer afterwards.
+      capacity: slots per head of every part of every layer afterwards.
       apply_ropes: `LayerOps.apply_rope` of every layer.
       policy_params: every layer's weights of a learned rule.
       first_layer: the number in the model of the state's first layer.
     """
     layout, layers, stats = config.layout, [], []
-    for index, (layer, stat) in enumerate(zip(state.layers, state.stats, strict=True)):
+    count = state.error.shape[1]
+    for index, place, heads in _all_parts(state):
+        layer, stat = state.layers[place], state.stats[place]
         if config.policy:
-            budget, held = config.budget[index], layout.live(layer)
+            budget = parts.size_of(config.budget[index], heads)
+            held = layout.live(layer)
             if config.schedule.evicts_in_decode:
                 fewer = budget - config.schedule.evict_size
                 target = jnp.where(held >= budget, fewer, held)
@@ -187,13 +230,23 @@ def compact(
                 config=config,
                 number=first_layer + index,
                 params=policy_params and policy_params[index],
+                heads=heads,
+                of=count,
             )
             gone, nan = _chosen(stat, view, held - target, config)
-            layer, state = layout.evict(layer, gone), _noted(state, NAN_SCORE, nan)
-        layer, per_slot = layout.compact(layer, stat.per_slot, capacity[index])
+            layer = layout.evict(layer, gone)
+            state = _noted(state, NAN_SCORE, nan, heads)
+        layer, per_slot = layout.compact(layer, stat.per_slot, capacity[place])
         layers.append(layer)
         stats.append(stat._replace(per_slot=per_slot))
     return state.replace(layers=tuple(layers), stats=tuple(stats))
+
+
+def _all_parts(state: KVState) -> Iterator[tuple[int, int, parts.Heads]]:
+    """Layer, place and heads of every part; over a mesh, those heads that are here."""
+    for index in range(len(state.heads)):
+        for place, heads in state.parts(index):
+            yield index, place, parts.here(heads, state.error.shape[1])
 
 
 def measure(
@@ -262,20 +315,33 @@ def _chosen(
     return base.select_evictions(score, view.positions, drop), nan
 
 
-def _noted(state: KVState, bit: int, where: Bool[Array, "B K"]) -> KVState:
-    """The state with the error bit set for these heads."""
+def _noted(
+    state: KVState, bit: int, where: Bool[Array, "B K"], heads: parts.Heads
+) -> KVState:
+    """The state with the error bit set for these heads, of a part or of all."""
     found = jnp.where(where, jnp.uint32(bit), jnp.uint32(0))
-    return state.replace(error=state.error | found)
+    if heads is None:
+        return state.replace(error=state.error | found)
+    at = state.error.at[:, np.asarray(heads)]
+    return state.replace(error=at.set(parts.taken(state.error, heads) | found))
 
 
 def _view(
-    layer: PyTree, now: Array, keep: Array, *, apply_rope, config, number, params
+    layer: PyTree,
+    now: Array,
+    keep: Array,
+    *,
+    apply_rope,
+    config,
+    number,
+    params,
+    heads: parts.Heads,
+    of: int,
 ) -> View:
-    """What a policy sees of a layer."""
+    """What a policy sees of these heads, of all `of` that are here."""
     layout = config.layout
-    positions = layout.positions(layer)
     return View(
-        positions=positions,
+        positions=layout.positions(layer),
         query_position=now,
         num_keep=keep,
         keys=lambda: _turned(layout.keys(layer), apply_rope, config),
@@ -284,7 +350,7 @@ def _view(
         layer=number,
         params=params,
         gather_heads=axes.all_heads,
-        first_head=axes.first_head(positions.shape[1]),
+        heads=axes.head_numbers(of, heads),
     )
 
 

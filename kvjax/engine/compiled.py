@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from kvjax import cache
-from kvjax.cache import sharded
+from kvjax.cache import parts, sharded
 from kvjax.cache.config import CacheConfig
 from kvjax.engine import memory, steps
 from kvjax.engine.sampling import Sampling
@@ -78,6 +78,8 @@ class Job:
                 f"{self.data_parallel} groups of devices that the mesh's data axis "
                 "makes: take a multiple"
             )
+        if self.mesh:
+            parts.check_split(self.config.budget, self.mesh.shape[axes.HEADS])
 
     @property
     def data_parallel(self) -> int:

@@ -1,10 +1,10 @@
 """Many methods, few prompts: one layer's program for all layers, one reading for all.
 
 A whole model takes half a minute to compile for every method, one layer a second or
-two. Running layer by layer costs a dispatch per layer instead of one per batch, so this
-is for sweeps over methods, not for throughput; whole models give the same tokens and
-keep the same pairs. Rules that only work once the prompt is in watch it together: it is
-read once for all of them.
+two; layers that differ in what they keep have a program each. Running layer by layer
+costs a dispatch per layer instead of one per batch, so this is for sweeps over methods,
+not for throughput; whole models give the same tokens and keep the same pairs. Rules
+that only work once the prompt is in watch it together: it is read once for all of them.
 """
 
 import dataclasses
@@ -46,11 +46,11 @@ class Readings:
                 "all share one: run whole models"
             )
         for config in methods:
-            if config.measures or len(set(config.budget or ())) > 1:
+            if config.measures:
                 raise UserError(
-                    "layer by layer, all layers share one program: give one budget, "
-                    f"not {config.budget} from the rule {config.budget_rule.name!r}, "
-                    "or run whole models"
+                    f"budget rule {config.budget_rule.name!r} measures all layers "
+                    "before it says their sizes, and layer by layer there is one at a "
+                    "time: use another rule, or run whole models"
                 )
         self.model = model
         late = (config for config in methods if _is_late(config))
@@ -65,7 +65,7 @@ class Readings:
         """The prompts read and compressed, with room for `new` tokens.
 
         Args:
-          config: the method; the same budget in all layers.
+          config: the method.
           prompts: token ids, one list per row.
           new: tokens that may follow.
         """
@@ -95,7 +95,10 @@ class LayerByLayer:
         if self._writing is self.job.config:
             return found
         return Prefilled(
-            tuple(state.replace(stats=(Stats(),)) for state in found.state),
+            tuple(
+                state.replace(stats=(Stats(),) * len(state.stats))
+                for state in found.state
+            ),
             found.logits,
         )
 
@@ -164,10 +167,11 @@ def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Prefi
     tokens = np.zeros((len(prompts), room + block), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-    dtype = model.params["embed"].dtype
+    dtype, one = model.params["embed"].dtype, _one_layer(spec)
     states = tuple(
-        cache.init(spec, config, len(prompts), (capacity,), dtype)
-        for capacity in config.prefill_capacity(spec, int(room), new)
+        cache.init(*(one, layer, len(prompts)), capacity, dtype)
+        for layer in _layers(config, spec)
+        for capacity in [layer.prefill_capacity(one, int(room), new)]
     )
     logits = jnp.zeros((len(prompts), spec.vocab_size), jnp.float32)
     found = Prefilled(states, logits)
@@ -181,8 +185,9 @@ def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Prefi
 def joined(states: Sequence[cache.KVState]) -> cache.KVState:
     """The states of all layers as one."""
     return states[0].replace(
-        layers=tuple(state.layers[0] for state in states),
-        stats=tuple(state.stats[0] for state in states),
+        layers=tuple(layer for state in states for layer in state.layers),
+        stats=tuple(stats for state in states for stats in state.stats),
+        heads=tuple(state.heads[0] for state in states),
     )
 
 
@@ -192,13 +197,14 @@ def _step(model, config, read: Prefilled, tokens, n, is_prefill: bool) -> Prefil
     ends = {key: model.params[key] for key in model.params if key != "layers"}
     x, states = _embed(ends, tokens, read.state[0].next_pos, spec=model.spec), []
     learned = _learned(config, model.spec.num_layers)
-    layers = zip(model.params["layers"], read.state, learned, strict=True)
-    for index, (weights, state, rule) in enumerate(layers):
+    configs = _layers(config, model.spec)
+    layers = zip(model.params["layers"], read.state, learned, configs, strict=True)
+    for index, (weights, state, rule, alone) in enumerate(layers):
         windows = [model.spec.sliding_window(i) for i in range(index + 1)]
         x, state = _layer(
             *(weights, x, state, n, tokens, rule, jnp.int32(index)),
             spec=model.spec,
-            config=config,
+            config=alone,
             is_prefill=is_prefill,
             like=windows.index(windows[-1]),
         )
@@ -207,6 +213,15 @@ def _step(model, config, read: Prefilled, tokens, n, is_prefill: bool) -> Prefil
     if before is None:
         before = jnp.zeros((len(n), model.spec.vocab_size), jnp.float32)
     return Prefilled(tuple(states), _logits(ends, x, n, before, spec=model.spec))
+
+
+def _layers(config: CacheConfig, spec: ModelSpec) -> list[CacheConfig]:
+    """What each layer keeps; those that keep the same share programs."""
+    return [config.of_layer(index) for index in range(spec.num_layers)]
+
+
+def _one_layer(spec: ModelSpec) -> ModelSpec:
+    return dataclasses.replace(spec, num_layers=1)
 
 
 def _learned(config: CacheConfig, count: int) -> Sequence[PyTree]:
@@ -284,12 +299,16 @@ def _shrunk(model: Model, config, found: Prefilled, new: int) -> Prefilled:
     """The compaction between prompt and decoding, where the schedule has one."""
     if not config.schedule.compacts:
         return found
-    how = {"spec": model.spec, "config": config}
-    capacity = config.decode_capacity(model.spec, 0, new)[:1]
-    learned = _learned(config, model.spec.num_layers)
+    spec, learned = model.spec, _learned(config, model.spec.num_layers)
+    layers = zip(found.state, learned, _layers(config, spec), strict=True)
     states = [
-        _compact(state, rule, jnp.int32(index), capacity=capacity, **how)
-        for index, (state, rule) in enumerate(zip(found.state, learned, strict=True))
+        _compact(
+            *(state, rule, jnp.int32(index)),
+            spec=spec,
+            config=alone,
+            capacity=alone.decode_capacity(_one_layer(spec), 0, new),
+        )
+        for index, (state, rule, alone) in enumerate(layers)
     ]
     return found._replace(state=tuple(states))
 
@@ -310,11 +329,13 @@ def _without_watching(config: CacheConfig) -> CacheConfig:
 def _is_late(config: CacheConfig) -> bool:
     """Whether others can watch the same reading.
 
-    The prompt is read as if the cache were full, keys stay in place, and what the rule
-    does is known by its name: two with other weights look the same.
+    The prompt is read as if the cache were full and all heads alike, keys stay in
+    place, and what the rule does is known by its name: two with other weights look the
+    same.
     """
     late = config.schedule.phases == "after_prefill"
     alone = config.policy is None or config.policy.params is not None
+    alone = alone or not all(isinstance(sizes, int) for sizes in config.budget)
     return late and not alone and config.rope_positions == "original"
 
 

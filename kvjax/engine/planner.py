@@ -14,6 +14,7 @@ import pathlib
 
 import jax
 
+from kvjax.cache import parts
 from kvjax.engine import compiled
 from kvjax.engine.compiled import Job, Programs
 from kvjax.engine.progress import Say, silent
@@ -249,7 +250,9 @@ def _estimate(job: Job, batch: int) -> dict[str, int]:
     spec = dataclasses.replace(job.spec, num_layers=layers)
     budget = job.config.budget
     if budget:  # the two largest layers stand for the others' temporaries
-        budget = tuple(sorted(budget)[-layers:])
+        heads = job.spec.num_kv_heads
+        slots = lambda sizes: sum(parts.each_head(sizes, heads))
+        budget = tuple(sorted(budget, key=slots)[-layers:])
     config = dataclasses.replace(job.config, budget=budget)
     short = dataclasses.replace(job, spec=spec, config=config, batch=batch)
     whole = dataclasses.replace(job, batch=batch)

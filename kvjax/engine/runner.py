@@ -120,7 +120,8 @@ class Whole:
         sums, counts = axes.to_host((measured, lengths))
         means = (sums[counts > 0] / counts[counts > 0, None]).mean(0, dtype=np.float64)
         config = self.job.config
-        mean = sum(config.budget) // len(config.budget)
+        pairs = config.head_budgets(self.job.spec)
+        mean = sum(pairs) // len(pairs)
         sizes = budgets.reallocated(config.budget_rule, means, mean)
         if sizes != config.budget:
             config = dataclasses.replace(config, budget=sizes)

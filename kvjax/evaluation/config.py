@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax import policies
-from kvjax.cache import budgets, codecs, config
+from kvjax.cache import budgets, codecs, config, parts
 from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.schedule import Schedule
 from kvjax.engine.planner import device_memory
@@ -30,7 +30,8 @@ class Method:
         None for the full cache.
       options: the policy's parameters.
       phases, prefill_chunk, evict_size: the `Schedule`.
-      budget: |kv|, one int or one per layer; None for the full cache.
+      budget: |kv|, one int, or for every layer one or one per head; None for the full
+        cache.
       budget_share: the share of a prompt that the budget stands for, such as 0.5, where
         tasks of other lengths have other budgets; for reports alone.
       budget_rule: shares out the budget between layers: a name, or `module:function`.
@@ -49,7 +50,7 @@ class Method:
     phases: str = "prefill_and_decode"
     prefill_chunk: int | None = None
     evict_size: int | None = None
-    budget: int | tuple[int, ...] | None = None
+    budget: int | tuple[parts.Sizes, ...] | None = None
     budget_share: float | None = None
     budget_rule: str | None = None
     codec: str = "identity"
@@ -82,7 +83,7 @@ class Method:
         schedule = Schedule(self.phases, self.prefill_chunk, self.evict_size)
         policy = policies.make(self.policy, **dict(self.options))
         sizes = self.budget if isinstance(self.budget, tuple) else (self.budget,)
-        for size in set(sizes) - {None}:
+        for size in parts.different(sizes) - {None}:
             config.check_budget(size, policy, schedule)
         return policy, schedule
 

@@ -40,7 +40,8 @@ class Requests:
       pretrained: a model, or what `kvjax.load` takes.
       policy: a name of `kvjax.policies.names()`, or `module:function` of one's own;
         None or `full` is the full cache.
-      budget: pairs per head, or a list of one number per layer.
+      budget: pairs per head, or a list with one number, or one per head, for every
+        layer.
       schedule: the phases of `kvjax.Schedule`.
       prefill_chunk, evict_size: as there.
       dtype, context: of `kvjax.load`.
@@ -65,7 +66,7 @@ class Requests:
         self,
         pretrained: str | Model,
         policy: str | None = None,
-        budget: int | Sequence[int] | None = None,
+        budget: int | Sequence[int | Sequence[int]] | None = None,
         schedule: str = "prefill_and_decode",
         prefill_chunk: int | None = None,
         evict_size: int | None = None,
@@ -89,7 +90,7 @@ class Requests:
             phases=schedule,
             prefill_chunk=prefill_chunk,
             evict_size=evict_size,
-            budget=tuple(budget) if isinstance(budget, list | tuple) else budget,
+            budget=_budget(budget),
             codec=codec,
             rope_positions=rope_positions,
             implementation=implementation,
@@ -422,6 +423,11 @@ def main() -> None:
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()
+
+
+def _budget(given: Any) -> Any:
+    """Lists, as JSON has them, as tuples."""
+    return tuple(map(_budget, given)) if isinstance(given, list | tuple) else given
 
 
 def _policy_options(given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:

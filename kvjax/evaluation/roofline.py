@@ -123,12 +123,13 @@ def step(job: Job, rows: int, tokens: int, held: tuple[int, ...], logits: bool) 
       job: model, dtype and what is kept.
       rows: B.
       tokens: T per row.
-      held: C of every layer.
+      held: [L * K], C of every head of every layer.
       logits: whether next-token logits are worked out, one per row.
     """
     spec, size = job.spec, _itemsize(job)
-    seen = [min(c, spec.sliding_window(i) or c) for i, c in enumerate(held)]
-    pair = 2 * spec.num_kv_heads * spec.head_dim * rows
+    windows = (spec.sliding_window(i // spec.num_kv_heads) for i in range(len(held)))
+    seen = [min(c, window or c) for c, window in zip(held, windows, strict=True)]
+    pair = 2 * spec.head_dim * rows
     flops = 2 * rows * tokens * active_weights(spec)
     flops += sum(2 * pair * spec.queries_per_kv_head * tokens * c for c in seen)
     moved = size * layer_weights(spec, rows * tokens)
@@ -181,8 +182,9 @@ def _length(plan: Plan, prompt_tokens: int | None) -> int:
 
 
 def _read(job: Job, length: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Tokens of every block of a prompt, and the pairs held with them, per layer."""
-    schedule, held = job.config.schedule, (0,) * job.spec.num_layers
+    """Tokens of every block of a prompt, and the pairs every head holds with them."""
+    schedule, spec = job.config.schedule, job.spec
+    held = (0,) * (spec.num_layers * spec.num_kv_heads)
     first, chunk = job.config.first_chunk, schedule.prefill_chunk
     for start in (0, *range(first, length, chunk)):
         new = min(chunk if start else first, length - start)
@@ -191,30 +193,29 @@ def _read(job: Job, length: int) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 
 def _appended(job: Job, held, new: int, evicts: bool) -> tuple[int, ...]:
-    """Pairs per layer after new ones are in: Algorithm 1's arithmetic."""
+    """Pairs per head after new ones are in: Algorithm 1's arithmetic."""
     config = job.config
     if not evicts:
         return tuple(pairs + new for pairs in held)
-    evict, pairs = config.schedule.evict_size, zip(held, config.budget, strict=True)
+    budgets, evict = config.head_budgets(job.spec), config.schedule.evict_size
+    pairs = zip(held, budgets, strict=True)
     return tuple(new + (b - evict if each + new > b else each) for each, b in pairs)
 
 
 def _compacted(job: Job, held) -> tuple[int, ...]:
     """What `cache.compact` leaves, if the rule keeps as much as it may."""
-    config = job.config
+    config, budgets = job.config, job.config.head_budgets(job.spec)
     if config.schedule.evicts_in_decode:
-        least = [budget - config.schedule.evict_size for budget in config.budget]
-        pairs = zip(held, least, config.budget, strict=True)
+        least = [budget - config.schedule.evict_size for budget in budgets]
+        pairs = zip(held, least, budgets, strict=True)
         return tuple(low if each >= most else each for each, low, most in pairs)
-    return tuple(map(min, held, config.budget))
+    return tuple(map(min, held, budgets))
 
 
 def _moved(job: Job, rows: int, before, after) -> Work:
     spec = job.spec
     pairs = (sum(before) + sum(after)) * rows
-    return Work(
-        0.0, float(2 * spec.num_kv_heads * spec.head_dim * pairs * _itemsize(job))
-    )
+    return Work(0.0, float(2 * spec.head_dim * pairs * _itemsize(job)))
 
 
 @functools.cache

@@ -101,9 +101,15 @@ def all_heads(x: Shaped[Array, "B K ..."]) -> Shaped[Array, "B H ..."]:
     return jax.lax.all_gather(x, HEADS, axis=1, tiled=True) if _inside() else x
 
 
-def first_head(heads: int) -> int | Int[Array, ""]:
-    """The number in the layer of the first of the `heads` that a shard holds."""
-    return jax.lax.axis_index(HEADS) * heads if _inside() else 0
+def head_numbers(count: int, heads: Sequence[int] | None) -> Int[Array, "K"] | None:
+    """The numbers in the layer of some of the `count` heads here; None is all.
+
+    Over a mesh a shard's first head has the number 0 only on the first device.
+    """
+    if heads is None and not _inside():
+        return None
+    here = jnp.asarray(range(count) if heads is None else heads, jnp.int32)
+    return here + jax.lax.axis_index(HEADS) * count if _inside() else here
 
 
 def any_head(x: Bool[Array, "..."]) -> Bool[Array, "..."]:

@@ -180,15 +180,14 @@ def recent_mask(view: View, count: int | Array) -> Bool[Array, "B K C"]:
 
 def own_heads(view: View, x: Shaped[Array, "B H ..."]) -> Shaped[Array, "B K ..."]:
     """Of what is there for all heads of a layer, the part of those the view has."""
-    heads = view.positions.shape[1]
-    if x.shape[1] == heads:
-        return x
-    return jax.lax.dynamic_slice_in_dim(x, view.first_head, heads, axis=1)
+    return x if view.heads is None else jnp.take(x, view.heads, axis=1)
 
 
 def head_numbers(view: View) -> Int[Array, "K"]:
     """The numbers, in the whole layer, of the heads that the view has."""
-    return jnp.arange(view.positions.shape[1], dtype=jnp.int32) + view.first_head
+    if view.heads is not None:
+        return view.heads
+    return jnp.arange(view.positions.shape[1], dtype=jnp.int32)
 
 
 def real_mask(observation: Observation, last: int | None = None) -> Bool[Array, "B T"]:

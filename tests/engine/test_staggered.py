@@ -46,6 +46,7 @@ def pooled_run(params, job, group, *given, **how):
         (policies.snapkv(window=4), AFTER, 24),
         (policies.average_attention(), AFTER, 16),
         (policies.key_diff(), AFTER, (8, 40)),
+        (policies.key_diff(), AFTER, ((8, 40), 16)),
         (policies.expected_attention(), AFTER, 24),
         (policies.fastgen(), AFTER, 24),
         (policies.recency(), ED, 2),

@@ -85,15 +85,20 @@ def test_flops_are_the_compiler_s(tokens, slots, rows, logits):
         ids,
     )
     counted = run.lower(*shapes).compile().cost_analysis()["flops"]
-    ours = roofline.step(job, rows, tokens, capacity, logits).flops
+    ours = roofline.step(job, rows, tokens, each_head(capacity), logits).flops
     assert ours < counted < 1.05 * ours
+
+
+def each_head(layers):
+    """[L * K], where all heads of a layer hold the same."""
+    return tuple(pairs for pairs in layers for _ in range(SPEC.num_kv_heads))
 
 
 def test_bytes_are_the_arrays():
     """Weights once, all pairs read, the new ones written."""
     config = make_config(SPEC, None, None)
     job = Job(SPEC, config, 4, 256, 8)
-    work = roofline.step(job, 4, 1, job.decode_capacity, logits=True)
+    work = roofline.step(job, 4, 1, each_head(job.decode_capacity), logits=True)
     slots = 4 * sum(job.decode_capacity) * SPEC.num_kv_heads
     others = (
         4 * slots + 4 * 4 + 4 * 4 * SPEC.num_kv_heads
@@ -119,7 +124,7 @@ def held(config, prompt_tokens, new=8):
     plan = plan_of(config, new=new)
     size = 2 * SPEC.num_kv_heads * SPEC.head_dim * 4 * plan.batch * SPEC.num_layers
     least = [
-        roofline.step(plan.job, 4, tokens, (0, 0), logits).bytes
+        roofline.step(plan.job, 4, tokens, each_head((0, 0)), logits).bytes
         for tokens, logits in ((64, False), (1, True))
     ]
     blocks = roofline.prefill(plan, prompt_tokens)
@@ -161,8 +166,8 @@ def test_windows_bound_what_is_read():
     spec = tiny_spec(sliding_windows=(16, 0))
     config = make_config(spec, None, None)
     job = Job(spec, config, 1, 256, 8)
-    all_read = roofline.step(job, 1, 1, (100, 100), False).bytes
-    near = roofline.step(job, 1, 1, (16, 100), False).bytes
+    all_read = roofline.step(job, 1, 1, (100, 100, 100, 100), False).bytes
+    near = roofline.step(job, 1, 1, (16, 16, 100, 100), False).bytes
     assert all_read == near
 
 

@@ -145,7 +145,7 @@ def noted(policy, queries, keys, heads, gather_heads=lambda x: x, first_head=0):
         jnp.full((batch, heads), 5),
         keys=lambda: keys,
         gather_heads=gather_heads,
-        first_head=first_head,
+        heads=first_head + jnp.arange(heads),
     )
     observation = Observation(
         jnp.full(batch, count),
@@ -239,7 +239,7 @@ def choose(policy, layers, hidden, heads=HEADS, first_head=0):
                 jnp.minimum(lengths, start + BLOCK) - 1,
                 most,
                 params=layers[index],
-                first_head=first_head,
+                heads=first_head + jnp.arange(heads),
             )
             at = jnp.broadcast_to(start + jnp.arange(BLOCK), (ROWS, BLOCK))
             here = hidden[index, :, start : start + BLOCK]

@@ -616,7 +616,7 @@ class Layer:
 
     Args:
       rule: which pairs stay; None evicts nothing.
-      budget: pairs per head.
+      budget: pairs per head, or one number for each.
       evict: pairs per head that one eviction drops.
       out: [K, G, D, M], the output projection.
       theta: base of the rotary angles.
@@ -627,9 +627,10 @@ class Layer:
     def __init__(
         self, rule, budget, evict, out, theta, phases="prefill_and_decode", slots=False
     ):
-        self.rule, self.budget, self.evict, self.out = rule, budget, evict, out
+        self.rule, self.evict, self.out = rule, evict, out
         self.phases, self.slots, self.seen = phases, slots, 0
         self.heads = [Head(theta=theta) for _ in out]
+        self.budgets = np.broadcast_to(budget, len(out)).tolist()
 
     def step(self, q, k, v, tokens, prompt=True):
         """Attends and evicts for a block: q [K, G, T, D], k and v [K, T, D], before
@@ -638,10 +639,12 @@ class Layer:
             ("prefill_and_decode",) if prompt else ("prefill_and_decode", "decode_only")
         )
         if self.rule and self.phases in phase:
-            full = [len(h.pairs) + len(tokens) > self.budget for h in self.heads]
-            least = self.budget - self.evict
-            held = [len(h.pairs) for h in self.heads]
-            self._drop([h - least if f else 0 for h, f in zip(held, full, strict=True)])
+            drop = []
+            for head, budget in zip(self.heads, self.budgets, strict=True):
+                held = len(head.pairs)
+                full = held + len(tokens) > budget
+                drop.append(held - (budget - self.evict) if full else 0)
+            self._drop(drop)
         result = [
             self._attend(head, *parts, tokens)
             for head, *parts in zip(self.heads, q, k, v, self.out, strict=True)
@@ -655,9 +658,10 @@ class Layer:
     def compact(self):
         """Between prompt and decoding: to what the schedule lets into decoding."""
         drop = []
-        for held in (len(head.pairs) for head in self.heads):
-            most = self.budget - self.evict * (self.phases == "decode_only")
-            over = held >= self.budget if self.phases == "decode_only" else held > most
+        for head, budget in zip(self.heads, self.budgets, strict=True):
+            held = len(head.pairs)
+            most = budget - self.evict * (self.phases == "decode_only")
+            over = held >= budget if self.phases == "decode_only" else held > most
             drop.append(held - most if over else 0)
         self._drop(drop, always=True)
 
@@ -706,20 +710,25 @@ class Layer:
 
 
 class Decoder:
-    """A Llama in float64 that evicts by Algorithm 1, for one prompt."""
+    """A Llama in float64 that evicts by Algorithm 1, for one prompt.
+
+    Args:
+      budget: pairs per head: one number, or one for each head of each layer.
+    """
 
     def __init__(self, spec, params, rule, budget, p):
         self.spec, self.params = spec, _float64(params)
-        self.budget, self.p = budget, p
+        self.first, self.p = budget and np.min(budget), p
+        sizes = budget if np.iterable(budget) else [budget] * spec.num_layers
         self.layers = [
-            Layer(rule, budget, p, layer["out"], spec.rope_theta)
-            for layer in self.params["layers"]
+            Layer(rule, size, p, layer["out"], spec.rope_theta)
+            for size, layer in zip(sizes, self.params["layers"], strict=True)
         ]
 
     def prefill(self, tokens):
-        """Algorithm 1: the first |kv| tokens fill the cache, then p at a time."""
-        logits = self.step(tokens[: self.budget])
-        for start in range(self.budget or len(tokens), len(tokens), self.p):
+        """Algorithm 1: the first |kv| tokens fill the smallest head's cache, then p."""
+        logits = self.step(tokens[: self.first])
+        for start in range(self.first or len(tokens), len(tokens), self.p):
             logits = self.step(tokens[start : start + self.p])
         return logits
 

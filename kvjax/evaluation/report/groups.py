@@ -63,7 +63,7 @@ def setting(record: Record) -> str:
 
 
 def slots(record: Record) -> str:
-    """The budget in slots: a number, or the smallest layer's to the largest's."""
+    """The budget in slots: a number, or the smallest head's to the largest's."""
     budget = record.get("budget", ...)
     if budget is ...:
         return "-"
@@ -71,10 +71,17 @@ def slots(record: Record) -> str:
         return "all"
     if isinstance(budget, int | np.integer):
         return f"{budget:,}"
-    least, most = min(budget), max(budget)
+    least, most = min(map(np.min, budget)), max(map(np.max, budget))
     if least == most:
         return f"{most:,}"
-    return f"{least:,}-{most:,} (mean {sum(budget) / len(budget):,.0f})"
+    return f"{least:,}-{most:,} (mean {mean_slots(record):,.0f})"
+
+
+def mean_slots(record: Record) -> float:
+    """Slots per head, as a mean over layers and their heads."""
+    budget = record.get("budget") or 0
+    layers = budget if isinstance(budget, list | tuple) else [budget]
+    return float(np.mean([np.mean(layer) for layer in layers]))
 
 
 def is_full(record: Record) -> bool:
@@ -183,7 +190,7 @@ def sweep(records: Sequence[Record]) -> pd.DataFrame:
             "series": [series(r) for r in known],
             "setting": [setting(r) for r in known],
             "slots": [slots(r) for r in known],
-            "size": [float(np.mean(r["budget"])) for r in known],
+            "size": [mean_slots(r) for r in known],
             **{k: [r.get(key) for r in known] for k, key in keys.items()},
         }
     ).astype(dict.fromkeys(keys, float))
@@ -375,13 +382,13 @@ def _answers(members: list[tuple[Source, Record]]) -> pd.DataFrame:
 
 
 def _answer(source: Source, record: Record, name: str, task: Record) -> dict[str, Any]:
-    share, budget = record.get("budget_share"), record.get("budget")
+    share = record.get("budget_share")
     return {
         "series": series(record),
         "schedule": schedule(record),
         "budget": f"{share:.0%}" if share else slots(record),
         "codec": codec(record),
-        "size": np.inf if slots(record) == "all" else np.mean(budget or 0),
+        "size": np.inf if slots(record) == "all" else mean_slots(record),
         "slots": slots(record),
         "name": name,
         "prompt_tokens": task.get("most_prompt_tokens", record.get("prompt_tokens")),
