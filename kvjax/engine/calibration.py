@@ -24,7 +24,7 @@ from kvjax.cache import calibrations
 from kvjax.cache.calibrations import FLOOR, NEWEST, SINKS, Calibration, Measured
 from kvjax.engine import api, compiled, progress
 from kvjax.models import decoder, placement
-from kvjax.parallel import meshes
+from kvjax.parallel import axes, meshes
 from kvjax.types import Model, ModelSpec, PyTree, Scoring, UserError, whole_number
 
 INSTRUCTION = "\n\nRepeat the previous context exactly.\n\n"
@@ -219,7 +219,7 @@ def scores(model: Model, reading: Reading) -> tuple[Float[np.ndarray, "L K T"], 
     shape = reading._replace(ids=())
     with meshes.use(placement.of(model.params)):
         found, right = _read(model.params, tokens, model.spec, shape, pieces)
-    return np.asarray(found), float(right)
+    return axes.to_host(found), float(axes.to_host(right))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "reading", "pieces"))
@@ -303,5 +303,5 @@ def fingerprint(model: Model) -> str:
     some = model.params["embed"], layers[0]["qkv"], layers[-1]["qkv"]
     digest = hashlib.sha256()
     for weight in some:
-        digest.update(np.asarray(weight[0].astype(jnp.bfloat16)).tobytes())
+        digest.update(axes.to_host(weight[0].astype(jnp.bfloat16)).tobytes())
     return digest.hexdigest()[:16]

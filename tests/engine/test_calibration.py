@@ -9,19 +9,22 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_model, tiny_spec
+from conftest import often, tiny_model, tiny_spec
 from testing import oracle, prose
 
 import kvjax
 from kvjax import UserError
 from kvjax.cache import calibrations
 from kvjax.engine import calibration
+from kvjax.models import placement
+from kvjax.parallel import meshes
 from kvjax.types import Model
 
 ROOT = pathlib.Path(__file__).parents[2]
 TOKENS = 70
 TEXTS = prose.HAYSTACK[:2000], prose.HAYSTACK[3000:5000]
 RATIOS = 0.75, 0.5
+MESHES = ["data:4,model:2", "model:8"]
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +80,20 @@ def test_attention(model):
     np.testing.assert_allclose(scores, expected, rtol=2e-4)
     assert accuracy == pytest.approx(right)
     np.testing.assert_allclose(scores.sum(axis=-1), 150, rtol=1e-4)
+
+
+@pytest.mark.parametrize("asked", often(MESHES, MESHES[:1], others="e2e"))
+def test_over_a_mesh(model, asked):
+    """The same scores, and the same fingerprint, of params that are split."""
+    over = meshes.mesh(asked, model.spec.num_kv_heads)
+    params = placement.split(model.spec, model.params, over)
+    parted = model._replace(spec=placement.fitted(model.spec, over), params=params)
+    (read,) = calibration.readings(model, TEXTS[:1], "repetition", TOKENS)
+    scores, accuracy = calibration.scores(model, read)
+    found, right = calibration.scores(parted, read)
+    np.testing.assert_allclose(found, scores, rtol=1e-4)
+    assert right == accuracy
+    assert calibration.fingerprint(parted) == calibration.fingerprint(model)
 
 
 def test_calibrated(model):
