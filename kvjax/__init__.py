@@ -9,6 +9,7 @@ done = kvjax.generate(
 from kvjax import cache, policies
 from kvjax.cache.schedule import Schedule
 from kvjax.engine.api import Completion, generate, plan
+from kvjax.engine.calibration import calibrate
 from kvjax.engine.compiled import clear as clear_programs
 from kvjax.engine.planner import Plan
 from kvjax.models.weights import load
@@ -24,6 +25,7 @@ __all__ = [
     "Schedule",
     "UserError",
     "cache",
+    "calibrate",
     "clear_programs",
     "generate",
     "load",

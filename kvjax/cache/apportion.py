@@ -1,0 +1,71 @@
+"""A whole number of pairs shared out by weights, within bounds, to the last pair."""
+
+import math
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from kvjax.types import UserError, whole_number
+
+
+def apportion(
+    weights: Float[np.ndarray, "*N"],
+    total: int,
+    least: int,
+    most: int,
+    multiple: int = 1,
+) -> Int[np.ndarray, "*N"]:
+    """Sizes in proportion to weights that add up to `total` exactly.
+
+    The proportional share of those that a bound does not hold, w times one scale, is
+    rounded down to a multiple, and what is left goes, a multiple each, to those that
+    rounding took most from: Hamilton's method of largest remainders. Equal remainders
+    go by index, so that equal arguments give equal sizes on every machine.
+
+    Args:
+      weights: finite and above 0.
+      total: what the sizes add up to.
+      least: of every size.
+      most: of every size.
+      multiple: sizes are multiples of it, but for those at a bound, and one at most
+        that takes what the total leaves over.
+
+    Returns:
+      int64, in the shape of the weights.
+
+    Raises:
+      UserError: a weight that is not above 0, or a total that the bounds do not allow.
+    """
+    given = np.asarray(weights, np.float64).ravel()
+    if not given.size or not np.all(np.isfinite(given) & (given > 0)):
+        raise UserError(f"weights {given!s:.80}: give one or more numbers above 0")
+    least = whole_number("least size", least, 0)
+    most = whole_number("most", most, least)
+    multiple = whole_number("multiple", multiple, 1)
+    low, high = least * given.size, most * given.size
+    if not low <= whole_number("total", total) <= high:
+        raise UserError(
+            f"a total of {total} cannot be shared out among {given.size} that get "
+            f"{least} to {most} each: give {low} to {high}"
+        )
+    ideal = _proportional(given, total, least, most)
+    sizes = np.maximum(np.floor(ideal / multiple).astype(np.int64) * multiple, least)
+    left = total - int(sizes.sum())
+    for index in np.argsort(np.round(sizes - ideal, 6), kind="stable"):
+        step = min(multiple - sizes[index] % multiple, most - sizes[index], left)
+        sizes[index] += step
+        left -= step
+    return sizes.reshape(np.shape(weights))
+
+
+def _proportional(
+    weights: Float[np.ndarray, "*N"], total: int, least: int, most: int
+) -> Float[np.ndarray, "*N"]:
+    """clip(scale * weights, least, most) for the one scale at which it adds up.
+
+    The sum rises with the scale, on straight lines between the scales at which a weight
+    reaches a bound.
+    """
+    scales = np.unique(np.concatenate([least / weights, most / weights]))
+    sums = [math.fsum(np.clip(scale * weights, least, most)) for scale in scales]
+    return np.clip(np.interp(total, sums, scales) * weights, least, most)

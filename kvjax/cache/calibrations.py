@@ -1,0 +1,376 @@
+"""How many pairs each head of a model needs, as measured on texts: shares and files.
+
+::
+
+    scores [L, K, T]   of the pairs of a text, by `kvjax.engine.calibration`
+      |   kept_shares      one threshold over all layers and heads, for every ratio
+      v
+    Measured           shares of every text     -> `stability`
+      |   average          over the texts, with a floor
+      v
+    Calibration        saved, loaded, and asked for whole sizes
+
+Nothing here runs a model.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from kvjax.cache.apportion import apportion
+from kvjax.types import ModelSpec, UserError, real_number, whole_number
+
+Rows = tuple[tuple[float, ...], ...]  # [L][K]
+SINKS, NEWEST = 4, 16  # pairs at a text's ends that always count as kept
+FLOOR = 32  # pairs that every head keeps, unless somebody says otherwise
+_SHIPPED = pathlib.Path(__file__).with_name("calibrated")
+_FORMAT = 1
+_GRAIN = 10_000  # shares are whole numbers of these parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What share of a text's pairs each head keeps, for some ratios of all pairs.
+
+    Attributes:
+      model: the name in its spec.
+      fingerprint: of its weights, see `kvjax.engine.calibration.fingerprint`.
+      target: what pairs were scored by, of `kvjax.engine.calibration.TARGETS`.
+      num_texts, tokens: how many texts it was measured on, and of how many tokens.
+      accuracy: the share of tokens that the model predicted right where pairs were
+        scored; targets from repetitions that went wrong are worth little.
+      ratios: pairs kept of all pairs, falling, each between 0 and 1.
+      shares: for every ratio, the kept share of each head's pairs [L][K]; their mean is
+        the ratio.
+      made_by: how, in words.
+
+    Raises:
+      UserError: a field of another type, shape or range.
+    """
+
+    model: str
+    fingerprint: str
+    target: str
+    num_texts: int
+    tokens: int
+    accuracy: float
+    ratios: tuple[float, ...]
+    shares: tuple[Rows, ...]
+    made_by: str = ""
+
+    def __post_init__(self):
+        for name in ("model", "fingerprint", "target", "made_by"):
+            if not isinstance(getattr(self, name), str):
+                raise UserError(f"{name} is {getattr(self, name)!r}: give a text")
+        whole_number("num_texts", self.num_texts, 1)
+        whole_number("tokens", self.tokens, 1)
+        real_number("accuracy", self.accuracy, 0, 1)
+        checked_ratios(self.ratios)
+        if len(self.shares) != len(self.ratios):
+            raise UserError(
+                f"{len(self.shares)} sets of shares for {len(self.ratios)} ratios: "
+                "give one each"
+            )
+        shapes = {_shape(rows) for rows in self.shares}
+        if len(shapes) != 1 or None in shapes:
+            raise UserError("shares are no [L][K] numbers, the same L and K per ratio")
+        for ratio, rows in zip(self.ratios, self.shares, strict=True):
+            _check_shares(ratio, np.asarray(rows, np.float64))
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.shares[0])
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        return len(self.shares[0][0])
+
+    def check(self, spec: ModelSpec, fingerprint: str | None = None) -> None:
+        """Raises UserError unless it was measured on this model.
+
+        Args:
+          spec: the model's shape; its name, layers and KV heads have to be the same.
+          fingerprint: of the model's weights, which have to be the same too; None where
+            nobody has them.
+        """
+        mine = self.model, self.num_layers, self.num_kv_heads
+        if mine != (spec.name, spec.num_layers, spec.num_kv_heads):
+            raise UserError(
+                f"a calibration of {self.model!r} ({self.num_layers} layers of "
+                f"{self.num_kv_heads} KV heads) does not fit {spec.name!r} "
+                f"({spec.num_layers} of {spec.num_kv_heads}): calibrate that model"
+            )
+        if fingerprint not in (None, self.fingerprint):
+            raise UserError(
+                f"a calibration of {self.model!r} was made with other weights "
+                f"({self.fingerprint}, not {fingerprint}): calibrate these"
+            )
+
+    def shares_at(self, ratio: float) -> Float[np.ndarray, "L K"]:
+        """The shares at any ratio above 0, up to 1, float64; their mean is the ratio.
+
+        On straight lines between the calibrated ratios. Of nothing heads keep nothing,
+        and of all pairs everything: below the smallest ratio its shares shrink alike.
+
+        Raises:
+          UserError: a ratio that is not in (0, 1].
+        """
+        ratio = real_number("ratio", ratio)
+        if not 0 < ratio <= 1:
+            raise UserError(f"ratio {ratio}: give one above 0, and 1 at most")
+        known = np.asarray(self.shares, np.float64)[::-1]
+        known = np.stack([np.zeros(known.shape[1:]), *known, np.ones(known.shape[1:])])
+        ends = [0.0, *self.ratios[::-1], 1.0]
+        above = int(np.searchsorted(ends, ratio))
+        part = (ratio - ends[above - 1]) / (ends[above] - ends[above - 1])
+        return known[above - 1] + part * (known[above] - known[above - 1])
+
+    def sizes(
+        self,
+        spec: ModelSpec,
+        mean: int,
+        *,
+        length: int,
+        floor: int = FLOOR,
+        multiple: int = 8,
+    ) -> Int[np.ndarray, "L K"]:
+        """How many pairs each head keeps of a text, `mean` on average.
+
+        Args:
+          spec: the model's shape, which `check` is asked about.
+          mean: pairs per head; the sizes add up to it times L times K exactly.
+          length: tokens of the text; no head keeps more.
+          floor: pairs that every head keeps; a multiple itself, as a rule.
+          multiple: sizes are multiples of it, but for those at `floor` or `length`, and
+            one at most that takes what the total leaves over.
+
+        Returns:
+          int64.
+
+        Raises:
+          UserError: another model; a mean below `floor` or above the length.
+        """
+        self.check(spec)
+        length = whole_number("length", length, 1)
+        floor = whole_number("floor", floor, 1)
+        mean = whole_number("mean size", mean, floor)
+        if mean > length:
+            raise UserError(
+                f"a mean of {mean} pairs is more than the text's {length} tokens: give "
+                f"{length} at most"
+            )
+        shares = self.shares_at(mean / length)
+        return apportion(shares, mean * shares.size, floor, length, multiple)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes it as JSON, a line per layer.
+
+        Raises:
+          UserError: the path cannot be written.
+        """
+        fields = dataclasses.asdict(self)
+        ratios, shares = fields.pop("ratios"), fields.pop("shares")
+        head = json.dumps({"format": _FORMAT} | fields, indent=1, ensure_ascii=False)
+        blocks = [
+            f'  "{ratio}": [\n' + ",\n".join(f"   {json.dumps(row)}" for row in rows)
+            for ratio, rows in zip(ratios, shares, strict=True)
+        ]
+        text = head.removesuffix("\n}") + ',\n "shares": {\n'
+        text += "\n  ],\n".join(blocks) + "\n  ]\n }\n}\n"
+        try:
+            pathlib.Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"{os.fspath(path)} cannot be written: {error.strerror}; name another "
+                "file"
+            ) from None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Calibration":
+        """Reads what `save` wrote.
+
+        Raises:
+          UserError: no such file, or one that is damaged; the message says where.
+        """
+        try:
+            found = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+            return cls(**_fields(found))
+        except OSError as error:
+            why = error.strerror
+        except json.JSONDecodeError as error:
+            why = f"no JSON, line {error.lineno}: {error.msg}"
+        except (UnicodeDecodeError, UserError) as error:
+            why = str(error)
+        raise UserError(
+            f"calibration {os.fspath(path)}: {why}; make it with "
+            "experiments/calibrate.py"
+        )
+
+
+def shipped(name: str) -> Calibration:
+    """The calibration that comes with the package for a model of this name.
+
+    Raises:
+      UserError: there is none.
+    """
+    names = sorted(path.stem for path in _SHIPPED.glob("*.json"))
+    if name not in names:
+        raise UserError(
+            f"no calibration of {name!r} comes with kvjax, only of "
+            f"{', '.join(names)}: make one with experiments/calibrate.py"
+        )
+    return Calibration.load(_SHIPPED / f"{name}.json")
+
+
+class Measured(NamedTuple):
+    """Shares of every single text, before they are averaged.
+
+    Attributes:
+      model, fingerprint, target, tokens, ratios: see `Calibration`.
+      floor: pairs of a text that every head is to keep.
+      shares: [N, R, L, K] of N texts and R ratios.
+      accuracy: [N], see `Calibration`.
+    """
+
+    model: str
+    fingerprint: str
+    target: str
+    tokens: int
+    ratios: tuple[float, ...]
+    floor: int
+    shares: Float[np.ndarray, "N R L K"]
+    accuracy: np.ndarray
+
+
+def kept_shares(
+    scores: Float[np.ndarray, "L K T"], ratio: float
+) -> Float[np.ndarray, "L K"]:
+    """Each head's kept pairs over T, where one threshold keeps the ratio of all pairs.
+
+    The first `SINKS` and the last `NEWEST` pairs count as kept, whatever their scores.
+    Exactly round(ratio L K T) pairs are kept; among equal scores, the first ones.
+    """
+    scores = np.array(scores)
+    scores[..., :SINKS] = scores[..., -NEWEST:] = np.inf
+    keep = np.zeros(scores.size, bool)
+    keep[np.argsort(-scores, axis=None, kind="stable")[: round(ratio * keep.size)]] = 1
+    return keep.reshape(scores.shape).mean(axis=-1)
+
+
+def average(measured: Measured) -> Calibration:
+    """The mean over the texts, in parts of 1e-4 that add up to the ratios.
+
+    No head's share is less than what `floor` pairs are of a text, or more than 1.
+    """
+    least = math.ceil(measured.floor * _GRAIN / measured.tokens)
+    means = np.mean(measured.shares, axis=0)
+    parts = [
+        apportion(mean, round(ratio * mean.size * _GRAIN), least, _GRAIN)
+        for mean, ratio in zip(means, measured.ratios, strict=True)
+    ]
+    return Calibration(
+        model=measured.model,
+        fingerprint=measured.fingerprint,
+        target=measured.target,
+        num_texts=len(measured.shares),
+        tokens=measured.tokens,
+        accuracy=round(float(np.mean(measured.accuracy)), 4),
+        ratios=measured.ratios,
+        shares=tuple(_tuples(part / _GRAIN) for part in parts),
+    )
+
+
+def stability(
+    shares: Float[np.ndarray, "N R L K"],
+    counts: Sequence[int] = (2, 8, 32),
+    splits: int = 20,
+) -> dict[int, np.ndarray]:
+    """How far shares depend on the texts: two disjoint halves of them, compared.
+
+    Args:
+      shares: of N texts and R ratios.
+      counts: how many texts the two halves have together; what is more than N is left
+        out.
+      splits: how many times texts are drawn, always the same ones.
+
+    Returns:
+      For every count [R], a ratio each: the mean absolute difference of the halves'
+      mean shares, over heads and draws.
+    """
+    rng, found = np.random.default_rng(0), {}
+    for count in (count for count in counts if count <= len(shares)):
+        drawn = [rng.permutation(len(shares))[:count] for _ in range(splits)]
+        halves = [np.split(shares[texts], [count // 2]) for texts in drawn]
+        apart = [abs(one.mean(axis=0) - other.mean(axis=0)) for one, other in halves]
+        found[count] = np.mean(apart, axis=(0, 2, 3))
+    return found
+
+
+def checked_ratios(ratios: Any) -> tuple[float, ...]:
+    """The ratios as floats; UserError unless they fall, between 1 and 0."""
+    several = isinstance(ratios, Sequence) and not isinstance(ratios, str)
+    if not several or not len(ratios):
+        raise UserError(f"ratios is {ratios!r:.80}: give one or more, as (0.5, 0.25)")
+    found = tuple(real_number("ratio", ratio) for ratio in ratios)
+    falling = all(a > b for a, b in zip((1.0, *found), (*found, 0.0), strict=True))
+    if not falling:
+        raise UserError(f"ratios {found}: give falling ones between 1 and 0")
+    return found
+
+
+def _shape(rows: Any) -> tuple[int, ...] | None:
+    """(L, K) of numbers; None for anything else."""
+    try:
+        found = np.asarray(rows)
+    except ValueError:  # rows of several lengths
+        return None
+    real = np.issubdtype(found.dtype, np.number) and found.ndim == 2 and found.size
+    return found.shape if real else None
+
+
+def _check_shares(ratio: float, shares: Float[np.ndarray, "L K"]) -> None:
+    """Raises UserError unless they are shares, and of this ratio."""
+    wrong = shares[~((shares > 0) & (shares <= 1))]
+    if wrong.size:
+        raise UserError(f"a share of {wrong[0]} at ratio {ratio}: above 0, 1 at most")
+    if abs(shares.mean() - ratio) > 1e-3:
+        raise UserError(
+            f"shares at ratio {ratio} have a mean of {shares.mean():.4g}: it is the "
+            "ratio's"
+        )
+
+
+def _fields(found: Any) -> dict[str, Any]:
+    """The arguments of `Calibration` in a file's object."""
+    if not isinstance(found, dict):
+        raise UserError("no JSON object")
+    if found.pop("format", None) != _FORMAT:
+        raise UserError(f"its format is not {_FORMAT}")
+    names = {field.name for field in dataclasses.fields(Calibration)} - {"ratios"}
+    if lacking := sorted(names - {"made_by"} - set(found)):
+        raise UserError(f"it has no {', '.join(lacking)}")
+    if unknown := sorted(set(found) - names):
+        raise UserError(f"it has an unknown field {unknown[0]!r}")
+    shares = found.pop("shares")
+    if not isinstance(shares, dict):
+        raise UserError("its shares are no object of a ratio's rows")
+    try:
+        ratios = tuple(float(ratio) for ratio in shares)
+    except ValueError:
+        raise UserError(f"its ratios {list(shares)} are no numbers") from None
+    return found | {"ratios": ratios, "shares": tuple(map(_tuples, shares.values()))}
+
+
+def _tuples(rows: Any) -> Any:
+    """Nested lists or arrays as tuples, which can be hashed."""
+    rows = rows.tolist() if isinstance(rows, np.ndarray) else rows
+    return tuple(map(_tuples, rows)) if isinstance(rows, list) else rows

@@ -1,0 +1,353 @@
+"""Shares of heads: thresholds by hand, sizes to the last pair, files and slips."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from conftest import tiny_spec
+
+from kvjax import UserError
+from kvjax.cache import calibrations
+from kvjax.cache.apportion import apportion
+from kvjax.cache.calibrations import Calibration, Measured
+
+RNG = np.random.default_rng(0)
+SPEC = tiny_spec()
+HALF = ((0.9, 0.5), (0.4, 0.2))
+EIGHTH = ((0.3, 0.1), (0.05, 0.05))
+
+
+def calibration(**changes):
+    fields = {
+        "model": "tiny",
+        "fingerprint": "0123456789abcdef",
+        "target": "repetition",
+        "num_texts": 3,
+        "tokens": 960,
+        "accuracy": 0.9,
+        "ratios": (0.5, 0.125),
+        "shares": (HALF, EIGHTH),
+        "made_by": "hand, \u00e4",
+    }
+    return Calibration(**(fields | changes))
+
+
+# --- Apportionment --------------------------------------------------------------------
+
+
+def apportioned_by_hand(weights, total, least, most, multiple):
+    """Bounds by taking out, one after the other, who is farthest beyond them."""
+    held = {}
+    while True:
+        free = [i for i in range(len(weights)) if i not in held]
+        if not free:
+            break
+        scale = (total - sum(held.values())) / sum(weights[i] for i in free)
+        beyond = {
+            i: (least - scale * weights[i], scale * weights[i] - most) for i in free
+        }
+        short = sum(max(low, 0) for low, _ in beyond.values())
+        over = sum(max(high, 0) for _, high in beyond.values())
+        side, bound = (0, least) if short >= over else (1, most)
+        gone = [i for i in free if beyond[i][side] > 0]
+        if not gone:
+            break
+        held |= dict.fromkeys(gone, bound)
+    ideal = [held.get(i, scale * w) for i, w in enumerate(weights)]
+    sizes = [max(int(x + 1e-9) // multiple * multiple, least) for x in ideal]
+    most_lost = sorted(range(len(sizes)), key=lambda i: round(sizes[i] - ideal[i], 6))
+    for i in most_lost:
+        more = multiple - sizes[i] % multiple
+        sizes[i] += min(more, most - sizes[i], total - sum(sizes))
+    return sizes
+
+
+def cases(count):
+    for _ in range(count):
+        size = int(RNG.integers(1, 30))
+        weights = RNG.uniform(1e-3, 1, size) ** int(RNG.integers(1, 5))
+        least = int(RNG.integers(0, 40))
+        most = least + int(RNG.integers(0, 300))
+        total = int(RNG.integers(least * size, most * size + 1))
+        yield weights, total, least, most, int(RNG.choice([1, 7, 8, 16]))
+
+
+def test_apportioned_as_by_hand():
+    for given in cases(300):
+        assert apportion(*given).tolist() == apportioned_by_hand(*given), given
+
+
+def test_totals_and_bounds_hold():
+    for weights, total, least, most, multiple in cases(500):
+        sizes = apportion(weights, total, least, most, multiple)
+        assert sizes.sum() == total and least <= sizes.min() and sizes.max() <= most
+        inside = (sizes != least) & (sizes != most)
+        assert np.sum(inside & (sizes % multiple != 0)) <= 1
+        assert np.all(np.diff(sizes[np.argsort(weights)]) >= -multiple)
+
+
+def test_apportioned():
+    assert apportion(np.ones(3), 100, 8, 960, 8).tolist() == [36, 32, 32]
+    assert apportion(np.array([[1.0, 3.0]]), 40, 0, 40).tolist() == [[10, 30]]
+    assert apportion(np.array([1.0, 99.0]), 1000, 32, 960, 8).tolist() == [40, 960]
+    assert apportion(np.ones(2), 2 * 1020, 8, 1020, 8).tolist() == [1020, 1020]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (([], 0, 0, 1), "one or more numbers above 0"),
+        (([1.0, 0.0], 2, 0, 2), "above 0"),
+        (([1.0, np.nan], 2, 0, 2), "above 0"),
+        (([1.0, 1.0], 7, 4, 9), "total of 7 .* 2 that get 4 to 9 each: give 8 to 18"),
+        (([1.0, 1.0], 19, 4, 9), "total of 19"),
+        (([1.0], 5, 6, 5), "most 5: must be at least 6"),
+        (([1.0], 5.5, 0, 9), r"total is 5\.5"),
+        (([1.0], 5, 0, 9, 0), "multiple 0"),
+    ],
+)
+def test_what_cannot_be_apportioned(given, words):
+    weights, *rest = given
+    with pytest.raises(UserError, match=words):
+        apportion(np.asarray(weights), *rest)
+
+
+# --- From scores to shares ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [0.75, 0.5, 0.3])
+def test_one_threshold_for_all_heads(ratio):
+    scores = RNG.uniform(size=(3, 2, 80)).astype(np.float32)
+    scores[1] *= 0.1
+    pairs = [
+        (np.inf if i < 4 or i >= 64 else scores[layer, head, i], layer, head)
+        for layer in range(3)
+        for head in range(2)
+        for i in range(80)
+    ]
+    best = sorted(pairs, reverse=True)[: round(ratio * len(pairs))]
+    expected = np.zeros((3, 2))
+    for _, layer, head in best:
+        expected[layer, head] += 1 / 80
+    found = calibrations.kept_shares(scores, ratio)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert np.all(found >= 20 / 80)
+
+
+def test_equal_scores_keep_the_exact_count():
+    found = calibrations.kept_shares(np.zeros((2, 2, 50), np.float32), 0.5)
+    assert found.sum() * 50 == 100
+
+
+def measured(shares, **changes):
+    fields = {
+        "model": "tiny",
+        "fingerprint": "0",
+        "target": "repetition",
+        "tokens": 100,
+        "ratios": (0.5,),
+        "floor": 20,
+        "shares": np.asarray(shares),
+        "accuracy": np.full(len(shares), 0.5),
+    }
+    return Measured(**(fields | changes))
+
+
+def test_mean_floor_and_ratio():
+    """Two texts; means of 1, .6, .3 and .1: a floor of .2 takes from those between."""
+    shares = [[[[1.0, 0.7], [0.2, 0.1]]], [[[1.0, 0.5], [0.4, 0.1]]]]
+    found = calibrations.average(measured(shares))
+    assert found.shares == (((0.9474, 0.5684), (0.2842, 0.2)),)
+    assert (found.num_texts, found.tokens, found.accuracy) == (2, 100, 0.5)
+
+
+def test_stability():
+    """Texts of two kinds: halves agree more, the more texts they are made of."""
+    rng = np.random.default_rng(1)
+    shares = 0.5 + 0.1 * rng.standard_normal((16, 1, 30, 4))
+    found = calibrations.stability(shares, (2, 4, 16, 32))
+    assert list(found) == [2, 4, 16]
+    expected = [0.1 * np.sqrt(2 / half) * np.sqrt(2 / np.pi) for half in (1, 2, 8)]
+    for apart, wanted in zip(found.values(), expected, strict=True):
+        assert apart.shape == (1,) and apart[0] == pytest.approx(wanted, rel=0.15)
+    same = calibrations.stability(np.ones((4, 2, 3, 2)), (2, 4))
+    assert all(np.all(apart == 0) for apart in same.values())
+
+
+# --- Shares and sizes -----------------------------------------------------------------
+
+
+def test_shares_between_ratios():
+    found = calibration()
+    half, eighth = np.asarray(HALF), np.asarray(EIGHTH)
+    for ratio, expected in (
+        (0.5, half),
+        (0.125, eighth),
+        (0.3125, (half + eighth) / 2),
+        (0.75, (half + 1) / 2),
+        (1, np.ones((2, 2))),
+        (0.0625, eighth / 2),
+    ):
+        shares = found.shares_at(ratio)
+        np.testing.assert_allclose(shares, expected, rtol=1e-12)
+        assert shares.mean() == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [(0, "ratio 0.0"), (1.1, "ratio 1.1"), (-0.5, "above 0"), ("half", "'half'")],
+)
+def test_no_such_ratio(ratio, words):
+    with pytest.raises(UserError, match=words):
+        calibration().shares_at(ratio)
+
+
+def test_sizes():
+    sizes = calibration().sizes(SPEC, 120, length=960)
+    assert sizes.tolist() == [[288, 96], [48, 48]] and sizes.sum() == 4 * 120
+    assert calibration().sizes(SPEC, 960, length=960).tolist() == [[960] * 2] * 2
+    for mean, length in ((33, 4000), (100, 200), (777, 1021), (1020, 1021)):
+        sizes = calibration().sizes(SPEC, mean, length=length)
+        assert sizes.sum() == 4 * mean and sizes.min() >= 32 and sizes.max() <= length
+    assert calibration().sizes(SPEC, 16, length=960, floor=8).min() == 8
+
+
+@pytest.mark.parametrize(
+    ("mean", "changes", "words"),
+    [
+        (31, {"length": 960}, "mean size 31: must be at least 32"),
+        (8.5, {"length": 960}, r"mean size is 8\.5"),
+        (961, {"length": 960}, "961 pairs is more than the text's 960 tokens"),
+        (40, {"length": 960, "floor": 41}, "mean size 40: must be at least 41"),
+        (40, {"length": 0}, "length 0"),
+        (40, {"length": 960, "multiple": 0}, "multiple 0"),
+    ],
+)
+def test_no_such_sizes(mean, changes, words):
+    with pytest.raises(UserError, match=words):
+        calibration().sizes(SPEC, mean, **changes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "weights", "words"),
+    [
+        (tiny_spec(name="other"), None, "'tiny' .* does not fit 'other'"),
+        (tiny_spec(num_layers=3), None, r"2 layers of 2 .* \(3 of 2\)"),
+        (tiny_spec(num_kv_heads=3), None, "2 of 3"),
+        (SPEC, "0" * 16, "other weights"),
+    ],
+)
+def test_another_model(spec, weights, words):
+    calibration().check(SPEC, "0123456789abcdef")
+    with pytest.raises(UserError, match=words):
+        calibration().check(spec, weights)
+    if weights is None:
+        with pytest.raises(UserError, match=words):
+            calibration().sizes(spec, 64, length=960)
+
+
+# --- Files ----------------------------------------------------------------------------
+
+
+def test_round_trip(tmp_path):
+    """What is saved is loaded, equal and hashable; a line per layer."""
+    path = tmp_path / "sizes.json"
+    calibration().save(path)
+    assert Calibration.load(path) == calibration()
+    assert hash(Calibration.load(path)) == hash(calibration())
+    assert "   [0.9, 0.5],\n   [0.4, 0.2]\n" in path.read_text(encoding="utf-8")
+
+
+def test_a_path_that_cannot_be_written(tmp_path):
+    with pytest.raises(
+        UserError, match=r"absent/sizes.json cannot be written: No such"
+    ):
+        calibration().save(tmp_path / "absent" / "sizes.json")
+
+
+def no(name):
+    return lambda found: found.pop(name)
+
+
+def put(name, value):
+    return lambda found: found.update({name: value})
+
+
+def put_shares(ratio, rows):
+    return lambda found: found["shares"].update({ratio: rows})
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (no("format"), "its format is not 1"),
+        (put("format", 2), "its format is not 1"),
+        (no("tokens"), "it has no tokens"),
+        (no("shares"), "it has no shares"),
+        (put("colour", 3), "unknown field 'colour'"),
+        (put("model", 3), "model is 3: give a text"),
+        (put("tokens", "many"), "tokens is 'many'"),
+        (put("num_texts", 0), "num_texts 0"),
+        (put("accuracy", float("nan")), "accuracy is nan"),
+        (put("shares", []), "no object of a ratio's rows"),
+        (put("shares", {}), "ratios is ()"),
+        (put_shares("many", [[0.5]]), "'many'] are no numbers"),
+        (put_shares("0.7", [[0.7, 0.7]] * 2), "give falling ones between 1 and 0"),
+        (put_shares("0.5", [[0.5, 0.5]]), "no [L][K] numbers"),
+        (put_shares("0.5", [[0.5, 0.5], [0.5]]), "no [L][K] numbers"),
+        (put_shares("0.5", [["a", "b"], ["c", "d"]]), "no [L][K] numbers"),
+        (put_shares("0.5", 0.5), "no [L][K] numbers"),
+        (put_shares("0.5", [[0.9, 0.5], [0.6, 0.0]]), "share of 0.0 at ratio 0.5"),
+        (put_shares("0.5", [[1.1, 0.5], [0.2, 0.2]]), "share of 1.1"),
+        (put_shares("0.5", [[0.9, 0.5], [0.4, 0.4]]), "have a mean of 0.55"),
+    ],
+)
+def test_a_damaged_file(tmp_path, damage, words):
+    path = tmp_path / "sizes.json"
+    calibration().save(path)
+    found = json.loads(path.read_text(encoding="utf-8"))
+    damage(found)
+    path.write_text(json.dumps(found))
+    refused(path, words)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        (b'{\n "a": 1', "no JSON, line 2"),
+        (b"\xff\xfe\x00", "decode byte 0xff"),
+        (b"[1, 2]", "no JSON object"),
+        (b"", "no JSON, line 1"),
+    ],
+)
+def test_no_such_file(tmp_path, content, words):
+    path = tmp_path / "sizes.json"
+    if content is not None:
+        path.write_bytes(content)
+    refused(path, words)
+
+
+def refused(path, words):
+    """One line with the path, the value and the remedy."""
+    with pytest.raises(UserError) as caught:
+        Calibration.load(path)
+    line = str(caught.value)
+    assert line.startswith(f"calibration {path}: ") and words in line, line
+    assert "\n" not in line and "experiments/calibrate.py" in line
+
+
+def test_sets_of_shares_without_a_ratio():
+    with pytest.raises(UserError, match="1 sets of shares for 2 ratios"):
+        dataclasses.replace(calibration(), shares=(HALF,))
+
+
+def test_shipped():
+    found = calibrations.shipped("smollm2-135m-instruct")
+    assert (found.num_layers, found.num_kv_heads, found.tokens) == (30, 3, 960)
+    assert found.ratios == (0.5, 0.25, 0.125) and found.num_texts == 16
+    sizes = np.sort(np.ravel(found.shares[1])) * found.tokens
+    assert sizes[0] >= 32 and sizes[-1] > 800 and np.median(sizes) < 240
+    with pytest.raises(UserError, match=r"no calibration of 'gpt'.*smollm2-135m-inst"):
+        calibrations.shipped("gpt")

@@ -1,0 +1,219 @@
+"""Scores of pairs by a decoder in NumPy; what is read, and every slip told early."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import often, tiny_model, tiny_spec
+from testing import oracle, prose
+
+import kvjax
+from kvjax import UserError
+from kvjax.cache import calibrations
+from kvjax.engine import calibration
+from kvjax.models import placement
+from kvjax.parallel import meshes
+from kvjax.types import Model
+
+ROOT = pathlib.Path(__file__).parents[2]
+TOKENS = 70
+TEXTS = prose.HAYSTACK[:2000], prose.HAYSTACK[3000:5000]
+RATIOS = 0.75, 0.5
+MESHES = ["data:4,model:2", "model:8"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Reads words: unknown ones, as those of the instruction, are token 0, BOS is 1."""
+    spec = tiny_spec(vocab_size=len(prose.HAYSTACK_WORDS) + 2, name="reader")
+    params = tiny_model(vocab_size=spec.vocab_size).params
+    return Model(spec, params, prose.make_tokenizer(bos=True))
+
+
+def by_hand(model, ids, length, start, score):
+    """Scores [L, K, length] and right guesses of the tokens after `start`."""
+    decoder = oracle.Decoder(model.spec, model.params, None, None, None)
+    if start:
+        decoder.step(ids[:start])
+    guesses = [int(np.argmax(decoder.step([token]))) for token in ids[start:]]
+    found = [
+        [[score(pair, start) for pair in head.pairs[:length]] for head in layer.heads]
+        for layer in decoder.layers
+    ]
+    right = [a == b for a, b in zip(guesses[:-1], ids[start + 1 :], strict=True)]
+    return np.asarray(found), np.mean(right)
+
+
+def largest(pair, start):
+    """KVzip: over the queries from `start` on, and the heads of each."""
+    return max(max(w) for query, w in pair.weights.items() if query >= start)
+
+
+def received(pair, start):
+    return oracle.mass(pair)
+
+
+def test_repetition(model):
+    """BOS and text, the instruction, the text again: the second one asks."""
+    (read, _) = calibration.readings(model, TEXTS, "repetition", TOKENS)
+    text = model.tokenizer(TEXTS[0])["input_ids"][:TOKENS]
+    between = [0, 0, 0, 0, 0, 2]  # five words and the full stop
+    assert text[0] == 1 and list(read.ids) == [*text, *between, *text[1:]]
+    assert read.asking == (TOKENS + 6, len(read.ids)) and len(read.ids) > 128
+    scores, accuracy = calibration.scores(model, read)
+    expected, right = by_hand(model, read.ids, TOKENS, read.asking[0], largest)
+    assert scores.shape == (2, 2, TOKENS) and scores.dtype == np.float32
+    np.testing.assert_allclose(scores, expected, rtol=2e-4)
+    assert accuracy == pytest.approx(right)
+
+
+def test_attention(model):
+    (read,) = calibration.readings(model, TEXTS[:1], "attention", 150)
+    assert len(read.ids) == 150 and read.asking == (0, 150)
+    scores, accuracy = calibration.scores(model, read)
+    expected, right = by_hand(model, read.ids, 150, 0, received)
+    np.testing.assert_allclose(scores, expected, rtol=2e-4)
+    assert accuracy == pytest.approx(right)
+    np.testing.assert_allclose(scores.sum(axis=-1), 150, rtol=1e-4)
+
+
+@pytest.mark.parametrize("asked", often(MESHES, MESHES[:1], others="e2e"))
+def test_over_a_mesh(model, asked):
+    """The same scores, and the same fingerprint, of params that are split."""
+    over = meshes.mesh(asked, model.spec.num_kv_heads)
+    params = placement.split(model.spec, model.params, over)
+    parted = model._replace(spec=placement.fitted(model.spec, over), params=params)
+    (read,) = calibration.readings(model, TEXTS[:1], "repetition", TOKENS)
+    scores, accuracy = calibration.scores(model, read)
+    found, right = calibration.scores(parted, read)
+    np.testing.assert_allclose(found, scores, rtol=1e-4)
+    assert right == accuracy
+    assert calibration.fingerprint(parted) == calibration.fingerprint(model)
+
+
+def test_calibrated(model):
+    """Each text's shares by its own threshold; their mean adds up to the ratio."""
+    given = {"tokens": TOKENS, "floor": 25}
+    measured = calibration.measure(model, TEXTS, RATIOS, **given)
+    read = calibration.readings(model, TEXTS, "repetition", TOKENS)
+    for text, reading in enumerate(read):
+        scores, _ = calibration.scores(model, reading)
+        for number, ratio in enumerate(RATIOS):
+            expected = calibrations.kept_shares(scores, ratio)
+            np.testing.assert_array_equal(measured.shares[text, number], expected)
+            assert expected.sum() * TOKENS == pytest.approx(round(ratio * 4 * TOKENS))
+    found = kvjax.calibrate(model, TEXTS, RATIOS, **given)
+    assert found == calibrations.average(measured)
+    assert (found.model, found.target, found.num_texts) == ("reader", "repetition", 2)
+    for ratio, rows in zip(found.ratios, found.shares, strict=True):
+        assert np.mean(rows) == pytest.approx(ratio, abs=1e-9)
+        assert np.min(rows) >= 25 / TOKENS
+    found.check(model.spec, calibration.fingerprint(model))
+
+
+def test_ids_need_no_tokenizer(tiny):
+    """A model of random weights, asked while it reads; texts are given as ids."""
+    texts = np.random.default_rng(0).integers(0, 50, (2, 64)).tolist()
+    found = kvjax.calibrate(tiny, texts, (0.5,), target="attention", tokens=64)
+    assert found.num_layers == found.num_kv_heads == 2
+
+
+def test_bfloat16_is_the_same_model(tiny):
+    halves = {"embed": tiny.params["embed"].astype(jnp.bfloat16)}
+    assert calibration.fingerprint(
+        tiny._replace(params=tiny.params | halves)
+    ) == calibration.fingerprint(tiny)
+    others = {"embed": tiny.params["embed"] * 1.1}
+    assert calibration.fingerprint(
+        tiny._replace(params=tiny.params | others)
+    ) != calibration.fingerprint(tiny)
+
+
+@pytest.mark.parametrize(
+    ("texts", "changes", "words"),
+    [
+        (TEXTS, {"target": "needle"}, "target 'needle' is unknown: give repetition or"),
+        (TEXTS, {"tokens": 1000}, r"text 0 has \d+ tokens: give texts of 1000"),
+        (TEXTS, {"tokens": 130}, "130 tokens take 265 .* has 256: lower tokens"),
+        (TEXTS, {"tokens": 1.5}, r"tokens is 1\.5"),
+        (TEXTS, {"floor": 19}, "floor 19: must be at least 20"),
+        (TEXTS, {"ratios": (0.5, 0.4)}, "0.4 of 70 tokens is less than the 32 pairs"),
+        (TEXTS, {"ratios": (0.25, 0.5)}, "give falling ones"),
+        (TEXTS, {"ratios": ()}, "ratios is "),
+        (TEXTS, {"ratios": "0.5"}, "ratios is '0.5'"),
+        (TEXTS, {"ratios": (1.0, 0.5)}, "between 1 and 0"),
+        (TEXTS[0], {}, "give a list of one or more"),
+        ([[1, 2, 5000]], {}, "token 5000"),
+    ],
+)
+def test_refused(model, texts, changes, words):
+    given = {"tokens": TOKENS, "ratios": RATIOS} | changes
+    with pytest.raises(UserError, match=words):
+        kvjax.calibrate(model, texts, **given)
+
+
+def test_models_that_cannot_be_asked(tiny):
+    with pytest.raises(UserError, match=r"tiny has no tokenizer .* another target"):
+        kvjax.calibrate(tiny, [[1] * 64], (0.5,), tokens=64)
+    with pytest.raises(UserError, match=r"give what kvjax\.load returns"):
+        kvjax.calibrate("tiny", TEXTS)
+
+
+# --- The command ----------------------------------------------------------------------
+
+
+def command(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, ROOT / "experiments/calibrate.py", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--output is missing"),
+        (["--output=a/b.json"], "--output=a/b.json: name a file in a folder"),
+        (["--output=b.json"], "--texts is missing"),
+        (["--output=b.json", "--texts=no*.txt"], "--texts=no*.txt: there is no such"),
+        (["--output=b.json", "--texts=python", "--ratios=x"], "--ratios is 'x'"),
+        (["--output=b.json", "--half=third"], "--half=third"),
+    ],
+)
+def test_slips(tmp_path, arguments, words):
+    """Exit code 2, one line, no traceback, nothing written."""
+    done = command(tmp_path, *arguments)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == 2 and words in line and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.e2e
+@pytest.mark.model
+def test_command(tmp_path, smollm2):
+    """Three short windows of two sources; the last line is JSON, the file loads."""
+    (tmp_path / "a.txt").write_text(prose.HAYSTACK)
+    done = command(
+        *(tmp_path, "--texts=*.txt,python", "--num_texts=3", "--tokens=160"),
+        *("--ratios=0.5,0.25", "--output=found.json", "--picture"),
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert list(told["stability"]["0.5"]) == ["2"] and told["num_texts"] == 3
+    assert (tmp_path / told["picture"]).read_bytes()[:4] == b"\x89PNG"
+    found = calibrations.Calibration.load(tmp_path / told["calibration"])
+    assert found.ratios == (0.5, 0.25) and "--num_texts=3" in found.made_by
+    found.check(smollm2.spec, calibration.fingerprint(smollm2))
+    shipped = calibrations.shipped(found.model)
+    shipped.check(smollm2.spec, calibration.fingerprint(smollm2))
+    alike = np.corrcoef(np.ravel(shipped.shares[1]), np.ravel(found.shares[1]))[0, 1]
+    assert alike > 0.7
