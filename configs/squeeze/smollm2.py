@@ -54,7 +54,6 @@ def _methods(p: float):
     return (
         {
             "name": name if rule == "uniform" else f"{name}, {rule['name']}",
-            "series": name,
             "phases": "decode_only",
             "evict_size": 1,
             "budget_rule": rule,
