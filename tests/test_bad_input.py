@@ -270,6 +270,7 @@ def config(**changes):
     return fields | changes
 
 
+SHARED = {"name": "a", "policy": "recency", "phases": "decode_only"}
 TWINS = [  # what tells them apart is in no table
     {"name": "a", "policy": "h2o", "series": "h2o"},
     {"name": "b", "policy": "h2o", "series": "h2o", "options": {"recent": 0.2}},
@@ -292,6 +293,22 @@ TWINS = [  # what tells them apart is in no table
         ({"num_examples": "ten"}, ["num_examples ten", "at least 1"]),
         ({"data_dir": "nowhere"}, ["data_dir 'nowhere'", "folder"]),
         ({"haystack": "nowhere"}, ["haystack folder 'nowhere'", "does not exist"]),
+        (
+            {"methods": [SHARED | {"budget_rule": {"p": 0.3}}]},
+            ["method 'a': budget_rule {'p': 0.3}", "no name"],
+        ),
+        (
+            {"methods": [SHARED | {"budget_rule": {"name": "squeeze", "p": 2}}]},
+            ["squeeze(p=2)", "above 0 and 1 at most"],
+        ),
+        (
+            {"methods": [SHARED | {"budget_rule": {"name": "squeeze", "q": 2}}]},
+            ["budget rule 'squeeze'", "'q'"],
+        ),
+        (
+            {"methods": [SHARED | {"budget_rule": "squeeze", "evict_size": 11}]},
+            ["budget 11", "larger than the 11 pairs"],
+        ),
         ({"methods": TWINS}, ["'a' and 'b'", "series 'h2o'", "a series of its own"]),
         ({"methods": [{"name": "a"}, {"name": "a"}]}, ["different names"]),
         ({"num_examples": 0}, ["num_examples 0"]),
@@ -328,7 +345,8 @@ def test_throughput_s_methods_are_names_or_dicts():
 
 
 def test_methods_of_one_series_may_differ_in_what_reports_show():
-    for change in ({"budget": 16}, {"phases": "after_prefill"}):
+    squeezed = {"phases": "after_prefill", "budget_rule": {"name": "squeeze", "p": 0.3}}
+    for change in ({"budget": 16}, {"phases": "after_prefill"}, squeezed):
         methods = [TWINS[0], TWINS[1] | change]
         from_config(config(methods=methods), {}).check()
 

@@ -1,11 +1,11 @@
 """What is kept of the KV cache, and its one transition.
 
 `config` says what is kept, `state` holds it, `update` takes it from one block of tokens
-to the next. `schedule` says when pairs go, `budgets` how many each layer keeps,
-`layouts` where pairs lie, `codecs` how they are stored.
+to the next. `schedule` says when pairs go, `budgets` and `squeeze` how many each layer
+keeps, `layouts` where pairs lie, `codecs` how they are stored.
 """
 
-from kvjax.cache import budgets, codecs, layouts
+from kvjax.cache import budgets, codecs, layouts, squeeze
 from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.schedule import Schedule
 from kvjax.cache.state import (
@@ -42,6 +42,7 @@ __all__ = [
     "measure",
     "next_positions",
     "raise_errors",
+    "squeeze",
     "step_layer",
     "stored_bytes",
 ]

@@ -20,11 +20,11 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import parts
 from kvjax.registry import Registry
-from kvjax.types import ModelSpec, UserError
+from kvjax.types import ModelSpec, UserError, real_number, whole_number
 
 
 class BudgetRule(NamedTuple):
-    """Three functions, of which the last two come together or not at all.
+    """What shares out pairs; `measure` and `reallocate` come together or not at all.
 
     Attributes:
       name: for reports.
@@ -35,12 +35,16 @@ class BudgetRule(NamedTuple):
         reads; what is asked of `reallocate` is the mean over a prompt's tokens.
       reallocate: (measured float64[L], the mean over the prompts of a batch; mean) ->
         sizes, on the host. Few different ones: every set of sizes is a program.
+      smallest: (mean) -> the smallest size that `reallocate` may give, so that what
+        does not fit the policy is told before a prompt is read; None where that is not
+        known.
     """
 
     name: str
     allocate: Callable[[ModelSpec, int], Sequence[int | Sequence[int]]]
     measure: Callable[[Array, Array], Float[Array, "B T"]] | None = None
     reallocate: Callable[[np.ndarray, int], Sequence[int]] | None = None
+    smallest: Callable[[int], int] | None = None
 
 
 @functools.cache
@@ -55,10 +59,49 @@ def explicit(sizes: tuple[parts.Sizes, ...]) -> BudgetRule:
     return BudgetRule("explicit", lambda spec, mean: tuple(sizes))
 
 
+def pyramid(beta: float = 20.0, window: int = 0, least: int = 1) -> BudgetRule:
+    """Sizes fall with depth along a line: much in the first layer, little in the last.
+
+        k[L - 1] = window + (mean - window) / beta
+        k[0]     = 2 mean - k[L - 1]
+
+    and on the line in between; in whole numbers by largest remainders.
+
+    Args:
+      beta: how steep, 1 (all layers alike) or more; the 20 of the authors' code.
+      window: pairs per head that every layer keeps aside from the pyramid: the paper's
+        alpha, the window of SnapKV (8 in its experiments). 0: none.
+      least: pairs per head that the last layer keeps at least.
+
+    Source: PyramidKV (Cai et al. 2024), arXiv 2406.02069, section 3.2.
+
+    Raises:
+      UserError: an option out of range; from `allocate`, `window` or `least` above the
+        mean.
+    """
+    return _pyramid(
+        real_number("pyramid(beta)", beta, 1),
+        whole_number("pyramid(window)", window, 0),
+        whole_number("pyramid(least)", least, 1),
+    )
+
+
+@functools.cache
+def _pyramid(beta: float, window: int, least: int) -> BudgetRule:
+    def allocate(spec, mean):
+        check_least("pyramid", max(window, least), mean)
+        last = max(window + (mean - window) / beta, least)
+        line = np.linspace(2 * mean - last, last, spec.num_layers)
+        return largest_remainders(line if len(line) > 1 else [mean])
+
+    return BudgetRule("pyramid", allocate)
+
+
 _REGISTRY = Registry("budget rule")
 register, names = _REGISTRY.register, _REGISTRY.names
 register("uniform", uniform)
 register("explicit", explicit)
+register("pyramid", pyramid)
 
 
 def make(rule: BudgetRule | str, **options) -> BudgetRule:
@@ -79,6 +122,26 @@ def make(rule: BudgetRule | str, **options) -> BudgetRule:
     return found
 
 
+def check_least(rule: str, least: int, mean: int) -> None:
+    """Raises UserError where no layer can keep so much and all of them the mean."""
+    if least > mean:
+        raise UserError(
+            f"budget rule {rule!r} keeps at least {least} pairs in every layer, above "
+            f"the budget {mean}: raise the budget, or lower what is kept at least"
+        )
+
+
+def largest_remainders(shares: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers next to the shares with the same sum, which is a whole number.
+
+    Those that lost most to rounding down get one more, the first of equals.
+    """
+    below = np.floor(shares).astype(int)
+    order = np.argsort(below - shares, kind="stable")
+    below[order[: round(float(np.sum(shares))) - below.sum()]] += 1
+    return tuple(below.tolist())
+
+
 def allocated(rule: BudgetRule, spec: ModelSpec, mean: int) -> tuple[parts.Sizes, ...]:
     """The sizes that a rule begins with, checked."""
     heads = spec.num_kv_heads
@@ -90,6 +153,14 @@ def reallocated(
 ) -> tuple[parts.Sizes, ...]:
     """The sizes that follow from what was measured, checked."""
     return _checked(rule, rule.reallocate(measured, mean), len(measured), 1, mean)
+
+
+def possible(rule: BudgetRule, sizes: Sequence[parts.Sizes]) -> set[int]:
+    """The sizes that a head may come to have, as far as they are known beforehand."""
+    found = parts.different(sizes)
+    if rule.smallest is None:
+        return found
+    return found | {rule.smallest(round(np.mean([np.mean(size) for size in sizes])))}
 
 
 def _checked(

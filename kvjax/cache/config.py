@@ -146,8 +146,8 @@ def make_config(
         for each of its heads.
       schedule: one, or the name of its phases; None is Batch-Max's Algorithm 1, or the
         full cache without a policy.
-      budget_rule: shares out `budget`, then the mean, between layers; None is the same
-        for all.
+      budget_rule: shares out `budget`, then the mean, between layers, see
+        `kvjax.cache.budgets`, or its name; None is the same for all.
       codec, layout: as in `CacheConfig`, or names.
       **options: `eviction`, `rope_positions`, `rows_per_eviction`, `implementation` of
         `CacheConfig`. With `rope_positions="cache"` the default of `eviction` is
@@ -185,14 +185,14 @@ def make_config(
     base.validate(policy)
     base.check_params(policy, spec.num_layers)
     rule, sizes = _sizes(spec, budget, budget_rule, schedule)
-    least = min(parts.different(sizes))
-    schedule = schedule.of_budget(least)
-    for size in parts.different(sizes):
+    possible = budgets.possible(rule, sizes)
+    schedule = schedule.of_budget(min(possible))
+    for size in possible:
         check_budget(size, policy, schedule)
     config = CacheConfig(policy, schedule, sizes, budget_rule=rule, **options)
     _check_options(config)
     _check_heads(config)
-    checks.check_rule(policy, spec, least, schedule.evicts_in_decode)
+    checks.check_rule(policy, spec, min(possible), schedule.evicts_in_decode)
     return config
 
 

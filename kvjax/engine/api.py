@@ -76,7 +76,8 @@ def generate(
     """Completes prompts under a compressed KV cache.
 
     Prompts of any number and length run in batches of the size that the memory allows;
-    a prompt's completion does not depend on the others.
+    a prompt's completion does not depend on the others, unless a budget rule measures
+    the prompts that are read together.
 
     What a budget of |kv| pairs per head means depends on the schedule. Of
     `prefill_and_decode`, the default, a head never holds more than |kv| pairs: the
@@ -105,8 +106,9 @@ def generate(
       ignore_eos: generate all `max_new_tokens`, for throughput runs.
       memory_gb: see `kvjax.engine.planner.device_memory`.
       codec: how pairs are stored, of `kvjax.cache.codecs`, or its name.
-      budget_rule: shares out `budget`, then the mean, between layers, see
-        `kvjax.cache.budgets`; None is the same for all.
+      budget_rule: shares out `budget`, then the mean, between layers, of
+        `kvjax.cache.budgets`, or its name ("squeeze", "pyramid"); None is the same for
+        all.
       implementation: which attention runs, see `kvjax.attention.backends`; None is the
         best there is.
       show_progress: see `kvjax.engine.progress.line`.

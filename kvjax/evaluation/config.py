@@ -34,7 +34,9 @@ class Method:
         cache.
       budget_share: the share of a prompt that the budget stands for, such as 0.5, where
         tasks of other lengths have other budgets; for reports alone.
-      budget_rule: shares out the budget between layers: a name, or `module:function`.
+      budget_rule: shares out the budget between layers: a name, or `module:function`;
+        in a config also a dict of `name` and the rule's parameters.
+      rule_options: the budget rule's parameters.
       codec: how pairs are stored: a name, or `module:function`.
       rope_positions: where a key stands for its rotary angle, see `CacheConfig`.
       implementation: which attention runs, see `CacheConfig`.
@@ -53,6 +55,7 @@ class Method:
     budget: int | tuple[parts.Sizes, ...] | None = None
     budget_share: float | None = None
     budget_rule: str | None = None
+    rule_options: tuple[tuple[str, Any], ...] = ()
     codec: str = "identity"
     rope_positions: str = "original"
     implementation: str | None = None
@@ -67,7 +70,7 @@ class Method:
             policy,
             self.budget,
             schedule,
-            budget_rule=self.budget_rule,
+            budget_rule=self.made_rule(),
             codec=self.codec,
             rope_positions=self.rope_positions,
             implementation=self.implementation,
@@ -76,16 +79,31 @@ class Method:
     def check(self) -> tuple[policies.Policy | None, Schedule]:
         """Policy and schedule, or a UserError for what is wrong in any model."""
         codecs.make(self.codec)
-        if self.budget_rule:
-            budgets.make(self.budget_rule)
+        rule = self.made_rule() or budgets.uniform()
         if self.policy is None:
             return None, Schedule("none", self.prefill_chunk, self.evict_size)
         schedule = Schedule(self.phases, self.prefill_chunk, self.evict_size)
         policy = policies.make(self.policy, **dict(self.options))
         sizes = self.budget if isinstance(self.budget, tuple) else (self.budget,)
-        for size in parts.different(sizes) - {None}:
+        for size in budgets.possible(rule, sizes) if sizes != (None,) else ():
             config.check_budget(size, policy, schedule)
         return policy, schedule
+
+    def made_rule(self) -> budgets.BudgetRule | None:
+        """The budget rule; None where none is named.
+
+        Raises:
+          UserError: an unknown name, or options that it does not take.
+        """
+        if not self.budget_rule:
+            return None
+        return budgets.make(self.budget_rule, **dict(self.rule_options))
+
+    @property
+    def rule(self) -> str | None:
+        """The budget rule as reports name it: `squeeze(p=0.3)`."""
+        told = ", ".join(f"{key}={value}" for key, value in self.rule_options)
+        return f"{self.budget_rule}({told})" if told else self.budget_rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,12 +182,12 @@ class Experiment(abc.ABC):
         seen: dict[tuple, Method] = {}
         for method, schedule in zip(self.methods, schedules, strict=True):
             series = method.series or method.name
-            place = series, schedule.phases, method.budget, method.codec
+            place = series, schedule.phases, method.budget, method.rule, method.codec
             if (first := seen.setdefault(place, method)) is not method:
                 raise UserError(
                     f"methods {first.name!r} and {method.name!r} share series "
-                    f"{series!r}, schedule, budget and codec, so reports would take "
-                    "them for one: give each a series of its own"
+                    f"{series!r}, schedule, budget, its rule and codec, so reports "
+                    "would take them for one: give each a series of its own"
                 )
 
 
@@ -231,8 +249,23 @@ def method(fields: Fields, shared: Fields) -> Method:
     """
     if not as_dict(fields, "method").get("policy"):
         shared = {key: value for key, value in shared.items() if key == "prefill_chunk"}
-    fields = {**shared, **fields}
-    return with_options(Method, fields, f"method {fields.get('name')!r}")
+    what = f"method {fields.get('name')!r}"
+    fields = _with_rule({**shared, **fields}, what)
+    return with_options(Method, fields, what)
+
+
+def _with_rule(fields: Fields, what: str) -> Fields:
+    """The fields with a budget rule's parameters aside from its name.
+
+    A dict of them stands for both, as in `{"name": "squeeze", "p": 0.3}`.
+    """
+    given = fields.get("budget_rule")
+    if not isinstance(given, Mapping):
+        return fields
+    options = dict(given)
+    if not isinstance(name := options.pop("name", None), str):
+        raise UserError(f"{what}: budget_rule {given} has no name: give one")
+    return {**fields, "budget_rule": name, "rule_options": _as_pairs(options)}
 
 
 def task(fields: Fields, shared: Fields) -> TaskRun:
@@ -243,11 +276,16 @@ def task(fields: Fields, shared: Fields) -> TaskRun:
 
 def with_options(cls, fields: Fields, what: str):
     """`build` for a class with `options`: a dict in a config, sorted pairs here."""
-    options = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in as_dict(fields.get("options", {}), f"{what}: options").items()
-    }
-    return build(cls, {**fields, "options": tuple(sorted(options.items()))}, what)
+    options = as_dict(fields.get("options", {}), f"{what}: options")
+    return build(cls, {**fields, "options": _as_pairs(options)}, what)
+
+
+def _as_pairs(options: Fields) -> tuple[tuple[str, Any], ...]:
+    """Sorted pairs, lists among the values made tuples: what can be hashed."""
+    return tuple(
+        (key, tuple(value) if isinstance(value, list) else value)
+        for key, value in sorted(options.items())
+    )
 
 
 def build(cls, fields: Fields, what: str):

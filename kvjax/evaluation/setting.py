@@ -94,7 +94,7 @@ def described(method: Method, planned: Plan) -> Record:
         "schedule": config.schedule.phases,
         "budget": method.budget,
         "budget_share": method.budget_share,
-        "budget_rule": method.budget_rule,
+        "budget_rule": method.rule,
         "rope_positions": method.rope_positions,
         "batch_rule": method.batch_rule,
         "batch_size": planned.batch,

@@ -251,6 +251,21 @@ def test_budgets(budget, shown):
     assert split(table([make_record("M", budget=budget)]).split("\n")[2])[2] == (shown)
 
 
+def test_budget_rules_are_told_apart():
+    """In tables, and in the legends and panels of what is one series otherwise."""
+    rules = (None, "uniform", "squeeze", "squeeze(p=0.3)")
+    made = [make_record(f"M {i}", budget_rule=rule) for i, rule in enumerate(rules)]
+    when = [split(line)[1] for line in table(made).split("\n")[2:]]
+    plain = "prefill_and_decode"
+    told = [plain, plain, f"{plain}, squeeze", f"{plain}, squeeze(p=0.3)"]
+    assert when == told
+    swept = [r | {"series": s, "method": s} for r in made[1:] for s in "AB"]
+    assert list(groups.sweep(swept)["setting"].unique()) == told[1:]
+    assert len(set(groups.names_of(swept))) == len(swept)
+    panels = scatters.pareto(swept).axes[: len(told) - 1]
+    assert [axes.get_title(loc="left") for axes in panels] == told[1:]
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [

@@ -49,7 +49,10 @@ def codec(record: Record) -> str:
 
 
 def schedule(record: Record) -> str:
-    return text(record.get("schedule"))
+    """When pairs go, and by which rule layers share them if not alike."""
+    rule = record.get("budget_rule") or "uniform"
+    when = text(record.get("schedule"))
+    return when if rule == "uniform" else f"{when}, {rule}"
 
 
 def joined(*names: str) -> str:

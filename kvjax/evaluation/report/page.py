@@ -24,6 +24,7 @@ _SUMMARY = (
     "policy",
     "schedule",
     "budget",
+    "budget_rule",
     "codec",
     "batch_size",
     "score",

@@ -10,6 +10,7 @@ file. What it may hold; a missing value counts as unknown and shows as "-":
     series                      what methods have in common that differ in budget and
                                 schedule only: the name of their row in a sweep
     budget                      slots per KV head: an int, one per layer, or None (all)
+    budget_rule                 how layers share it: squeeze(p=0.3); None is uniform
     budget_share                the share of a prompt that the budget is meant to be,
                                 such as 0.5, where tasks of other lengths have others
     codec                       how pairs are stored; "identity": as they are

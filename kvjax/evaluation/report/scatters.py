@@ -159,7 +159,7 @@ def task_scores(group: Quality) -> Any:
     full = next((method for method in methods if method == whole), None)
     names = [m[0] if m is full else groups.joined(*m) for m in methods]
     marks = zip(methods, marks_of(methods, full), strict=True)
-    looks = {m: _joined(mark, m[1] == "after_prefill") for m, mark in marks}
+    looks = {m: _joined(mark, m[1].startswith("after_prefill")) for m, mark in marks}
     answers = group.answers.assign(
         decode=group.answers["decode"] / 1e6, score=100 * group.answers["score"]
     )

@@ -1,0 +1,119 @@
+"""SqueezeAttention: layers whose attention changes little lend pairs to the others.
+
+Wang and Gan 2024, arXiv 2404.04793, Algorithm 1::
+
+    cosine(before, after)       of every token's residual stream, around attention
+      -> mean over the prompt   one number per layer; high: attention changes little
+      -> three groups           one-dimensional k-means
+      -> sizes                  the group that changes least lends, the others share
+"""
+
+import functools
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvjax.cache import budgets
+from kvjax.types import UserError, real_number, whole_number
+
+GROUPS = 3
+
+
+def squeeze(p: float = 0.35, least: int = 1) -> budgets.BudgetRule:
+    """Layers whose attention changes the residual stream least keep p of the mean.
+
+        size = round(mean p)                                in G3, the highest cosines
+        size = (L mean - |G3| round(mean p)) / (|G1| + |G2|)    in the other layers
+
+    Where the division leaves a rest of r pairs, the first r of the other layers keep
+    one more. All layers alike (one cosine in all of them) keep the mean.
+
+    The cosines are means over the prompts that are read together, so sizes are a
+    batch's, not a prompt's. What is stored while these are read is the whole prompt: a
+    schedule with a compaction, `after_prefill` or `decode_only`, is needed.
+
+    Args:
+      p: the share of the mean that G3 keeps, above 0 and 1 at most (1: all keep the
+        mean). The paper finds 0.3 to 0.4 good.
+      least: pairs per head that G3 keeps at least, such as a policy's pinned pairs and
+        some more.
+
+    Source: Wang and Gan 2024, arXiv 2404.04793, Algorithm 1.
+
+    Raises:
+      UserError: a share or a number of pairs out of range.
+    """
+    share = real_number("squeeze(p)", p)
+    if not 0 < share <= 1:
+        raise UserError(
+            f"squeeze(p={p!r}): give the share of the mean budget that layers which "
+            "change least keep, above 0 and 1 at most"
+        )
+    return _squeeze(share, whole_number("squeeze(least)", least, 1))
+
+
+@functools.cache
+def _squeeze(p: float, least: int) -> budgets.BudgetRule:
+    """One rule for one pair of options: another one would be compiled anew."""
+
+    def smallest(mean):
+        budgets.check_least("squeeze", least, mean)
+        return max(round(mean * p), least)
+
+    return budgets.BudgetRule(
+        "squeeze",
+        lambda spec, mean: (mean,) * spec.num_layers,
+        cosine,
+        lambda measured, mean: sizes(group(measured), mean, smallest(mean)),
+        smallest,
+    )
+
+
+def cosine(
+    before: Float[Array, "B T M"], after: Float[Array, "B T M"]
+) -> Float[Array, "B T"]:
+    """Cosine similarity of every token's residual stream around attention, float32."""
+    before, after = before.astype(jnp.float32), after.astype(jnp.float32)
+    lengths = jnp.linalg.norm(before, axis=-1) * jnp.linalg.norm(after, axis=-1)
+    return jnp.sum(before * after, axis=-1) / jnp.maximum(lengths, 1e-30)
+
+
+def group(measured: np.ndarray) -> np.ndarray:
+    """The group, int[L], of every layer by its cosine, float[L]; 0 has the lowest.
+
+    One-dimensional k-means, exactly: of all ways to cut the sorted values into
+    `GROUPS`, or as many as there are different values, the first that has the least sum
+    of squared distances to the groups' means. Equal values stay together.
+    """
+    ordered = np.sort(measured)
+    starts = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist()]
+    spread = functools.cache(
+        lambda start, end: np.var(ordered[start:end]) * (end - start)
+    )
+
+    def total(cuts):
+        return sum(itertools.starmap(spread, itertools.pairwise((*cuts, len(ordered)))))
+
+    inner = itertools.combinations(starts[1:], min(GROUPS, len(starts)) - 1)
+    best = min(((0, *cuts) for cuts in inner), key=total)
+    return np.searchsorted(ordered[list(best)], measured, side="right") - 1
+
+
+def sizes(groups: np.ndarray, mean: int, small: int) -> tuple[int, ...]:
+    """`small` pairs in the last of groups [L]; the others share the rest of L `mean`.
+
+    They depend on which layers are in the last group only, since every set of sizes is
+    a program.
+    """
+    lends = groups == groups.max()
+    if lends.all():
+        return (mean,) * len(groups)
+    left, others = len(groups) * mean - lends.sum() * small, (~lends).sum()
+    each, rest = divmod(int(left), int(others))
+    more = np.cumsum(~lends) <= rest
+    return tuple(np.where(lends, small, each + more).tolist())
+
+
+budgets.register("squeeze", squeeze)

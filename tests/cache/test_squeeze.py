@@ -1,0 +1,339 @@
+"""SqueezeAttention against its Algorithm 1 written anew, and through whole runs."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import often, tiny_model, tiny_spec
+
+import kvjax
+from kvjax import Schedule, UserError, cache, policies
+from kvjax.cache import budgets, squeeze
+from kvjax.engine import runner
+from kvjax.engine.compiled import Job, bucket
+
+AFTER = Schedule("after_prefill", prefill_chunk=8)
+
+
+# --- Algorithm 1 in NumPy -------------------------------------------------------------
+
+
+def oracle_means(before, after, lengths):
+    """Mean cosines [L] of streams [L, B, T, M]: over real tokens, then over rows."""
+    found = np.zeros(before.shape[0])
+    for layer in range(before.shape[0]):
+        rows = []
+        for row, n in enumerate(lengths):
+            each = [
+                a @ b / np.sqrt((a @ a) * (b @ b))
+                for a, b in zip(
+                    before[layer, row, :n], after[layer, row, :n], strict=True
+                )
+            ]
+            rows.append(sum(each) / n)
+        found[layer] = sum(rows) / len(rows)
+    return found
+
+
+def oracle_groups(values, count):
+    """The best of all ways to put values into `count` groups, low means first."""
+    best, least = None, np.inf
+    for given in itertools.product(range(count), repeat=len(values)):
+        if len(set(given)) < count:
+            continue
+        parts = [values[np.array(given) == g] for g in range(count)]
+        means = [part.mean() for part in parts]
+        cost = sum(
+            ((part - mean) ** 2).sum() for part, mean in zip(parts, means, strict=True)
+        )
+        if means == sorted(means) and cost < least - 1e-12:
+            best, least = np.array(given), cost
+    return best
+
+
+def streams(rng, layers=5, rows=3, tokens=7, width=12):
+    before = rng.standard_normal((layers, rows, tokens, width))
+    change = rng.uniform(0.1, 2.0, (layers, 1, 1, 1))
+    return before, before + change * rng.standard_normal(before.shape)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_against_algorithm_1(seed):
+    """From hidden states of a ragged batch to sizes."""
+    rng = np.random.default_rng(seed)
+    before, after = streams(rng)
+    lengths = rng.integers(2, 8, 3)
+    expected = oracle_means(before, after, lengths)
+    rule = budgets.make("squeeze", p=0.3)
+    given = [jnp.asarray(x, jnp.float32) for x in (before, after)]
+    cosines = np.stack([rule.measure(*pair) for pair in zip(*given, strict=True)])
+    real = np.arange(7) < lengths[:, None]
+    means = (cosines * real).sum(-1) / lengths
+    np.testing.assert_allclose(means.mean(-1), expected, rtol=1e-5)
+    groups = squeeze.group(expected)
+    np.testing.assert_array_equal(groups, oracle_groups(expected, 3))
+    lent, mean = int((groups == 2).sum()), 100
+    each = (5 * mean - lent * 30) / (5 - lent)
+    found = np.array(rule.reallocate(expected, mean))
+    assert found.sum() == 5 * mean and set(found[groups == 2]) == {30}
+    assert np.abs(found[groups < 2] - each).max() < 1
+
+
+def test_padding_is_not_measured():
+    """A row of another's length has the mean of its own tokens, NaN beyond them."""
+    config = cache.make_config(
+        tiny_spec(), "key_diff", 24, AFTER, budget_rule="squeeze"
+    )
+    state = cache.init(tiny_spec(), config, 2, (24, 24))
+    rng = np.random.default_rng(5)
+    before, after = streams(rng, layers=2, rows=2)
+    after[:, 1, 3:] = np.nan
+    for index, pair in enumerate(zip(before, after, strict=True)):
+        pair = [jnp.asarray(x, jnp.float32) for x in pair]
+        n = jnp.asarray([7, 3], jnp.int32)
+        state = cache.measure(index, *pair, state, config=config, n=n)
+    means = np.asarray(state.measured).T / [7, 3]
+    wanted = oracle_means(before, after, [7, 3])
+    np.testing.assert_allclose(means.mean(1), wanted, rtol=1e-5)
+
+
+# --- groups and sizes -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_groups_are_the_best_there_are(seed):
+    rng = np.random.default_rng(seed)
+    values = rng.choice(np.linspace(0.2, 0.99, 9), 6)  # with ties
+    count = min(3, len(set(values)))
+    found = squeeze.group(values)
+    assert set(found) == set(range(count))
+    wanted = oracle_groups(values, count)
+    cost = lambda groups: sum(
+        np.var(values[groups == g]) * (groups == g).sum() for g in range(count)
+    )
+    assert cost(found) == pytest.approx(cost(wanted), abs=1e-12)
+    for a, b in itertools.combinations(range(6), 2):
+        assert (found[a] <= found[b]) or values[a] > values[b]
+        assert (found[a] == found[b]) or values[a] != values[b]
+
+
+@pytest.mark.parametrize("p", [0.01, 0.3, 0.35, 0.77, 1.0])
+def test_totals_are_kept_exactly(p):
+    rng, rule = np.random.default_rng(1), squeeze.squeeze(p)
+    for _ in range(30):
+        layers, mean = int(rng.integers(1, 33)), int(rng.integers(1, 3000))
+        measured = rng.beta(8, 2, layers)
+        sizes = budgets.reallocated(rule, measured, mean)  # raises unless they add up
+        assert min(sizes) >= 1 and len(set(sizes)) <= 3
+        more = sorted(set(sizes))[1:]
+        assert not more or more[-1] - more[0] <= 1
+        order = rng.permutation(layers)
+        again = np.array(rule.reallocate(measured[order], mean))
+        moved = np.array(sizes)[order]
+        np.testing.assert_array_equal(again == again.min(), moved == moved.min())
+        assert sorted(again) == sorted(moved)
+
+
+def test_the_appendix_example():
+    """Mistral-7B: 32 layers at 1,000 pairs and p = 0.3 come to 300 and 1,544."""
+    assert (32 * 1000 - 14 * 300) // (32 - 14) == 1544
+    measured = np.array([0.4, 0.45] + [0.8, 0.82] * 8 + [0.97, 0.98] * 7)
+    sizes = budgets.reallocated(squeeze.squeeze(0.3), measured, 1000)
+    assert sizes == (1545,) * 8 + (1544,) * 10 + (300,) * 14
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        ([0.9], (100,)),
+        ([0.9] * 4, (100,) * 4),
+        ([0.9, 0.5], (35, 165)),
+        ([0.5, 0.9, 0.9, 0.5], (165, 35, 35, 165)),
+        ([0.9, 0.1, 0.5], (35, 133, 132)),
+    ],
+)
+def test_few_different_layers(measured, expected):
+    assert squeeze.squeeze().reallocate(np.array(measured), 100) == expected
+
+
+def test_sizes_are_those_of_the_last_group_alone():
+    """Which of the other layers changes most makes no other program."""
+    rule = squeeze.squeeze()
+    one = rule.reallocate(np.array([0.1, 0.5, 0.6, 0.9, 0.91]), 10)
+    two = rule.reallocate(np.array([0.6, 0.1, 0.5, 0.9, 0.91]), 10)
+    assert one == two == (14, 14, 14, 4, 4)
+
+
+def test_least_is_a_floor():
+    measured = np.array([0.1, 0.5, 0.9])
+    assert squeeze.squeeze(0.3, least=8).reallocate(measured, 10) == (11, 11, 8)
+    assert squeeze.squeeze(0.01).reallocate(measured, 10) == (15, 14, 1)
+
+
+def test_one_rule_for_the_same_options():
+    """Rules are static arguments: another object would be another program."""
+    assert squeeze.squeeze(0.35) is budgets.make("squeeze", p=np.float64(0.35))
+    assert budgets.pyramid(20) is budgets.make("pyramid")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"p": 0}, "squeeze.p=0.: give the share .* above 0 and 1 at most"),
+        ({"p": -0.2}, "squeeze.p=-0.2."),
+        ({"p": 1.5}, "squeeze.p=1.5."),
+        ({"p": "0.3"}, "squeeze.p. is '0.3': give a number"),
+        ({"p": float("nan")}, "is nan: give a number"),
+        ({"least": 0}, "squeeze.least. 0: must be at least 1"),
+        ({"share": 0.3}, "budget rule 'squeeze': .*share"),
+    ],
+)
+def test_bad_options(options, words):
+    with pytest.raises(UserError, match=words) as caught:
+        budgets.make("squeeze", **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rule", "schedule", "words"),
+    [
+        ("h2o", "squeeze", Schedule(), "'squeeze' changes sizes once the prompt is in"),
+        ("h2o", squeeze.squeeze(least=25), AFTER, "'squeeze' keeps at least 25 pairs"),
+        (policies.streaming(8), "squeeze", AFTER, "pins 8 pairs, but .* budget 8"),
+        (
+            "h2o",
+            "squeeze",
+            Schedule("decode_only", evict_size=8),
+            "budget 8 must be larger than the 8 pairs",
+        ),
+    ],
+)
+def test_refused_before_a_prompt_is_read(policy, rule, schedule, words):
+    with pytest.raises(UserError, match=words):
+        cache.make_config(tiny_spec(), policy, 24, schedule, budget_rule=rule)
+
+
+# --- whole runs -----------------------------------------------------------------------
+
+
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(0, 50, n).tolist() for n in (61, 50, 80)]
+POLICIES = ("h2o", policies.sliding_window(96), "streaming")
+
+
+@pytest.mark.parametrize(
+    "policy", often(POLICIES, ["h2o"], "e2e"), ids=lambda p: getattr(p, "name", p)
+)
+def test_what_is_kept_is_the_sizes(tiny, policy):
+    new = 3
+    done = kvjax.generate(
+        tiny,
+        PROMPTS,
+        policy=policy,
+        budget=24,
+        budget_rule="squeeze",
+        schedule=AFTER,
+        max_new_tokens=new,
+        ignore_eos=True,
+    )
+    for each in done:
+        kept = [[len(head) for head in layer] for layer in each.kept_positions]
+        sizes = {8 + new - 1, 40 + new - 1}  # the last new token is not read
+        assert {size for layer in kept for size in layer} == sizes
+        assert all(len(set(layer)) == 1 for layer in kept)
+
+
+def test_decode_only_never_holds_more(tiny):
+    """A rule's sizes are what decoding holds at most, layer by layer."""
+    config = cache.make_config(
+        tiny.spec,
+        "streaming",
+        24,
+        Schedule("decode_only", prefill_chunk=8, evict_size=2),
+        budget_rule="squeeze",
+    )
+    job = Job(tiny.spec, config, 3, bucket(tiny.spec, config, 80, 9), 9)
+    whole = runner.Whole(tiny.params, job)
+    result = runner.run_batch(whole, PROMPTS, range(3))
+    sizes = whole.job.config.budget
+    assert sorted(sizes) == [8, 40]
+    assert cache.capacities(result.state) == sizes
+    for row, prompt in enumerate(PROMPTS):
+        for size, layer in zip(
+            sizes, cache.kept_positions(result.state)[row], strict=True
+        ):
+            for head in layer:
+                assert size - 2 < len(head) <= size < len(prompt)
+                assert list(head[:4]) == [0, 1, 2, 3]
+
+
+# --- pyramid --------------------------------------------------------------------------
+
+
+def shape(layers):
+    return tiny_spec(num_layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("options", "layers", "mean", "expected"),
+    [
+        ({}, 3, 100, (195, 100, 5)),  # 100 / 20, and 2 x 100 less that
+        ({"beta": 4}, 4, 16, (28, 20, 12, 4)),
+        ({"beta": 1}, 4, 16, (16,) * 4),
+        ({"beta": 4, "window": 8}, 3, 24, (36, 24, 12)),  # 8 + 16 / 4
+        ({"least": 8}, 3, 24, (40, 24, 8)),
+        ({"beta": 3}, 3, 10, (17, 10, 3)),  # 16.67, 10, 3.33
+        ({}, 1, 7, (7,)),
+    ],
+)
+def test_pyramid_by_hand(options, layers, mean, expected):
+    rule = budgets.make("pyramid", **options)
+    assert budgets.allocated(rule, shape(layers), mean) == expected
+
+
+def test_pyramid_s_totals():
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        layers, mean = int(rng.integers(1, 81)), int(rng.integers(8, 3000))
+        least = int(rng.integers(1, 9))
+        beta, window = float(rng.uniform(1, 50)), int(rng.integers(0, 9))
+        rule = budgets.pyramid(beta, window, least)
+        sizes = budgets.allocated(rule, shape(layers), mean)  # raises unless they add
+        assert list(sizes) == sorted(sizes, reverse=True)
+        assert max(least, window) <= sizes[-1]
+        if layers > 1:
+            last = max(window + (mean - window) / beta, least)
+            line = np.linspace(2 * mean - last, last, layers)
+            assert np.abs(np.array(sizes) - line).max() < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"beta": 0.5}, "pyramid.beta. 0.5: must be at least 1"),
+        ({"beta": "20"}, "pyramid.beta. is '20'"),
+        ({"window": -1}, "pyramid.window. -1"),
+        ({"least": 30}, "'pyramid' keeps at least 30 pairs .* the budget 24"),
+        ({"window": 25}, "'pyramid' keeps at least 25 pairs"),
+    ],
+)
+def test_bad_pyramids(options, words):
+    with pytest.raises(UserError, match=words):
+        rule = budgets.make("pyramid", **options)
+        cache.make_config(tiny_spec(), "h2o", 24, AFTER, budget_rule=rule)
+
+
+@pytest.mark.e2e
+def test_a_pyramid_runs():
+    rule = budgets.pyramid(beta=2)
+    done = kvjax.generate(
+        tiny_model(num_layers=4),
+        PROMPTS[2:],
+        policy="h2o",
+        budget=24,
+        budget_rule=rule,
+        schedule=AFTER,
+        max_new_tokens=1,
+    )
+    assert [len(layer[0]) for layer in done[0].kept_positions] == [36, 28, 20, 12]
