@@ -16,7 +16,8 @@ the paper has it. The window is the layer's budget, which is what `recency` keep
 compiles once more when sizes are known, in its prefill's time: compare no rates.
 
 Expected, of 10 keys: H2O finds 5, the others 2; squeezed at 0.35 none, at 0.8 4 and 2.
-docs/decisions.md says why. 4 to 6 minutes on two CPU cores.
+docs/decisions.md says why. Seven minutes of CPU time, four with programs of an earlier
+run on disk.
 """
 
 from ml_collections import ConfigDict
