@@ -40,7 +40,7 @@ def squeeze(p: float = 0.35, least: int = 1) -> budgets.BudgetRule:
 
     Args:
       p: the share of the mean that G3 keeps, above 0 and 1 at most (1: all keep the
-        mean). The paper finds 0.3 to 0.4 good.
+        mean); 0.3 in the example of the paper's appendix.
       least: pairs per head that G3 keeps at least, such as a policy's pinned pairs and
         some more.
 
