@@ -70,7 +70,7 @@ def pyramid(beta: float = 20.0, window: int = 0, least: int = 1) -> BudgetRule:
     Args:
       beta: how steep, 1 (all layers alike) or more; the 20 of the authors' code.
       window: pairs per head that every layer keeps aside from the pyramid: the paper's
-        alpha, the window of SnapKV (8 in its experiments). 0: none.
+        alpha, the window of SnapKV. 0: none.
       least: pairs per head that the last layer keeps at least.
 
     Source: PyramidKV (Cai et al. 2024), arXiv 2406.02069, section 3.2.

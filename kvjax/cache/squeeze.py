@@ -34,9 +34,13 @@ def squeeze(p: float = 0.35, least: int = 1) -> budgets.BudgetRule:
     batch's, not a prompt's. What is stored while these are read is the whole prompt: a
     schedule with a compaction, `after_prefill` or `decode_only`, is needed.
 
+    Sizes pay no heed to the length of the prompt: where G3 has nearly all layers, the
+    few others get more room than there are pairs to put there. Look at a model's
+    cosines (`experiments/layer_similarity.py`) before choosing p.
+
     Args:
       p: the share of the mean that G3 keeps, above 0 and 1 at most (1: all keep the
-        mean). The paper finds 0.3 to 0.4 good.
+        mean); 0.3 in the example of the paper's appendix.
       least: pairs per head that G3 keeps at least, such as a policy's pinned pairs and
         some more.
 

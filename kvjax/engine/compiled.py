@@ -214,7 +214,7 @@ def compile_job(job: Job) -> Programs:
     """Compiles everything that the job runs, and keeps nothing."""
     keep_compiled()
     group = job.group
-    given, pooled = arguments(group), arguments(job)
+    given = arguments(group)
     alike = {"spec": job.spec, "config": job.config}
     with meshes.use(job.mesh):
         return Programs(
@@ -227,12 +227,7 @@ def compile_job(job: Job) -> Programs:
             compact=_compile_compact(group) if job.config.schedule.compacts else None,
             begin=None if job.scored else _compile_begin(group),
             pool=_compile_pool(job) if job.is_staggered else None,
-            insert=_compiled(
-                *(steps.insert, pooled.decode_state, given.decode_state),
-                jax.ShapeDtypeStruct((), jnp.int32),
-            )
-            if job.is_staggered
-            else None,
+            insert=_compile_insert(job) if job.is_staggered else None,
             decode=_compile_score(job) if job.scored else _compile_decode(job),
         )
 
@@ -243,6 +238,8 @@ def _compile_decoding(job: Job, reading: Programs) -> Programs:
         return reading._replace(
             compact=_compile_compact(job.group),
             begin=None if job.scored else _compile_begin(job.group),
+            pool=_compile_pool(job) if job.is_staggered else None,
+            insert=_compile_insert(job) if job.is_staggered else None,
             decode=_compile_score(job) if job.scored else _compile_decode(job),
         )
 
@@ -295,6 +292,11 @@ def _compile_pool(job: Job) -> jax.stages.Compiled:
         )
 
     return jax.jit(make).lower().compile()
+
+
+def _compile_insert(job: Job) -> jax.stages.Compiled:
+    pool, part = arguments(job).decode_state, arguments(job.group).decode_state
+    return _compiled(steps.insert, pool, part, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def _compile_decode(job: Job) -> jax.stages.Compiled:

@@ -268,6 +268,32 @@ def test_decode_only_never_holds_more(tiny):
                 assert list(head[:4]) == [0, 1, 2, 3]
 
 
+@pytest.mark.e2e
+def test_staggered_prefill(tiny):
+    """The first group decides for the pool; tokens are those of its sizes."""
+    config = cache.make_config(tiny.spec, "h2o", 24, AFTER, budget_rule="squeeze")
+    room = bucket(tiny.spec, config, 80, 6)
+    job = Job(tiny.spec, config, 3, room, 6, prefill_batch=2)
+    whole = runner.Whole(tiny.params, job)
+    result = runner.run_batch(whole, PROMPTS, range(3))
+    sizes = whole.job.config.budget
+    assert sorted(sizes) == [8, 40]
+    assert cache.capacities(result.state) == tuple(size + 6 for size in sizes)
+    given = cache.make_config(tiny.spec, "h2o", sizes, AFTER)
+    same = runner.Whole(tiny.params, Job(tiny.spec, given, 3, room, 6))
+    assert runner.run_batch(same, PROMPTS, range(3)).tokens == result.tokens
+
+
+@pytest.mark.e2e
+def test_all_of_the_mean_is_uniform(tiny):
+    options = {"policy": "h2o", "budget": 24, "schedule": AFTER, "max_new_tokens": 5}
+    one, two = (
+        kvjax.generate(tiny, PROMPTS, budget_rule=rule, **options)
+        for rule in (squeeze.squeeze(1.0), None)
+    )
+    assert [each.tokens for each in one] == [each.tokens for each in two]
+
+
 # --- pyramid --------------------------------------------------------------------------
 
 
