@@ -14,6 +14,7 @@ Nothing here runs a model.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from kvjax.cache import budgets
 from kvjax.cache.apportion import apportion
 from kvjax.types import ModelSpec, UserError, real_number, whole_number
 
@@ -216,19 +218,53 @@ class Calibration:
         )
 
 
+def shipped_names() -> tuple[str, ...]:
+    """The models whose calibrations come with the package."""
+    return tuple(sorted(path.stem for path in _SHIPPED.glob("*.json")))
+
+
 def shipped(name: str) -> Calibration:
     """The calibration that comes with the package for a model of this name.
 
     Raises:
       UserError: there is none.
     """
-    names = sorted(path.stem for path in _SHIPPED.glob("*.json"))
-    if name not in names:
+    if name not in shipped_names():
         raise UserError(
             f"no calibration of {name!r} comes with kvjax, only of "
-            f"{', '.join(names)}: make one with experiments/calibrate.py"
+            f"{', '.join(shipped_names())}: make one with experiments/calibrate.py"
         )
     return Calibration.load(_SHIPPED / f"{name}.json")
+
+
+@functools.cache
+def calibrated(
+    length: int, path: str | None = None, floor: int = FLOOR, multiple: int = 8
+) -> budgets.BudgetRule:
+    """Every head keeps the share that it needed on the calibration's texts.
+
+    Args:
+      length: tokens of the prompts to come: the mean over it is the ratio, and no head
+        keeps more.
+      path: of a calibration, see `Calibration.save`; None is the one that comes with
+        the package for the model.
+      floor: pairs that every head keeps, or the mean if that is less.
+      multiple: of which sizes are multiples, see `Calibration.sizes`.
+
+    Raises:
+      UserError: from `allocate`, a file or a model that does not fit, a mean above the
+        length.
+    """
+
+    def allocate(spec, mean):
+        found = Calibration.load(path) if path else shipped(spec.name)
+        how = {"length": length, "floor": min(floor, mean), "multiple": multiple}
+        return found.sizes(spec, mean, **how).tolist()
+
+    return budgets.BudgetRule("calibrated", allocate)
+
+
+budgets.register("calibrated", calibrated)
 
 
 class Measured(NamedTuple):

@@ -1,6 +1,8 @@
 """What is kept of a KV cache, and how: parts that are checked and joined."""
 
 import dataclasses
+import math
+import re
 import warnings
 from collections.abc import Sequence
 
@@ -8,13 +10,19 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.attention import backends
-from kvjax.cache import budgets, codecs, layouts, parts
+from kvjax.cache import budgets, calibrations, codecs, layouts, parts
 from kvjax.cache.schedule import Schedule
 from kvjax.policies import base, checks
 from kvjax.types import ModelSpec, UserError, whole_number
 
 EVICTIONS = ("in_place", "compact")
 ROPE_POSITIONS = ("original", "cache")
+_GIVE = (
+    "give pairs per head as one int, or for every layer one int or one per head, or a "
+    "share of the prompt such as '25%'"
+)
+_EVICT = 16  # pairs that an eviction of small heads drops, see `Schedule.of_budget`
+_SOME = 8  # pairs that a head keeps at least, beyond pinned ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +137,11 @@ class CacheConfig:
 def make_config(
     spec: ModelSpec,
     policy: policies.Policy | str | None,
-    budget: int | Sequence[int | Sequence[int]] | None,
+    budget: int | str | Sequence[int | Sequence[int]] | None,
     schedule: Schedule | str | None = None,
     *,
     budget_rule: budgets.BudgetRule | str | None = None,
+    length: int | None = None,
     codec: codecs.Codec | str = codecs.identity,
     layout: layouts.Layout | str = layouts.DEFAULT,
     **options,
@@ -143,11 +152,14 @@ def make_config(
       spec: the model's shape.
       policy: one of `kvjax.policies`, or its name; None is the full cache.
       budget: |kv| per head: one int for all layers, or for every layer one int or one
-        for each of its heads.
+        for each of its heads; or a share of `length`, as "25%".
       schedule: one, or the name of its phases; None is Batch-Max's Algorithm 1, or the
         full cache without a policy.
       budget_rule: shares out `budget`, then the mean, between layers, see
-        `kvjax.cache.budgets`, or its name; None is the same for all.
+        `kvjax.cache.budgets`, or its name; None is the same for all, but for a share:
+        of that heads keep what they need where a calibration of the model comes with
+        the package, see `kvjax.cache.calibrations.calibrated`.
+      length: tokens of the prompts to come, of which a budget may be a share.
       codec, layout: as in `CacheConfig`, or names.
       **options: `eviction`, `rope_positions`, `rows_per_eviction`, `implementation` of
         `CacheConfig`. With `rope_positions="cache"` the default of `eviction` is
@@ -184,6 +196,10 @@ def make_config(
         )
     base.validate(policy)
     base.check_params(policy, spec.num_layers)
+    if isinstance(budget, str):
+        given, budget = budget, _share_of(budget, length)
+        if budget_rule is None:
+            budget_rule = _rule_of_share(spec, policy, schedule, given, length)
     rule, sizes = _sizes(spec, budget, budget_rule, schedule)
     possible = budgets.possible(rule, sizes)
     schedule = schedule.of_budget(min(possible))
@@ -236,10 +252,8 @@ def _sizes(
                 "or 'decode_only'"
             )
         return rule, budgets.allocated(rule, spec, budget)
-    if isinstance(budget, str) or not np.iterable(budget):
-        raise UserError(
-            f"budget is {budget!r}: give pairs per head as one int, or one per layer"
-        )
+    if not np.iterable(budget):
+        raise UserError(f"budget is {budget!r}: {_GIVE}")
     budget = tuple(_layer_sizes(spec, sizes) for sizes in budget)
     if rule is not None:
         raise UserError(
@@ -252,6 +266,46 @@ def _sizes(
             "give one int, or one per layer"
         )
     return budgets.explicit(budget), budget
+
+
+def _share_of(budget: str, length: int | None) -> int:
+    """Pairs per head, from a share of a prompt's tokens."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", budget.strip())
+    share = float(found[1]) / 100 if found else 0.0
+    if not 0 < share <= 1:
+        raise UserError(f"budget is {budget!r}: {_GIVE}")
+    if length is None:
+        raise UserError(
+            f"budget {budget!r} is a share of a prompt whose length is not known here: "
+            "say it by `length`, or give pairs per head"
+        )
+    return max(round(share * length), 1)
+
+
+def _rule_of_share(
+    spec: ModelSpec,
+    policy: policies.Policy,
+    schedule: Schedule,
+    budget: str,
+    length: int,
+) -> budgets.BudgetRule:
+    """Sizes by head where they are known for the model, else all alike."""
+    if policy.needs_all_heads:
+        return budgets.uniform()
+    if spec.name not in calibrations.shipped_names():
+        warnings.warn(
+            f"budget {budget!r} keeps the same in every head, as no calibration of "
+            f"{spec.name} comes with kvjax. Heads that keep what they need find more: "
+            "experiments/calibrate.py measures it, and "
+            "budget_rule=budgets.make('calibrated', length=..., path=...) takes it; "
+            "budget_rule='uniform' says that this is meant",
+            stacklevel=4,
+        )
+        return budgets.uniform()
+    evict = (schedule.evict_size or _EVICT) if schedule.evicts_in_decode else 0
+    least = policy.num_pinned + evict + _SOME
+    floor = max(calibrations.FLOOR, math.ceil(least / _SOME) * _SOME)
+    return calibrations.calibrated(length, floor=floor)
 
 
 def _layer_sizes(spec: ModelSpec, given: int | Sequence[int]) -> parts.Sizes:

@@ -59,7 +59,7 @@ def generate(
     prompts: Sequence[Prompt],
     *,
     policy: Policy | str | None = None,
-    budget: int | tuple[int, ...] = 512,
+    budget: int | str | tuple[int | tuple[int, ...], ...] = 512,
     schedule: Schedule | str | None = None,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
@@ -95,8 +95,9 @@ def generate(
         second one.
       policy: which pairs stay: of `kvjax.policies`, or its name; None is the full
         cache.
-      budget: |kv|, pairs per head, for all layers or one per layer; the full cache
-        pays no heed to it.
+      budget: |kv|, pairs per head: an int for all, or for every layer an int or one per
+        head; or a share of the longest prompt, as "25%", of which heads keep what they
+        need where that is known for the model. The full cache pays no heed to it.
       schedule: when pairs go, or the name of its phases; None is Batch-Max's
         Algorithm 1.
       max_new_tokens: most tokens per completion.
@@ -106,9 +107,9 @@ def generate(
       ignore_eos: generate all `max_new_tokens`, for throughput runs.
       memory_gb: see `kvjax.engine.planner.device_memory`.
       codec: how pairs are stored, of `kvjax.cache.codecs`, or its name.
-      budget_rule: shares out `budget`, then the mean, between layers, of
+      budget_rule: shares out `budget`, then the mean, between layers and heads, of
         `kvjax.cache.budgets`, or its name ("squeeze", "pyramid"); None is the same for
-        all.
+        all, or as above for a share.
       implementation: which attention runs, see `kvjax.attention.backends`; None is the
         best there is.
       show_progress: see `kvjax.engine.progress.line`.
@@ -125,12 +126,13 @@ def generate(
     if not isinstance(model, Model):
         raise UserError(f"model is {model!r:.80}: give what kvjax.load returns")
     how = {"codec": codec, "budget_rule": budget_rule, "implementation": implementation}
-    config = _config(model.spec, policy, budget, schedule, how)
     sampling = Sampling(temperature, top_k, top_p)
     new = whole_number("max_new_tokens", max_new_tokens, 1)
     seed = whole_number("seed", seed, 0, _SEEDS)
     tokens = tokenize(model, prompts)
-    prompt = compiled.bucket(model.spec, config, max(map(len, tokens)), new)
+    longest = max(map(len, tokens))
+    config = _config(model.spec, policy, budget, schedule, how | {"length": longest})
+    prompt = compiled.bucket(model.spec, config, longest, new)
     eos = NO_EOS if ignore_eos else end_tokens(model)
     job = compiled.job_of(model, config, prompt, new, sampling, eos)
     memory, done = device_memory(memory_gb), {}
@@ -148,7 +150,7 @@ def plan(
     model: Model | ModelSpec,
     *,
     policy: Policy | str | None = None,
-    budget: int | tuple[int, ...] = 512,
+    budget: int | str | tuple[int | tuple[int, ...], ...] = 512,
     schedule: Schedule | str | None = None,
     prompt_tokens: int | None = None,
     max_new_tokens: int = 64,
@@ -180,10 +182,11 @@ def plan(
     if not isinstance(model, Model | ModelSpec):
         raise UserError(f"model is {model!r:.80}: give a Model or its ModelSpec")
     spec = model if isinstance(model, ModelSpec) else model.spec
-    config = _config(spec, policy, budget, schedule, options)
     new = whole_number("max_new_tokens", max_new_tokens, 1)
     longest = spec.context_length - new if prompt_tokens is None else prompt_tokens
     longest = whole_number("prompt_tokens", longest, 1)
+    options = {"length": longest} | options
+    config = _config(spec, policy, budget, schedule, options)
     prompt = compiled.bucket(spec, config, longest, new)
     if isinstance(model, Model):
         job = compiled.job_of(model, config, prompt, new)

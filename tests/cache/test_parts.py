@@ -23,7 +23,16 @@ from kvjax.engine.steps import prefill
 from kvjax.parallel import meshes
 
 BLOCK, PROMPT, NEW = 8, 104, 20
-LENGTHS = (5, 56, 73, 101, 0)  # below, at and above the sizes; one row unused
+LENGTHS = (
+    5,
+    56,
+    73,
+    101,
+    0,
+    57,
+    88,
+    30,
+)  # below, at and above the sizes; one row unused
 SIZES = (56, 88, 56, 72)
 SCHEDULES = ("prefill_and_decode", "after_prefill", "decode_only")
 SPEC = layer.spec_of(heads=4, group=2, depth=8)
@@ -93,7 +102,7 @@ def test_in_every_layout_and_codec(stored):
 def test_over_a_mesh(name):
     """Each of two devices has a head of either size."""
     sizes, phases = (56, 88, 56, 88), "prefill_and_decode"
-    over = meshes.mesh("data:1,model:2", SPEC.num_kv_heads)
+    over = meshes.mesh("data:4,model:2", SPEC.num_kv_heads)
     split = kept(name, phases, sizes, over=over)
     jax.tree.map(np.testing.assert_array_equal, split, kept(name, phases, sizes))
 
@@ -184,9 +193,10 @@ def test_texts_are_judged_alike_whatever_their_batch(tiny):
 
 
 def test_memory_is_what_the_sizes_say():
-    """The same total takes the same bytes, however it is shared out."""
-    model = tiny_model(num_kv_heads=3, num_heads=3, head_dim=64, num_layers=2)
-    budgets = 64, ((32, 32, 128), (16, 80, 96)), ((24, 48, 120), 64), ((64, 64, 32), 64)
+    """The same total takes the same bytes, but for what one layer works with."""
+    model = tiny_model(num_kv_heads=3, num_heads=3, head_dim=64, num_layers=4)
+    first = (128, 128, 512), (64, 320, 384), 256, 256
+    budgets = 256, first, ((96, 192, 480), 256, 256, 256), ((256, 256, 128), *first[1:])
     alike, *apart, less = (
         job_of(model.spec, "key_diff", "prefill_and_decode", budget, 4)
         for budget in budgets
@@ -197,7 +207,7 @@ def test_memory_is_what_the_sizes_say():
         found, expected = (phase_bytes(each) for each in (job, alike))
         assert found["decode"] == pytest.approx(expected["decode"], rel=0.05)
     pair = 2 * 64 * 4 + 4
-    assert stored - state_bytes(less)["decode"] == 4 * 32 * pair
+    assert stored - state_bytes(less)["decode"] == 4 * 128 * pair
 
 
 def test_one_size_for_all_heads_is_one_part(tiny):
@@ -218,7 +228,7 @@ def test_refused(tiny):
         config(((32, "many"), 24))
     with pytest.raises(UserError, match=r"pins 40 pairs, but an eviction at budget 32"):
         config(((32, 64), 64), policies.protect(policies.h2o(), 20, 20))
-    job = job_of(tiny.spec, "h2o", "after_prefill", BUDGET, 1)
-    over = meshes.mesh("data:1,model:2", 2)
+    job = job_of(tiny.spec, "h2o", "after_prefill", BUDGET, 4)
+    over = meshes.mesh("data:4,model:2", 2)
     with pytest.raises(UserError, match=r"each of which has to keep the same"):
         dataclasses.replace(job, mesh=over)

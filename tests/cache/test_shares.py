@@ -1,0 +1,104 @@
+"""Budgets that are a share of the prompt, and heads that keep what they need of it."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from conftest import tiny_spec
+
+import kvjax
+from kvjax import Schedule, UserError, cache, policies
+from kvjax.cache import budgets, calibrations, parts
+
+NAME = "smollm2-135m-instruct"
+SPEC = tiny_spec(name=NAME, num_layers=30, num_heads=9, num_kv_heads=3)
+
+
+def config(budget, policy="key_diff", schedule=None, spec=SPEC, **options):
+    return cache.make_config(spec, policy, budget, schedule, **options)
+
+
+def sizes(made):
+    return np.reshape(made.head_budgets(SPEC), (30, 3))
+
+
+def test_a_share_keeps_what_heads_need_where_that_is_known():
+    made = config("25%", length=1000)
+    assert made.budget_rule.name == "calibrated"
+    found = sizes(made)
+    assert found.sum() == 250 * 90
+    assert found.min() == 32 and found.max() > 900
+    shipped = calibrations.shipped(NAME)
+    np.testing.assert_array_equal(found, shipped.sizes(SPEC, 250, length=1000))
+    assert made.schedule.prefill_chunk == 16  # half of the smallest head
+
+
+def test_a_share_leaves_room_for_pinned_pairs():
+    made = config("25%", policies.snapkv(), "after_prefill", length=1000)
+    assert sizes(made).min() == 40
+    made = config(
+        "25%",
+        policies.protect(policies.h2o(), 4, 32),
+        Schedule(evict_size=32),
+        length=1000,
+    )
+    assert sizes(made).min() == 80  # 36 pinned, 32 evicted, and some more
+    few = config("50%", length=40)
+    assert sizes(few).sum() == 20 * 90  # below the least size: all alike
+
+
+def test_a_share_is_uniform_where_heads_may_not_differ():
+    assert config("25%", "simlayerkv", length=1000).budget == (250,) * 30
+    assert config("12.5 %", budget_rule="uniform", length=1000).budget == (125,) * 30
+
+
+def test_other_models_are_told_the_command(tiny):
+    with pytest.warns(UserWarning, match=r"no calibration of tiny.*calibrate\.py"):
+        made = config("50%", spec=tiny.spec, length=64)
+    assert made.budget == (32, 32)
+    prompts = [[1, 2, 3] * 20, [4] * 30]
+    how = {"policy": "h2o", "schedule": "after_prefill", "budget_rule": "uniform"}
+    how |= {"max_new_tokens": 4}
+    done = kvjax.generate(tiny, prompts, budget="50%", **how)
+    assert {len(head) for layer in done[0].kept_positions for head in layer} == {33}
+    plan = kvjax.plan(tiny, prompt_tokens=60, budget="50%", memory_gb=0.1, **how)
+    assert plan.job.config.budget == (30, 30)
+
+
+def test_a_rule_from_a_file(tiny, tmp_path):
+    """As a config names it."""
+    mine = dataclasses.replace(
+        calibrations.shipped(NAME),
+        model="tiny",
+        ratios=(0.5,),
+        shares=(((0.25, 0.75), (0.625, 0.375)),),
+    )
+    mine.save(tmp_path / "mine.json")
+    rule = budgets.make(
+        "calibrated", length=64, path=str(tmp_path / "mine.json"), floor=8
+    )
+    made = config(32, spec=tiny.spec, budget_rule=rule)
+    assert made.budget == ((16, 48), (40, 24))
+    assert made.heads(tiny.spec) == (((0,), (1,)), ((1,), (0,)))
+    assert parts.different(made.budget) == {16, 24, 40, 48}
+    found = json.loads((tmp_path / "mine.json").read_text())
+    (tmp_path / "mine.json").write_text(json.dumps(found | {"model": "other"}))
+    with pytest.raises(UserError, match=r"'other'.*does not fit 'tiny'"):
+        config(32, spec=tiny.spec, budget_rule=rule)
+
+
+@pytest.mark.parametrize(
+    ("budget", "length", "words"),
+    [
+        ("25", 100, "budget is '25': give pairs per head"),
+        ("a lot", 100, "budget is 'a lot'"),
+        ("0%", 100, "budget is '0%'"),
+        ("101%", 100, "budget is '101%'"),
+        ("-3%", 100, "budget is '-3%'"),
+        ("25%", None, "whose length is not known here"),
+    ],
+)
+def test_refused(budget, length, words):
+    with pytest.raises(UserError, match=words):
+        config(budget, length=length)
