@@ -44,7 +44,7 @@ def check_rule(policy: Policy, spec, capacity: int, in_decode: bool) -> None:
       UserError: a function of the rule raises, reads what its `required_stats` do not
         name, or weights that it does not have; `init` gives no `Stats`, or leaves that
         do not lead with [B, K, C] or [B]; `observe` changes structure, shapes or dtypes
-        of the stats; `score` gives anything but floats [B, K, C], or looks across heads
+        of the stats; `score` gives anything but numbers [B, K, C], or looks across heads
         without `needs_all_heads`.
     """
     kinds = {}
@@ -125,9 +125,10 @@ class _Trial:
         self.gathers = False
         score = self.traced("score", run, stats, self.params)
         shape, dtype = (getattr(score, name, None) for name in ("shape", "dtype"))
-        if shape != self.shape("BKC") or not jnp.issubdtype(dtype, jnp.floating):
+        real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer))
+        if shape != self.shape("BKC") or not real:
             raise self.error(
-                f"score gives {_told(score)}: it has to give floats [B, K, C]"
+                f"score gives {_told(score)}: it has to give numbers [B, K, C]"
             )
         if self.gathers and not self.policy.needs_all_heads:
             raise self.error(

@@ -23,23 +23,16 @@ from kvjax.engine.steps import prefill
 from kvjax.parallel import meshes
 
 BLOCK, PROMPT, NEW = 8, 104, 20
-LENGTHS = (
-    5,
-    56,
-    73,
-    101,
-    0,
-    57,
-    88,
-    30,
-)  # below, at and above the sizes; one row unused
-SIZES = (56, 88, 56, 72)
+LENGTHS = (5, 56, 73, 101, 0, 57, 88, 30)  # around the sizes; one row unused
+SIZES = (56, 88, 56, 88)
 SCHEDULES = ("prefill_and_decode", "after_prefill", "decode_only")
 SPEC = layer.spec_of(heads=4, group=2, depth=8)
 DATA = layer.random_data(SPEC, len(LENGTHS), PROMPT + NEW, seed=0)
 ALONE = [name for name, policy in POLICIES.items() if not policy.needs_all_heads]
 CASES = [(name, SCHEDULES[i % 3]) for i, name in enumerate(ALONE)]
-QUICK = [CASES[ALONE.index(name)] for name in ("average_attention", "random", "snapkv")]
+QUICK = [CASES[ALONE.index(name)] for name in ("average_attention", "snapkv")]
+OFTEN = ("random", "key_diff", "fastgen", "scissorhands", "expected_attention", "r_kv")
+LATER = [CASES[ALONE.index(name)] for name in OFTEN]
 STORED = {
     "dense": {},
     "halves": {"layout": toys.HALVES},
@@ -72,7 +65,9 @@ def kept(name, phases, budget, over=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "phases"), often(CASES, QUICK, others="e2e", several=True)
+    ("name", "phases"),
+    often(QUICK + LATER, QUICK, others="e2e", several=True)
+    + often([each for each in CASES if each not in QUICK + LATER], [], several=True),
 )
 def test_every_head_keeps_what_it_keeps_among_its_equals(name, phases):
     apart = kept(name, phases, SIZES)
@@ -101,10 +96,9 @@ def test_in_every_layout_and_codec(stored):
 @pytest.mark.parametrize("name", ["snapkv", "average_attention", "random"])
 def test_over_a_mesh(name):
     """Each of two devices has a head of either size."""
-    sizes, phases = (56, 88, 56, 88), "prefill_and_decode"
-    over = meshes.mesh("data:4,model:2", SPEC.num_kv_heads)
-    split = kept(name, phases, sizes, over=over)
-    jax.tree.map(np.testing.assert_array_equal, split, kept(name, phases, sizes))
+    how, over = (name, "prefill_and_decode"), meshes.mesh("data:4,model:2", 4)
+    split = kept(*how, SIZES, over=over)
+    jax.tree.map(np.testing.assert_array_equal, split, kept(*how, SIZES))
 
 
 # ------------------------------------------------------------------- whole models

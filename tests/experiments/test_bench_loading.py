@@ -32,5 +32,6 @@ def test_the_host_holds_one_shard_and_one_tensor_at_most():
         assert run["params"] == made["bytes"] // 2
     straight = ways["no copy"]
     assert straight["params"] * 0.9 < straight["rss"]  # it does see what is loaded
-    assert straight["rss"] - straight["params"] < made["shard"] + made["tensor"]
+    most = made["shard"] + made["tensor"] + NOISE  # the look for NaN has programs
+    assert straight["rss"] - straight["params"] < most
     assert straight["file"] < NOISE

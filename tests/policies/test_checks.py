@@ -94,13 +94,13 @@ def test_learned_rules_are_right():
         ),
         (
             {"score": lambda stats, view: jnp.sum(stats.per_slot, axis=1)},
-            ["score gives float32[4,96]", "floats [B, K, C]"],
+            ["score gives float32[4,96]", "numbers [B, K, C]"],
         ),
         (
             {"score": lambda stats, view: jnp.swapaxes(stats.per_slot, 0, 1)},
             ["score gives float32[2,4,96]"],
         ),
-        ({"score": lambda stats, view: view.positions}, ["score gives int32[4,2,96]"]),
+        ({"score": lambda stats, view: view.positions > 7}, ["score gives bool[4,2,96]"]),
         ({"score": lambda stats, view: None}, ["score gives None"]),
         (
             {"score": lambda stats, view: stats.per_slot + view.keys()},
