@@ -239,9 +239,15 @@ def shipped(name: str) -> Calibration:
 
 @functools.cache
 def calibrated(
-    length: int, path: str | None = None, floor: int = FLOOR, multiple: int = 8
+    length: int,
+    path: str | None = None,
+    floor: int = FLOOR,
+    multiple: int | None = None,
 ) -> budgets.BudgetRule:
     """Every head keeps the share that it needed on the calibration's texts.
+
+    Compiling takes the longer the more sizes there are, so they are multiples of a
+    large number.
 
     Args:
       length: tokens of the prompts to come: the mean over it is the ratio, and no head
@@ -249,7 +255,8 @@ def calibrated(
       path: of a calibration, see `Calibration.save`; None is the one that comes with
         the package for the model.
       floor: pairs that every head keeps, or the mean if that is less.
-      multiple: of which sizes are multiples, see `Calibration.sizes`.
+      multiple: of which sizes are multiples, see `Calibration.sizes`; None is the
+        largest power of two up to half of the mean, 8 at least.
 
     Raises:
       UserError: from `allocate`, a file or a model that does not fit, a mean above the
@@ -258,7 +265,8 @@ def calibrated(
 
     def allocate(spec, mean):
         found = Calibration.load(path) if path else shipped(spec.name)
-        how = {"length": length, "floor": min(floor, mean), "multiple": multiple}
+        step = multiple or max(1 << (max(mean // 2, 1).bit_length() - 1), 8)
+        how = {"length": length, "floor": min(floor, mean), "multiple": step}
         return found.sizes(spec, mean, **how).tolist()
 
     return budgets.BudgetRule("calibrated", allocate)

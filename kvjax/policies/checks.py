@@ -44,8 +44,8 @@ def check_rule(policy: Policy, spec, capacity: int, in_decode: bool) -> None:
       UserError: a function of the rule raises, reads what its `required_stats` do not
         name, or weights that it does not have; `init` gives no `Stats`, or leaves that
         do not lead with [B, K, C] or [B]; `observe` changes structure, shapes or dtypes
-        of the stats; `score` gives anything but numbers [B, K, C], or looks across heads
-        without `needs_all_heads`.
+        of the stats; `score` gives anything but numbers [B, K, C], or looks across
+        heads without `needs_all_heads`.
     """
     kinds = {}
     for layer, params in enumerate(policy.params.layers if policy.params else [None]):

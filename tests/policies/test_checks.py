@@ -100,7 +100,10 @@ def test_learned_rules_are_right():
             {"score": lambda stats, view: jnp.swapaxes(stats.per_slot, 0, 1)},
             ["score gives float32[2,4,96]"],
         ),
-        ({"score": lambda stats, view: view.positions > 7}, ["score gives bool[4,2,96]"]),
+        (
+            {"score": lambda stats, view: view.positions > 7},
+            ["score gives bool[4,2,96]"],
+        ),
         ({"score": lambda stats, view: None}, ["score gives None"]),
         (
             {"score": lambda stats, view: stats.per_slot + view.keys()},
