@@ -161,7 +161,7 @@ def test_build_time(make, words):
         ([[1]], {"policy": policies.snapkv}, ["snapkv", "policies.snapkv()"]),
         ([[1]], {"policy": 3}, ["policy is 3", "kvjax.policies"]),
         ([[1]], {**RULE, "budget": 32.0}, ["budget is 32.0", "one int"]),
-        ([[1]], {**RULE, "budget": "50%"}, ["budget is '50%'", "one int"]),
+        ([[1]], {**RULE, "budget": "half"}, ["budget is 'half'", "one int"]),
         ([[1]], {**RULE, "budget": "32"}, ["budget is '32'"]),
         ([[1]], {**RULE, "budget": True}, ["budget is True"]),
         ([[1]], {**RULE, "budget": (32, 32.5)}, ["budget is 32.5", "whole number"]),

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing import toys
 from testing.engine import run_batch, score_tokens
 
 from kvjax import Schedule, UserError, cache, policies
@@ -111,7 +112,7 @@ def test_the_prompt_is_read_once(tiny, monkeypatch):
 
 
 def test_readings_are_shared_by_what_reads_alike(tiny):
-    """Another block is another reading; budgets per layer are refused."""
+    """Another block is another reading; other budgets are not."""
     config = compressions(tiny.spec)[3]
     other = make_config(tiny.spec, config.policy, 24, Schedule("after_prefill", 16, 16))
     fresh = layerwise.Readings(tiny, [config, other])
@@ -119,8 +120,18 @@ def test_readings_are_shared_by_what_reads_alike(tiny):
     fresh.after(other, PROMPTS, NEW)
     assert len(fresh._known) == 2
     uneven = make_config(tiny.spec, config.policy, (16, 24), config.schedule)
-    with pytest.raises(UserError, match=r"\(16, 24\)"):
-        layerwise.Readings(tiny, [uneven])
+    states = fresh.after(uneven, PROMPTS, NEW).state
+    assert len(fresh._known) == 2
+    kept = cache.kept_positions(layerwise.joined(states))
+    assert [[len(head) for head in layer] for layer in kept[0]] == [[16] * 2, [24] * 2]
+
+
+def test_a_rule_that_measures_all_layers_first_is_refused(tiny):
+    rule = toys.loudest_layers()
+    schedule = Schedule("after_prefill")
+    config = make_config(tiny.spec, policies.h2o(), 24, schedule, budget_rule=rule)
+    with pytest.raises(UserError, match=r"'loudest_layers' measures all layers"):
+        layerwise.Readings(tiny, [config])
 
 
 def test_an_end_token_stops_a_row(tiny, readings):
