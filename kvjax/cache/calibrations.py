@@ -246,8 +246,10 @@ def calibrated(
 ) -> budgets.BudgetRule:
     """Every head keeps the share that it needed on the calibration's texts.
 
-    Compiling takes the longer the more sizes there are, so they are multiples of a
-    large number.
+    Sinks and newest pairs are part of these shares (`SINKS`, `NEWEST`), and heads that
+    keep little rest on them: use a rule that keeps them, as in `policies.protect(rule,
+    4, 16)`. Compiling takes the longer the more sizes there are, so they are multiples
+    of a large number.
 
     Args:
       length: tokens of the prompts to come: the mean over it is the ratio, and no head

@@ -158,7 +158,8 @@ def make_config(
       budget_rule: shares out `budget`, then the mean, between layers, see
         `kvjax.cache.budgets`, or its name; None is the same for all, but for a share:
         of that heads keep what they need where a calibration of the model comes with
-        the package, see `kvjax.cache.calibrations.calibrated`.
+        the package, see `kvjax.cache.calibrations.calibrated`, and the policy pins the
+        first 4 and the newest 16 pairs.
       length: tokens of the prompts to come, of which a budget may be a share.
       codec, layout: as in `CacheConfig`, or names.
       **options: `eviction`, `rope_positions`, `rows_per_eviction`, `implementation` of
@@ -199,7 +200,7 @@ def make_config(
     if isinstance(budget, str):
         given, budget = budget, _share_of(budget, length)
         if budget_rule is None:
-            budget_rule = _rule_of_share(spec, policy, schedule, given, length)
+            policy, budget_rule = _by_heads(spec, policy, schedule, given, length)
     rule, sizes = _sizes(spec, budget, budget_rule, schedule)
     possible = budgets.possible(rule, sizes)
     schedule = schedule.of_budget(min(possible))
@@ -282,16 +283,20 @@ def _share_of(budget: str, length: int | None) -> int:
     return max(round(share * length), 1)
 
 
-def _rule_of_share(
+def _by_heads(
     spec: ModelSpec,
     policy: policies.Policy,
     schedule: Schedule,
     budget: str,
     length: int,
-) -> budgets.BudgetRule:
-    """Sizes by head where they are known for the model, else all alike."""
+) -> tuple[policies.Policy, budgets.BudgetRule]:
+    """Sizes by head where they are known for the model, else all alike.
+
+    A calibration counts a text's first and newest pairs as kept, so the rule pins them:
+    a small head without them makes more harm than large ones mend.
+    """
     if policy.needs_all_heads:
-        return budgets.uniform()
+        return policy, budgets.uniform()
     if spec.name not in calibrations.shipped_names():
         warnings.warn(
             f"budget {budget!r} keeps the same in every head, as no calibration of "
@@ -301,11 +306,14 @@ def _rule_of_share(
             "budget_rule='uniform' says that this is meant",
             stacklevel=4,
         )
-        return budgets.uniform()
+        return policy, budgets.uniform()
+    pinned = policies.protect(policy, calibrations.SINKS, calibrations.NEWEST)
     evict = (schedule.evict_size or _EVICT) if schedule.evicts_in_decode else 0
-    least = policy.num_pinned + evict + _SOME
+    least = pinned.num_pinned + evict + _SOME
     floor = max(calibrations.FLOOR, math.ceil(least / _SOME) * _SOME)
-    return calibrations.calibrated(length, floor=floor)
+    if _share_of(budget, length) < floor:  # too few to share out
+        return policy, budgets.uniform()
+    return pinned, calibrations.calibrated(length, floor=floor)
 
 
 def _layer_sizes(spec: ModelSpec, given: int | Sequence[int]) -> parts.Sizes:

@@ -28,9 +28,10 @@ def test_a_share_keeps_what_heads_need_where_that_is_known():
     assert made.budget_rule.name == "calibrated"
     found = sizes(made)
     assert found.sum() == 250 * 90
-    assert found.min() == 32 and found.max() > 900
+    assert found.min() == 48 and found.max() > 900
+    assert made.policy == policies.protect(policies.key_diff(), 4, 16)
     shipped = calibrations.shipped(NAME)
-    expected = shipped.sizes(SPEC, 250, length=1000, multiple=64)
+    expected = shipped.sizes(SPEC, 250, length=1000, floor=48, multiple=64)
     np.testing.assert_array_equal(found, expected)
     assert len(set(found.flat)) <= 17  # every size is compiled
     assert made.schedule.prefill_chunk == 16  # half of the smallest head
@@ -38,14 +39,14 @@ def test_a_share_keeps_what_heads_need_where_that_is_known():
 
 def test_a_share_leaves_room_for_pinned_pairs():
     made = config("25%", policies.snapkv(), "after_prefill", length=1000)
-    assert sizes(made).min() == 40
+    assert sizes(made).min() == 64  # 32 of its own, 20 of all, and some more
     made = config(
         "25%",
         policies.protect(policies.h2o(), 4, 32),
         Schedule(evict_size=32),
         length=1000,
     )
-    assert sizes(made).min() == 80  # 36 pinned, 32 evicted, and some more
+    assert sizes(made).min() == 96  # 36 + 20 pinned, 32 evicted, and some more
     few = config("50%", length=40)
     assert sizes(few).sum() == 20 * 90  # below the least size: all alike
 
