@@ -102,7 +102,7 @@ def step_layer(
         )
     part, alone = state.of_layer(index), config.of_layer(index)
     heads, rows = PartitionSpec(axes.DATA, axes.HEADS), PartitionSpec(axes.DATA)
-    specs = _specs(spec, alone, part)
+    specs = _specs(dataclasses.replace(spec, num_layers=1), alone, part)
     hidden = ops.hidden if "hidden" in config.required_stats(is_prefill) else None
     by_row = {"n": n, "tokens": tokens, "hidden": hidden}
 
