@@ -79,12 +79,13 @@ def prefill(
       The state, and the float32 logits that follow each row's last token.
     """
     block, first = config.schedule.prefill_chunk, config.first_chunk
-    tokens = jnp.pad(tokens, ((0, 0), (0, block)))  # for what the last block lacks
+    last_place = tokens.shape[1] - 1  # stands for what the last block lacks
 
     def read(i, carry):
         state, last = carry
         start = jnp.where(i > 0, first + (i - 1) * block, 0)
-        part = jax.lax.dynamic_slice_in_dim(tokens, start, block, axis=1)
+        places = jnp.minimum(start + jnp.arange(block), last_place)
+        part = jnp.take(tokens, places, axis=1)
         n = jnp.clip(lengths - start, 0, jnp.where(i > 0, block, first))
         hidden, state = forward(params, spec, part, n, state, config, is_prefill=True)
         end = jnp.maximum(n - 1, 0)[:, None, None]
