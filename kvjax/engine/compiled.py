@@ -31,7 +31,7 @@ from kvjax.parallel import axes, meshes
 from kvjax.types import Model, ModelSpec, PyTree, UserError
 
 _GRAIN = 128  # prompts are padded to multiples of this many tokens
-_KEPT = 2  # jobs whose programs stay in memory: a whole model's take 200 MB
+_KEPT = 2  # jobs of a policy whose programs stay in memory: 250 to 450 MB a job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,15 +192,25 @@ def decoding(job: Job, reading: Programs) -> Programs:
 
 def _kept(job: Job, make: Callable[[], Programs]) -> Programs:
     with _lock:
-        found = _known.pop(job, None)
-        while not found and len(_known) >= _KEPT:
-            _known.popitem(last=False)  # a compiler needs room
-    made = found or make()
+        made = _known.pop(job, None)
+        if not made:
+            _make_room(job)
+    if not made:
+        memory.trim()  # of what dropped programs left, and the loading of weights
+        made = make()
+        memory.trim()  # of what the compiler left
     with _lock:
         _known[job] = made
-    if not found:
-        memory.trim()  # of what compilers and dropped programs leave
     return made
+
+
+def _make_room(job: Job) -> None:
+    """A compiler takes as much memory as two programs: other policies' go first."""
+    policy = job.config.policy
+    for other in [known for known in _known if known.config.policy != policy]:
+        del _known[other]
+    while len(_known) >= _KEPT:
+        _known.popitem(last=False)
 
 
 def clear() -> None:

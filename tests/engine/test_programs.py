@@ -1,6 +1,7 @@
 """Compiled programs: a few jobs' are kept, and memory does not grow with policies."""
 
 import pathlib
+import weakref
 
 import pytest
 from conftest import tiny_spec
@@ -14,8 +15,9 @@ from kvjax.engine.planner import plan_job
 SCHEDULE = Schedule(prefill_chunk=8, evict_size=8)
 
 
-def job(spec, budget):
-    config = cache.make_config(spec, policies.recency(), budget, SCHEDULE)
+def job(spec, budget, policy=None):
+    policy = policy or policies.recency()
+    config = cache.make_config(spec, policy, budget, SCHEDULE)
     return Job(spec, config, 2, 64, 4)
 
 
@@ -30,6 +32,15 @@ def test_a_few_jobs_are_kept():
     assert jobs[-1] in compiled._known and jobs[0] not in compiled._known
     kvjax.clear_programs()
     assert not compiled._known
+
+
+def test_a_compiler_gets_the_room_of_another_policys_programs():
+    spec = tiny_spec(num_layers=1)
+    first, second = job(spec, 16), job(spec, 16, policies.key_diff())
+    gone = weakref.ref(compiled.programs(first).prefill)
+    compiled.programs(second)
+    assert list(compiled._known) == [second]
+    assert gone() is None
 
 
 def test_a_plan_carries_the_programs_that_it_measured(tiny):
