@@ -17,10 +17,11 @@ import functools
 import json
 import re
 
+import command_line
 import jax
 import jax.numpy as jnp
 import model_step
-from absl import app, flags
+from absl import flags
 from racing import Way, race, show
 
 from kvjax.models import decoder
@@ -490,4 +491,4 @@ def compile_time():
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -10,7 +10,8 @@ compiled programs, come on top. Prints a table and, last, one JSON line.
 
 import json
 
-from absl import app, flags
+import command_line
+from absl import flags
 
 from kvjax import policies
 from kvjax.cache.config import make_config
@@ -92,4 +93,4 @@ def main(_):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)
