@@ -26,6 +26,7 @@ from racing import Way, race, show
 
 from kvjax.models import decoder
 from kvjax.models import layers as blocks
+from kvjax.types import UserError
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("section", ["layers", "keys", "append", "room"], "what to race")
@@ -44,6 +45,8 @@ def main(_):
     jax.config.update("jax_enable_compilation_cache", False)
     sections = {f.__name__: f for f in (layers, keys, append, room)}
     sections["compile"] = compile_time
+    if unknown := set(FLAGS.section) - set(sections):
+        raise UserError(f"--section={unknown.pop()}: use some of {', '.join(sections)}")
     figures = {}
     for section in FLAGS.section:
         for title, ways in sections[section]().items():

@@ -19,6 +19,7 @@ from kvjax.cache.schedule import Schedule
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import state_bytes, weights_bytes
 from kvjax.models import presets
+from kvjax.models.weights import checked_dtype
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("dtype", "bfloat16", "of weights and pairs")
@@ -87,6 +88,7 @@ def table(rows):
 
 
 def main(_):
+    checked_dtype(FLAGS.dtype)
     rows = {name: row(name, FLAGS.dtype, FLAGS.budget) for name in presets.CONFIGS}
     print(table(rows) + "\n")
     print(json.dumps(rows))
