@@ -51,12 +51,8 @@ def main(_):
     ratios = [real_number("--ratios", _number(ratio)) for ratio in _RATIOS.value]
     texts = windows(_TEXTS.value, _HALF.value, _NUM_TEXTS.value)
     model = kvjax.load(_MODEL.value, _DTYPE.value)
-    measured = calibration.measure(
-        *(model, texts, ratios),
-        target=_TARGET.value,
-        tokens=_TOKENS.value,
-        floor=_FLOOR.value,
-    )
+    how = _TARGET.value, _TOKENS.value, _FLOOR.value
+    measured = calibration.measure(model, texts, ratios, *how)
     made = provenance()["provenance"]
     versions = ", ".join(f"{name} {v}" for name, v in made["versions"].items())
     found = dataclasses.replace(
