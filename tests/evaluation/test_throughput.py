@@ -128,6 +128,14 @@ def test_turns(count, batch, least, expected):
     assert turns(count, batch, least) == expected
 
 
+def test_turns_that_are_lost_are_run_again():
+    """Whichever these are: somebody may have removed a line."""
+    asked = [[0, 1], [2, 3], [0, 1]]
+    assert list(throughput._left(asked, [[2, 3], [0, 1]])) == [[0, 1]]
+    assert list(throughput._left(asked, [[0, 1], [0, 1]])) == [[2, 3]]
+    assert list(throughput._left(asked, [])) == asked
+
+
 def test_records_and_resumption(experiment, tmp_path):
     """Stopped at any step, it goes on there and ends with the same records."""
     steps = []
