@@ -175,6 +175,27 @@ def test_scores_have_an_interval():
     assert samples.interval([0.5])["interval"] is None
 
 
+def test_intervals_stand_behind_scores(tmp_path):
+    """Of a task, not of several tasks' mean; nothing where a record has none."""
+    needle = {"metric": "accuracy", "score": 0.75, "interval": [0.474, 0.911]}
+    xsum = {"metric": "rougeL", "score": 0.2, "interval": None}
+    one, two = {"needle": needle}, {"needle": needle, "xsum": xsum}
+    for tasks, told in ((one, "0.75 (0.47-0.91)"), (two, "0.50")):
+        score = 0.75 if tasks is one else 0.5
+        runs = [FULL, make_record("A", tasks=tasks, score=score)]
+        assert split(table(runs).split("\n")[3])[4] == told
+        swept = [r | {"tasks": tasks, "score": score} for r in sweep_records()]
+        assert split(report.overview(swept).split("\n")[3])[3] == told
+        text = report.write_report(runs, tmp_path).read_text(encoding="utf-8")
+        assert ("## Scores by task" in text) == (tasks is two)
+    assert "| Method     | needle (accuracy) | xsum (rougeL) |" in text
+    assert "| A          |  0.75 (0.47-0.91) |          0.20 |" in text
+    timed = [record | {"tasks": one, "score": 0.75} for record in SPEEDS]
+    assert report.overview(timed).count(" 0.75 (0.47-0.91) ") == len(SPEEDS)
+    timed = [record | {"tasks": two} for record in SPEEDS]
+    assert report.overview(timed).count(" 0.75 (0.47-0.91) ") == len(SPEEDS)
+
+
 def test_memory_above_its_limit_is_marked(tmp_path):
     above = {"measured_bytes": 520e6}
     for records in (RECORDS, SPEEDS, sweep_records()):

@@ -181,6 +181,7 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
         records=records,
         overview=overview(records),
         score=groups.score_of(records),
+        several=len(groups.metrics_of(records)) > 1,
         sweep=kind == "sweep",
     )
     with files.written(path) as partial:
