@@ -23,12 +23,13 @@ import json
 import pathlib
 import time
 
+import command_line
 import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import targets
-from absl import app, flags
+from absl import flags
 
 from kvjax import attention
 from kvjax.pallas import gpu, tpu
@@ -381,4 +382,4 @@ def run(argv):
 
 
 if __name__ == "__main__":
-    app.run(run)
+    command_line.run(run)

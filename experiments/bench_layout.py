@@ -17,14 +17,16 @@ import functools
 import json
 import re
 
+import command_line
 import jax
 import jax.numpy as jnp
 import model_step
-from absl import app, flags
+from absl import flags
 from racing import Way, race, show
 
 from kvjax.models import decoder
 from kvjax.models import layers as blocks
+from kvjax.types import UserError
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("section", ["layers", "keys", "append", "room"], "what to race")
@@ -43,6 +45,8 @@ def main(_):
     jax.config.update("jax_enable_compilation_cache", False)
     sections = {f.__name__: f for f in (layers, keys, append, room)}
     sections["compile"] = compile_time
+    if unknown := set(FLAGS.section) - set(sections):
+        raise UserError(f"--section={unknown.pop()}: use some of {', '.join(sections)}")
     figures = {}
     for section in FLAGS.section:
         for title, ways in sections[section]().items():
@@ -490,4 +494,4 @@ def compile_time():
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

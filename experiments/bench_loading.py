@@ -23,10 +23,11 @@ import tempfile
 import threading
 import time
 
+import command_line
 import jax
 import numpy as np
 import safetensors.numpy
-from absl import app, flags, logging
+from absl import flags, logging
 
 import kvjax
 from kvjax.models.families import llama
@@ -211,4 +212,4 @@ def table(made, cases):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

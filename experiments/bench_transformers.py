@@ -28,6 +28,7 @@ import time
 from typing import Any, NamedTuple
 
 import baselines
+import command_line
 from absl import flags, logging
 
 FLAGS = flags.FLAGS
@@ -213,4 +214,4 @@ def summary(figures, versions) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    baselines.run(main)
+    command_line.run(main)

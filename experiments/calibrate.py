@@ -9,16 +9,15 @@ spread over the heads and how far they depend on the texts, and as the last line
 stdout one JSON object. --picture draws the shares beside the output.
 """
 
-import contextlib
 import dataclasses
 import glob
 import itertools
 import json
 import pathlib
-import sys
 
+import command_line
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 
 import kvjax
 from kvjax.cache import calibrations
@@ -27,7 +26,6 @@ from kvjax.evaluation.report import figures
 from kvjax.evaluation.report.records import provenance
 from kvjax.types import UserError, real_number, whole_number
 
-FLAGS = flags.FLAGS
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "A name to load.")
 _DTYPE = flags.DEFINE_string("dtype", "float32", "Of the weights.")
 _TEXTS = flags.DEFINE_list("texts", [], "Sources: patterns of files, or python.")
@@ -53,12 +51,8 @@ def main(_):
     ratios = [real_number("--ratios", _number(ratio)) for ratio in _RATIOS.value]
     texts = windows(_TEXTS.value, _HALF.value, _NUM_TEXTS.value)
     model = kvjax.load(_MODEL.value, _DTYPE.value)
-    measured = calibration.measure(
-        *(model, texts, ratios),
-        target=_TARGET.value,
-        tokens=_TOKENS.value,
-        floor=_FLOOR.value,
-    )
+    how = _TARGET.value, _TOKENS.value, _FLOOR.value
+    measured = calibration.measure(model, texts, ratios, *how)
     made = provenance()["provenance"]
     versions = ", ".join(f"{name} {v}" for name, v in made["versions"].items())
     found = dataclasses.replace(
@@ -184,21 +178,5 @@ def _number(text):
         return text
 
 
-def _parse(argv):
-    """Flags that do not parse are the user's mistake, like any other."""
-    try:
-        return FLAGS(argv)
-    except flags.Error as error:
-        raise UserError(f"flags: {str(error).splitlines()[0]}") from None
-
-
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            app.run(main, flags_parser=_parse)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
-        except KeyboardInterrupt:
-            print("\ninterrupted: nothing was written", file=sys.stderr)
-            sys.exit(130)
+    command_line.run(main, interrupted="interrupted: nothing was written")

@@ -17,10 +17,11 @@ import json
 import pathlib
 import time
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 
 import kvjax
 from kvjax import cache
@@ -237,4 +238,4 @@ def _prefill(model, rule: budgets.BudgetRule, prompt):
 
 if __name__ == "__main__":
     define_flags()
-    app.run(main)
+    command_line.run(main)

@@ -10,7 +10,8 @@ compiled programs, come on top. Prints a table and, last, one JSON line.
 
 import json
 
-from absl import app, flags
+import command_line
+from absl import flags
 
 from kvjax import policies
 from kvjax.cache.config import make_config
@@ -18,6 +19,7 @@ from kvjax.cache.schedule import Schedule
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import state_bytes, weights_bytes
 from kvjax.models import presets
+from kvjax.models.weights import checked_dtype
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("dtype", "bfloat16", "of weights and pairs")
@@ -86,10 +88,11 @@ def table(rows):
 
 
 def main(_):
+    checked_dtype(FLAGS.dtype)
     rows = {name: row(name, FLAGS.dtype, FLAGS.budget) for name in presets.CONFIGS}
     print(table(rows) + "\n")
     print(json.dumps(rows))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

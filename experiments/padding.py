@@ -54,6 +54,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import baselines
+import command_line
 from absl import flags, logging
 from baselines import presses
 
@@ -445,4 +446,4 @@ def command() -> str:
 
 if __name__ == "__main__":
     define_flags()
-    baselines.run(main)
+    command_line.run(main)

@@ -21,9 +21,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import command_line
 import gallery_runs as runs
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 from gallery_pictures import SCHEDULES, Data, draw_overview, draw_policy
 from gallery_words import (
     COSTS,
@@ -420,18 +421,6 @@ def summary(data: Data, seconds: float) -> Data:
     }
 
 
-def _parse(argv: list[str]) -> list[str]:
-    """Flags that do not parse are the user's mistake, like any other."""
-    try:
-        return FLAGS(argv)
-    except flags.Error as error:
-        raise UserError(f"flags: {error}".splitlines()[0]) from None
-
-
 if __name__ == "__main__":
     define_flags()
-    try:
-        app.run(main, flags_parser=_parse)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    command_line.run(main)

@@ -8,17 +8,16 @@ as the last line on stdout, one JSON object. --leaderboard=docs/leaderboard.md w
 that page of tables instead.
 """
 
-import contextlib
 import json
 import pathlib
 import sys
 
-from absl import app, flags
+import command_line
+from absl import flags
 
 from kvjax.evaluation import report
 from kvjax.types import UserError
 
-FLAGS = flags.FLAGS
 _WORKDIR = flags.DEFINE_string("workdir", "runs/report", "Where the report goes.")
 _PAGE = flags.DEFINE_string("leaderboard", None, "Write this page, and no report.")
 
@@ -48,17 +47,5 @@ def _write(path, text):
         raise UserError(f"--leaderboard={path}: {error.strerror}") from None
 
 
-def _parse(argv):
-    try:
-        return FLAGS(argv)
-    except flags.Error as error:
-        raise UserError(f"flags: {str(error).splitlines()[0]}") from None
-
-
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            app.run(main, flags_parser=_parse)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+    command_line.run(main)

@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 
+import command_line
 import run_help
 from absl import app, flags, logging
 from baselines.throughput import joined
@@ -143,12 +144,5 @@ def _config_told(argv):
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            app.run(main, flags_parser=_parse)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
-        except KeyboardInterrupt:
-            print("\ninterrupted: run it again to go on from here", file=sys.stderr)
-            sys.exit(130)
+    again = "interrupted: run it again to go on from here"
+    command_line.run(main, parse=_parse, interrupted=again)

@@ -270,6 +270,10 @@ def config(**changes):
     return fields | changes
 
 
+def asked(task, **options):
+    return {"tasks": [{"name": task, "options": options}]}
+
+
 SHARED = {"name": "a", "policy": "recency", "phases": "decode_only"}
 TWINS = [  # what tells them apart is in no table
     {"name": "a", "policy": "h2o", "series": "h2o"},
@@ -314,6 +318,17 @@ TWINS = [  # what tells them apart is in no table
         ({"num_examples": 0}, ["num_examples 0"]),
         ({"tasks": []}, ["tasks"]),
         ({"tasks": [{"name": "needle", "shots": 3}]}, ["needle", "shots"]),
+        (
+            asked("needle", shots=3),
+            ["needle has no option 'shots'", "haystack, length"],
+        ),
+        (asked("needle", seed=3), ["needle has no option 'seed'"]),
+        (asked("needle", depths=0.5), ["needle: depths is 0.5", "list of numbers"]),
+        (asked("needle", depths="0.5"), ["depths is '0.5'", "list of numbers"]),
+        (asked("passkey", depths=["low"]), ["passkey: depths is 'low'", "a number"]),
+        (asked("ruler/cwe", length=1e3), ["length is 1000.0", "a whole number"]),
+        (asked("gsm8k", shots="ten"), ["gsm8k: shots is 'ten'", "a whole number"]),
+        (asked("bbh", subtask=3), ["bbh: subtask is 3", "give a text"]),
         ({"tasks": [{"name": "my_tasks:quiz"}]}, ["my_tasks:quiz", "imported"]),
         ({"tasks": [{"name": "needel"}]}, ["'needel'", "did you mean 'needle'"]),
         ({"fidelity": {"windows": 2}}, ["fidelity", "'windows'", "num_windows"]),

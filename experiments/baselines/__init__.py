@@ -11,6 +11,6 @@
 and both sides import them.
 """
 
-from baselines.protocol import Baseline, BaselineDied, BaselineError, run, serve
+from baselines.protocol import Baseline, BaselineDied, BaselineError, serve
 
-__all__ = ["Baseline", "BaselineDied", "BaselineError", "run", "serve"]
+__all__ = ["Baseline", "BaselineDied", "BaselineError", "serve"]

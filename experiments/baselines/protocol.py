@@ -162,17 +162,6 @@ def requests() -> Iterator[dict[str, Any]]:
         yield json.loads(waiting.get())
 
 
-def run(main: Callable) -> None:
-    """`app.run`, with one line and exit code 2 where the other side cannot run."""
-    from absl import app
-
-    try:
-        app.run(main)
-    except BaselineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 def _load(folder, file, attention, device):
     import torch
     import transformers

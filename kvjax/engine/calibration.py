@@ -91,29 +91,22 @@ def calibrate(
         ratio too small for `floor`, an unknown target, a model without tokenizer whose
         text is to be repeated. All before anything is compiled.
     """
-    measured = measure(
-        *(model, texts, ratios),
-        target=target,
-        tokens=tokens,
-        floor=floor,
-        show_progress=show_progress,
-    )
-    return calibrations.average(measured)
+    given = model, texts, ratios, target, tokens, floor, show_progress
+    return calibrations.average(measure(*given))
 
 
 def measure(
     model: Model,
     texts: Sequence[api.Prompt],
-    ratios: Sequence[float] = (0.5, 0.25, 0.125),
-    *,
-    target: str = "repetition",
-    tokens: int = 960,
-    floor: int = FLOOR,
+    ratios: Sequence[float],
+    target: str,
+    tokens: int,
+    floor: int,
     show_progress: bool | None = None,
 ) -> Measured:
     """What `calibrate` averages: the shares of each text by itself.
 
-    Args, raises: see `calibrate`.
+    Args, raises: see `calibrate`, whose defaults are nobody else's.
     """
     floor = whole_number("floor", floor, SINKS + NEWEST)
     ratios = calibrations.checked_ratios(ratios)

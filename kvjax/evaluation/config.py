@@ -11,7 +11,7 @@ from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.schedule import Schedule
 from kvjax.engine.planner import device_memory
 from kvjax.evaluation import tasks
-from kvjax.evaluation.tasks import data, text
+from kvjax.evaluation.tasks import base, data, text
 from kvjax.types import ModelSpec, UserError
 
 Fields = Mapping[str, Any]
@@ -167,7 +167,7 @@ class Experiment(abc.ABC):
             if not names or len(set(names)) < len(names):
                 raise UserError(f"{what} {names}: give one or more, of different names")
         for task in self.tasks:
-            tasks.get(task.name)
+            base.check_options(tasks.get(task.name), dict(task.options))
             at_least(1, **{field: getattr(task, field) for field in OF_TASKS})
         at_least(0, seed=self.seed)
         device_memory(self.memory_gb)

@@ -36,6 +36,12 @@ from kvjax.evaluation.tasks import fidelity, text
 from kvjax.types import Model, UserError
 
 _LOOK = 32  # tokens generated between two looks for a stop text
+# What a line of batches.jsonl holds that a method's record is made of.
+_OF_TASK = (
+    *("examples", "scores", "prompt_tokens", "new_tokens", "measured_bytes"),
+    *("prefill_seconds", "decode_seconds", "kv_bytes_live", "kv_bytes_allocated"),
+)
+_OF_FIDELITY = ("loss", "reference_loss", "kl", "top1_agreement")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +128,12 @@ def rows(setting: Setting) -> list[Row]:
         measure = functools.partial(_measured, run)
         made.append(Row(method.name, None, experiment.units_per_method, measure))
     return made
+
+
+def needed(line: Record) -> tuple[str, ...]:
+    """The fields of a line of `batches.jsonl`."""
+    told = _OF_FIDELITY if line.get("task") == "fidelity" else _OF_TASK
+    return "method", "task", *told
 
 
 def _windows(setting: Setting) -> list[fidelity.Window]:
@@ -354,10 +366,7 @@ def _record(run: _Run, plans: list[Plan]) -> Record:
         "tasks": tasks,
         "score": sum(each["score"] for each in tasks.values()) / len(tasks),
         "num_examples": count,
-        **{
-            key: compared.get(key)
-            for key in ("loss", "reference_loss", "kl", "top1_agreement")
-        },
+        **{key: compared.get(key) for key in _OF_FIDELITY},
         "prefill_tokens_per_s": rate("prompt_tokens", reading),
         "decode_tokens_per_s": rate("new_tokens", writing),
         "output_tokens_per_s": rate("new_tokens", seconds),

@@ -83,10 +83,9 @@ def run(
         raise UserError(f"methods and baselines are both named {', '.join(taken)}")
     compiled.keep_compiled()
     with opened(experiment, pathlib.Path(workdir)) as folder:
-        batches, records = (
-            Lines(folder / "batches.jsonl"),
-            Lines(folder / "records.jsonl"),
-        )
+        needed = MEASUREMENTS[experiment.experiment].needed
+        batches = Lines(folder / "batches.jsonl", needed)
+        records = Lines(folder / "records.jsonl")
         progress(f"loading {experiment.model}", 0)
         model = load(experiment.model, experiment.dtype, mesh=experiment.mesh)
         memory = device_memory(experiment.memory_gb)

@@ -1,7 +1,6 @@
 """A task's examples as tokens that a model can read, and what its answers are worth."""
 
 import functools
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from kvjax.engine.stop_texts import ended
 from kvjax.evaluation import tasks
 from kvjax.evaluation.config import Experiment, TaskRun
 from kvjax.evaluation.report.records import Record
-from kvjax.evaluation.tasks.base import Encoded, Example, Task, encode
+from kvjax.evaluation.tasks.base import Encoded, Example, Task, encode, options_of
 from kvjax.types import Model, UserError
 
 
@@ -64,22 +63,17 @@ def samples_of(
       new: most tokens of an answer; None is what the run or the task says.
 
     Raises:
-      UserError: an unknown task or option, data that is not there, no room.
+      UserError: an unknown task, data that is not there, no room.
     """
     task = tasks.get(run.name)
     new = new or run.max_new_tokens or task.max_new_tokens
     room = model.spec.context_length - new
     room = min(room, run.prompt_tokens or room)
-    every = inspect.signature(task.examples).parameters
-    known = sorted(set(every) - {"tokenizer", "count", "seed"})
+    known = options_of(task)
     common = {"haystack": experiment.haystack, "data_dir": experiment.data_dir}
     common["length"] = run.prompt_tokens
     options = {k: v for k, v in common.items() if k in known and v is not None}
     options |= dict(run.options)
-    if unknown := sorted(set(options) - set(known)):
-        raise UserError(
-            f"task {run.name} has no option {unknown[0]!r}: it has {', '.join(known)}"
-        )
     count = run.num_examples
     examples = task.examples(model.tokenizer, count, experiment.seed, **options)
     encoded = functools.partial(encode, model.tokenizer, task, room=room)

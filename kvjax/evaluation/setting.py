@@ -6,7 +6,12 @@ from typing import Any, NamedTuple
 
 from kvjax.engine.planner import Plan
 from kvjax.evaluation.config import Experiment, Method
-from kvjax.evaluation.report.records import Record, append_record, read_records
+from kvjax.evaluation.report.records import (
+    Needed,
+    Record,
+    append_record,
+    read_records,
+)
 from kvjax.types import Model
 
 Progress = Callable[[str, int], None]  # what runs now, and units of work just finished
@@ -14,10 +19,13 @@ Baseline = Callable[..., Record]  # see `kvjax.evaluation.run.run`
 
 
 class Lines:
-    """A JSON-lines file, parsed once; what is added is on disk when `add` returns."""
+    """A JSON-lines file, parsed once; what is added is on disk when `add` returns.
 
-    def __init__(self, path: str | os.PathLike):
-        self.path, self._lines = path, read_records(path)
+    Args, raises: see `read_records`.
+    """
+
+    def __init__(self, path: str | os.PathLike, needed: Needed = lambda line: ()):
+        self.path, self._lines = path, read_records(path, needed)
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self._lines)

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -43,6 +43,15 @@ _COMMON: dict[str, dict[str, Any]] = {
     "batch_max": {"phases": "prefill_and_decode"},
     "staggered": {"phases": "after_prefill"},
 }
+# What a line of batches.jsonl holds that a method's record is made of.
+_PLACE = ("method", "max_new_tokens", "batch_size", "prefill_batch")
+_OF_BATCH = (
+    "examples",
+    "scores",
+    "prefill_seconds",
+    "decode_seconds",
+    "measured_bytes",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,6 +160,12 @@ def rows(setting: Setting) -> list[Row]:
     return found
 
 
+def needed(line: Record) -> tuple[str, ...]:
+    """The fields of a line of `batches.jsonl`."""
+    ran = not line.get("out_of_memory")
+    return (*_PLACE, *(_OF_BATCH if ran else ()))
+
+
 def _samples(experiment: Throughput, model: Model) -> Samples:
     """The task's; random tokens for a model without a tokenizer."""
     (run,) = experiment.tasks
@@ -236,8 +251,8 @@ def _timed(
         return None
     count, least = len(samples.prompts), setting.experiment.min_timed_batches
     turns = batch_rules.turns(count, planned.batch, least)
-    done = len(setting.batches.where(**place))
-    for rows in turns[done:]:
+    done = [line["examples"] for line in setting.batches.where(**place)]
+    for rows in _left(turns, done):
         say(f"{planned.batch} prompts at once", 0)
         try:
             setting.batches.add(place | _batch(setting, samples, planned, rows))
@@ -247,6 +262,15 @@ def _timed(
             setting.batches.add(place | {"out_of_memory": True})
             return None
     return setting.batches.where(**place)
+
+
+def _left(turns: list[list[int]], done: list[list[int]]) -> Iterator[list[int]]:
+    """The turns that are not done, whichever these are; some come more than once."""
+    for rows in turns:
+        if rows in done:
+            done.remove(rows)
+        else:
+            yield rows
 
 
 def _batch(

@@ -26,14 +26,7 @@ def run(codec, data, phases="prefill_and_decode", policy=None):
     schedule = Schedule(phases, BLOCK, BLOCK)
     policy = policy or policies.average_attention()
     config = cache.make_config(SPEC, policy, BUDGET, schedule, codec=codec)
-    prompts, new = layer.split(data, PROMPT)
-    lengths = jnp.asarray(LENGTHS, jnp.int32)
-    state = cache.init(SPEC, config, 3, config.prefill_capacity(SPEC, PROMPT, NEW))
-    state = layer.read(SPEC, config, state, prompts, lengths, BLOCK)
-    if config.schedule.compacts:
-        after = config.decode_capacity(SPEC, PROMPT, NEW)
-        state = layer.shrink(SPEC, config, state, after)
-    return layer.write(SPEC, config, state, new, lengths > 0)
+    return layer.run(SPEC, config, data, LENGTHS, PROMPT).end
 
 
 @pytest.mark.parametrize("phases", ["prefill_and_decode", "after_prefill"])

@@ -1,7 +1,6 @@
 """Heads that keep different numbers of pairs: each as it would among its equals."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from testing.rules import POLICIES
 
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
-from kvjax.cache import parts, sharded
+from kvjax.cache import parts
 from kvjax.cache.config import make_config
 from kvjax.engine import layerwise, likelihood
 from kvjax.engine.compiled import Job, bucket
@@ -42,25 +41,10 @@ STORED = {
 
 def kept(name, phases, budget, over=None, **options):
     """`[moment][row][head]` -> positions after the prompt, its compaction, the end."""
-    spec, schedule = SPEC, Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
-    config = make_config(spec, POLICIES[name], (budget,), schedule, **options)
-    lengths = jnp.asarray(LENGTHS, jnp.int32)
-    prompts, new = layer.split(DATA, PROMPT)
-    capacity = config.prefill_capacity(spec, PROMPT, NEW)
-    init = functools.partial(cache.init, spec, config, len(LENGTHS), capacity)
-    placed = over and sharded.state_partitions(spec, config, capacity, over)
-    with meshes.use(over):
-        state = jax.jit(init, out_shardings=placed)()
-        read = layer.read(spec, config, state, prompts, lengths, BLOCK)
-        moments = [cache.kept_positions(read)]
-        if config.schedule.compacts:
-            after = config.decode_capacity(spec, PROMPT, NEW)
-            read = layer.shrink(spec, config, read, after)
-            moments.append(cache.kept_positions(read))
-        end = layer.write(spec, config, read, new, lengths > 0)
-    cache.raise_errors(end)
-    assert cache.capacities(end) == config.decode_capacity(spec, PROMPT, NEW)
-    moments.append(cache.kept_positions(end))
+    schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
+    config = make_config(SPEC, POLICIES[name], (budget,), schedule, **options)
+    moments, end = layer.run(SPEC, config, DATA, LENGTHS, PROMPT, over)
+    assert cache.capacities(end) == config.decode_capacity(SPEC, PROMPT, NEW)
     return [[row[0] for row in moment] for moment in moments]
 
 

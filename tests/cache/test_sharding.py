@@ -1,7 +1,6 @@
 """Split over eight devices: the same as on one, and the KV cache never travels."""
 
 import collections
-import functools
 import os
 import pathlib
 import re
@@ -19,7 +18,7 @@ from testing import checkpoints, layer
 from testing.rules import POLICIES
 
 import kvjax
-from kvjax import Schedule, UserError, cache, policies
+from kvjax import Schedule, UserError, policies
 from kvjax.cache import sharded
 from kvjax.cache.config import make_config
 from kvjax.engine import compiled
@@ -62,25 +61,6 @@ def _programs_go():
     compiled.clear()
 
 
-def of_layer(config, over):
-    """States of the contract's layer after its prompt and at the end."""
-    given = jnp.asarray(LENGTHS, jnp.int32)
-    prompts, new = layer.split(DATA, PROMPT)
-    capacity = config.prefill_capacity(SPEC, PROMPT, NEW)
-    init = functools.partial(cache.init, SPEC, config, len(LENGTHS), capacity)
-    placed = over and sharded.state_partitions(SPEC, config, capacity, over)
-    with meshes.use(over):
-        state = jax.jit(init, out_shardings=placed)()
-        read = layer.read(SPEC, config, state, prompts, given, BLOCK)
-        if config.schedule.compacts:
-            after = config.decode_capacity(SPEC, PROMPT, NEW)
-            read = layer.shrink(SPEC, config, read, after)
-        kept = cache.kept_positions(read)
-        end = layer.write(SPEC, config, read, new, given > 0)
-    cache.raise_errors(end)
-    return kept, end
-
-
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda case: "-".join((*case[:2], *case[2]))
 )
@@ -89,17 +69,12 @@ def test_every_policy_keeps_what_one_device_keeps(case):
     name, phases, shapes = case
     schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
     config = make_config(SPEC, POLICIES[name], BUDGET, schedule)
-    kept, end = of_layer(config, None)
+    kept, _ = layer.run(SPEC, config, DATA, LENGTHS, PROMPT)
     for shape in shapes:
         over = meshes.mesh(MESHES[shape], SPEC.num_kv_heads)
-        also_kept, split_end = of_layer(config, over)
+        also_kept, end = layer.run(SPEC, config, DATA, LENGTHS, PROMPT, over)
         jax.tree.map(np.testing.assert_array_equal, also_kept, kept)
-        jax.tree.map(
-            np.testing.assert_array_equal,
-            cache.kept_positions(split_end),
-            cache.kept_positions(end),
-        )
-        held = split_end.layers[0].k
+        held = end.layers[0].k
         rows, heads = over.shape[axes.DATA], over.shape[axes.HEADS]
         part = held.sharding.shard_shape(held.shape)
         assert part == (8 // rows, 8 // heads, *held.shape[2:])

@@ -99,7 +99,7 @@ def test_over_a_mesh(model, asked):
 def test_calibrated(model):
     """Each text's shares by its own threshold; their mean adds up to the ratio."""
     given = {"tokens": TOKENS, "floor": 25}
-    measured = calibration.measure(model, TEXTS, RATIOS, **given)
+    measured = calibration.measure(model, TEXTS, RATIOS, "repetition", **given)
     read = calibration.readings(model, TEXTS, "repetition", TOKENS)
     for text, reading in enumerate(read):
         scores, _ = calibration.scores(model, reading)

@@ -107,6 +107,22 @@ def test_tasks_of_several_runs_stand_in_one_table(workdirs):
     assert grid.breaks == {1, 3}
 
 
+def test_intervals_stand_behind_scores_in_whole_points(tmp_path):
+    """In all three files; nothing where a record has none."""
+    made = task_run("xsum", 0.5, 0.412, 0.3)
+    made[1]["tasks"]["xsum"]["interval"] = [0.096, 0.997]
+    made[2]["tasks"]["xsum"]["interval"] = None
+    report.write_comparison([groups.Source("a", made)], tmp_path)
+    told = {"report.md": "**41.2 (10-100)**", "tables.tex": r"\textbf{41.2 (10-100)}"}
+    told["report.html"] = "<strong>41.2 (10-100)</strong>"
+    for name, cell in told.items():
+        assert cell in (tmp_path / name).read_text()
+    tex = (tmp_path / "tables.tex").read_text()
+    assert r"in points of 100; in brackets, intervals of 95\%.}" in tex
+    page = (tmp_path / "report.md").read_text()
+    assert " 50.0 |" in page and " 30.0 |" in page
+
+
 def test_equals_are_not_marked_as_best(tmp_path):
     source = groups.Source("a", task_run("xsum", 0.5, 0.4, 0.4001), False)
     (group,) = groups.quality_groups([source])

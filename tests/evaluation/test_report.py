@@ -1,9 +1,7 @@
-"""Report: the record file, the table, the summary and the pictures."""
+"""Report: the table, the summary and the pictures."""
 
 import json
-import pathlib
 
-import jax
 import matplotlib
 import matplotlib.image
 import numpy as np
@@ -16,20 +14,8 @@ from testing.records import (
     sweep_records,
 )
 
-import kvjax
 from kvjax.evaluation import report, samples
 from kvjax.evaluation.report import groups, scatters, tables
-from kvjax.evaluation.report.records import (
-    FORMAT,
-    append_record,
-    is_torn,
-    provenance,
-    read_records,
-    upgraded,
-)
-from kvjax.types import UserError
-
-DATA = pathlib.Path(__file__).parents[2] / "docs" / "data"
 
 
 def table(records):
@@ -38,146 +24,6 @@ def table(records):
 
 def split(line):
     return [cell.strip() for cell in line.strip("|").split(" | ")]
-
-
-# --- records ------------------------------------------------------------------------
-
-
-def test_records_come_back(tmp_path):
-    path = tmp_path / "records.jsonl"
-    assert read_records(path) == []
-    for record in RECORDS:
-        append_record(path, record)
-    assert read_records(path) == RECORDS
-    assert path.read_bytes().count(b"\n") == 3
-
-
-def test_numpy_values_become_numbers(tmp_path):
-    path = tmp_path / "records.jsonl"
-    append_record(path, {"kl": np.float32(0.5), "budget": np.arange(2)})
-    assert read_records(path) == [{"format": FORMAT, "kl": 0.5, "budget": [0, 1]}]
-    with pytest.raises(TypeError, match="object"):
-        append_record(path, {"kl": object()})
-
-
-@pytest.mark.parametrize("torn", ['{"method": "Key', '{"m', "{", '{"method": "é'])
-def test_a_torn_last_line_is_dropped_and_written_over(tmp_path, torn):
-    path = tmp_path / "records.jsonl"
-    append_record(path, FULL)
-    with path.open("ab") as file:
-        file.write(torn.encode()[:15])
-    assert read_records(path) == [FULL] and is_torn(path)
-    append_record(path, RECORDS[1])
-    assert read_records(path) == RECORDS[:2] and not is_torn(path)
-
-
-def test_a_last_line_without_its_line_break_is_kept(tmp_path):
-    path = tmp_path / "records.jsonl"
-    path.write_text(json.dumps(FULL))
-    assert read_records(path) == [FULL]
-    append_record(path, RECORDS[1])
-    assert read_records(path) == RECORDS[:2]
-
-
-def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
-    path = tmp_path / "records.jsonl"
-    path.write_text('{}\n{"a"\n{}\n')
-    with pytest.raises(UserError, match=r"records\.jsonl, line 2"):
-        read_records(path)
-
-
-def test_a_record_says_how_it_was_made(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["experiments/run.py", "--workdir=my runs", "-q"])
-    made = provenance()["provenance"]
-    assert made["command"] == "python experiments/run.py '--workdir=my runs' -q"
-    for launcher in ("ipykernel_launcher.py", "colab_kernel_launcher.py"):
-        monkeypatch.setattr("sys.argv", [f"/lib/{launcher}", "-f", "/tmp/x.json"])
-        assert provenance()["provenance"]["command"] == "a notebook"
-    monkeypatch.setattr("sys.argv", [""])  # Python's own prompt
-    assert provenance()["provenance"]["command"] == "python ''"
-    assert made["versions"]["kvjax"] == kvjax.__version__
-    assert made["versions"]["jax"] == jax.__version__
-
-
-SCHEDULES = "none", "prefill_and_decode", "after_prefill", "decode_only"
-OLD = {  # a line of the first format
-    "method": "key_diff, 50%",
-    "label": "key_diff",
-    "schedule": "prefill+decode",
-    "budget": 512,
-    "rope": "slot",
-    "batch": 10,
-    "batch_limit": "prompts",
-    "tasks": {
-        "needle": {
-            "metric": "accuracy",
-            "metrics": {"accuracy": 1.0},
-            "score": 1.0,
-            "examples": 2,
-            "cells": [{"depth": 0.5, "score": 1.0, "examples": 2}],
-        }
-    },
-    "accuracy": 1.0,
-    "examples": 2,
-    "tokens_per_s": 3.0,
-    "kv_bytes_per_row": 8,
-    "command": "python x.py",
-    "versions": {"jax": "0.10.2"},
-}
-NEW = {
-    "format": 2,
-    "experiment": "quality",
-    "method": "key_diff, 50%",
-    "series": "key_diff",
-    "schedule": "prefill_and_decode",
-    "budget": 512,
-    "budget_share": 0.5,
-    "codec": "identity",
-    "rope_positions": "cache",
-    "batch_size": 10,
-    "limited_by": "prompts",
-    "tasks": {
-        "needle": {
-            "metric": "accuracy",
-            "metrics": {"accuracy": 1.0},
-            "score": 1.0,
-            "num_examples": 2,
-            "breakdown": [{"depth": 0.5, "score": 1.0, "num_examples": 2}],
-        }
-    },
-    "score": 1.0,
-    "num_examples": 2,
-    "output_tokens_per_s": 3.0,
-    "kv_bytes_peak_per_seq": 8,
-    "provenance": {"command": "python x.py", "versions": {"jax": "0.10.2"}},
-}
-
-
-def test_records_of_the_first_format_are_upgraded(tmp_path):
-    path = tmp_path / "records.jsonl"
-    path.write_text(json.dumps(OLD))
-    assert read_records(path) == [NEW] == [upgraded(NEW)]
-    speed = upgraded({"kind": "throughput", "role": "ed", "schedule": "decode"})
-    assert (speed["experiment"], speed["batch_rule"]) == ("throughput", "ed")
-    assert speed["schedule"] == "decode_only"
-    assert upgraded({"schedule": "full"})["schedule"] == "none"
-    assert "experiment" not in upgraded({"method": "A", "task": "x", "examples": [1]})
-
-
-def test_a_later_format_is_an_error(tmp_path):
-    path = tmp_path / "records.jsonl"
-    path.write_text(json.dumps({"format": FORMAT + 1}))
-    with pytest.raises(UserError, match=r"line 1: format 3 is newer than 2"):
-        read_records(path)
-
-
-@pytest.mark.parametrize("path", sorted(DATA.rglob("*.jsonl")), ids=lambda p: p.stem)
-def test_committed_records_come_in_the_words_of_today(path):
-    for record in read_records(path):
-        assert record["format"] == FORMAT and "score" in record
-        assert record["schedule"] in SCHEDULES
-        assert not set(record) & {"accuracy", "batch", "group", "label", "kind", "rope"}
-        assert record["provenance"]["versions"]
 
 
 # --- numbers and tables -------------------------------------------------------------
@@ -327,6 +173,27 @@ def test_scores_have_an_interval():
     assert normal["interval"] == pytest.approx([0.5 - half, 0.5 + half])
     assert normal["interval_method"] == "normal"
     assert samples.interval([0.5])["interval"] is None
+
+
+def test_intervals_stand_behind_scores(tmp_path):
+    """Of a task, not of several tasks' mean; nothing where a record has none."""
+    needle = {"metric": "accuracy", "score": 0.75, "interval": [0.474, 0.911]}
+    xsum = {"metric": "rougeL", "score": 0.2, "interval": None}
+    one, two = {"needle": needle}, {"needle": needle, "xsum": xsum}
+    for tasks, told in ((one, "0.75 (0.47-0.91)"), (two, "0.50")):
+        score = 0.75 if tasks is one else 0.5
+        runs = [FULL, make_record("A", tasks=tasks, score=score)]
+        assert split(table(runs).split("\n")[3])[4] == told
+        swept = [r | {"tasks": tasks, "score": score} for r in sweep_records()]
+        assert split(report.overview(swept).split("\n")[3])[3] == told
+        text = report.write_report(runs, tmp_path).read_text(encoding="utf-8")
+        assert ("## Scores by task" in text) == (tasks is two)
+    assert "| Method     | needle (accuracy) | xsum (rougeL) |" in text
+    assert "| A          |  0.75 (0.47-0.91) |          0.20 |" in text
+    timed = [record | {"tasks": one, "score": 0.75} for record in SPEEDS]
+    assert report.overview(timed).count(" 0.75 (0.47-0.91) ") == len(SPEEDS)
+    timed = [record | {"tasks": two} for record in SPEEDS]
+    assert report.overview(timed).count(" 0.75 (0.47-0.91) ") == len(SPEEDS)
 
 
 def test_memory_above_its_limit_is_marked(tmp_path):

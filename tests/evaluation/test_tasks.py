@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from testing.prose import CHAT, HAYSTACK, make_tokenizer
 
-from kvjax.evaluation.tasks import fidelity, needle, text
+from kvjax.evaluation.tasks import base, fidelity, needle, text
 from kvjax.types import UserError
 
 
@@ -242,3 +242,26 @@ def test_compare_errors():
         fidelity.compare(logits, logits, np.zeros(3, int))
     with pytest.raises(UserError, match="no targets"):
         fidelity.compare(logits[:0], logits[:0], np.zeros(0, int))
+
+
+# --- options --------------------------------------------------------------------------
+
+
+def own_task(examples):
+    return base.Task("quiz", examples, lambda text, example: {}, "said", 4, "a test")
+
+
+def test_options_of_a_task_of_one_s_own():
+    """Checked where they are annotated, and named where there are none."""
+    quiz = own_task(lambda tokenizer, count, seed, topic="all": [])
+    base.check_options(quiz, {"topic": 3})
+
+    def examples(tokenizer, count, seed, share: float = 0.5):
+        return []
+
+    base.check_options(own_task(examples), {"share": 1})
+    with pytest.raises(UserError, match="quiz: share is 'half': give a number"):
+        base.check_options(own_task(examples), {"share": "half"})
+    bare = own_task(lambda tokenizer, count, seed: [])
+    with pytest.raises(UserError, match="quiz has no option 'topic': it has none"):
+        base.check_options(bare, {"topic": 3})

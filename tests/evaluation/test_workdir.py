@@ -26,20 +26,50 @@ with files.locked(pathlib.Path(sys.argv[1])):
     sys.stdin.read()
 """
 
-
-@pytest.fixture
-def experiment():
-    fields = {
-        "model": "none",
-        "dtype": "float32",
-        "memory_gb": 1.0,
-        "seed": 0,
-        "haystack": "",
+FIELDS = {
+    "model": "none",
+    "dtype": "float32",
+    "memory_gb": 1.0,
+    "seed": 0,
+    "haystack": "",
+}
+ASKED = {
+    "quality": {
         "methods": [{"name": "Full cache"}],
         "tasks": [{"name": "needle", "num_examples": 1}],
         "fidelity": {"num_windows": 2, "prompt_tokens": 8, "continuation_tokens": 3},
-    }
-    return run.from_config(fields, {})
+    },
+    "throughput": {
+        "methods": ["FKV"],
+        "num_examples": 1,
+        "max_new_tokens": 1,
+        "min_timed_batches": 1,
+    },
+}
+TIMED = {"method": "FKV", "max_new_tokens": 1, "batch_size": 1, "prefill_batch": 1}
+SECONDS = {"prefill_seconds": 1.0, "decode_seconds": 1.0, "measured_bytes": None}
+GRADED = {"examples": [0], "scores": [{"accuracy": 1.0}], **SECONDS}
+BYTES = {"kv_bytes_live": 1, "kv_bytes_allocated": 1}
+LINES = {  # whole ones of batches.jsonl: of which experiment, and the line
+    "a task's": (
+        "quality",
+        {"method": "Full cache", "task": "needle", "prompt_tokens": 9, "new_tokens": 1}
+        | {**GRADED, **BYTES},
+    ),
+    "fidelity's": (
+        "quality",
+        {"method": "Full cache", "task": "fidelity", "loss": 1.0, "kl": 0.0}
+        | {"reference_loss": 1.0, "top1_agreement": 1.0},
+    ),
+    "a timed one": ("throughput", TIMED | GRADED),
+    "without memory": ("throughput", TIMED | {"out_of_memory": True}),
+}
+LACKING = [(kind, field) for kind, (_, line) in LINES.items() for field in line]
+
+
+@pytest.fixture
+def experiment():
+    return run.from_config(FIELDS | ASKED["quality"], {})
 
 
 @pytest.fixture
@@ -128,7 +158,7 @@ def test_a_folder_that_was_there_stays(experiment, tmp_path):
 def test_damaged_files_are_told(experiment, tmp_path, name, content):
     asked = json.dumps(dataclasses.asdict(experiment))
     (tmp_path / "experiment.json").write_text(asked)
-    append_record(tmp_path / "batches.jsonl", {})
+    append_record(tmp_path / "batches.jsonl", LINES["a task's"][1])
     (tmp_path / name).write_bytes(content)
     words = r"is damaged.*delete it" if "exp" in name else "line 1 is no record in JSON"
     if name != "experiment.json" and content in (b"", b"{"):
@@ -137,6 +167,27 @@ def test_damaged_files_are_told(experiment, tmp_path, name, content):
         run.run(experiment, tmp_path, lambda *step: None)
     assert "\n" not in str(caught.value)
     assert name in str(caught.value) or "model" in words
+
+
+@pytest.mark.parametrize(("kind", "field"), LACKING)
+def test_a_batch_that_lacks_a_field_is_told(tmp_path, kind, field):
+    """Once somebody has edited the file; whole lines are taken up again."""
+    measurement, line = LINES[kind]
+    asked = run.from_config(
+        {"experiment": measurement} | FIELDS | ASKED[measurement], {}
+    )
+    question = json.dumps(dataclasses.asdict(asked))
+    (tmp_path / "experiment.json").write_text(question)
+    append_record(tmp_path / "batches.jsonl", line)
+    with pytest.raises(UserError, match="no model named 'none'"):
+        run.run(asked, tmp_path, lambda *step: None)
+    less = {key: value for key, value in line.items() if key != field}
+    append_record(tmp_path / "batches.jsonl", less)
+    told = rf"batches\.jsonl, line 2 lacks '{field}': mend or remove it"
+    if field == "out_of_memory":
+        told = "line 2 lacks 'examples'"
+    with pytest.raises(UserError, match=told):
+        run.run(asked, tmp_path, lambda *step: None)
 
 
 def damaged(path, kind):

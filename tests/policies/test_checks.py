@@ -176,22 +176,14 @@ def test_checks_are_cheap():
 ROWS, PROMPT, NEW, BLOCK = 6, 24, 8, 8
 LAYER = layer.spec_of(heads=2, group=1, depth=8)
 DATA = layer.random_data(LAYER, ROWS, PROMPT + NEW, seed=0)
-LENGTHS = jnp.asarray([24, 24, 24, 24, 24, 3], jnp.int32)  # the last never evicts
+LENGTHS = (24, 24, 24, 24, 24, 3)  # the last never evicts
 
 
 def driven(policy, phases):
     """The error raised after a prompt and some tokens, if any."""
     schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
     config = make_config(LAYER, policy, 16, schedule)
-    capacity = (config.prefill_capacity(LAYER, PROMPT, NEW),)
-    state = cache.init(LAYER, config, ROWS, *capacity)
-    prompts, new = layer.split(DATA, PROMPT)
-    state = layer.read(LAYER, config, state, prompts, LENGTHS, BLOCK)
-    if schedule.compacts:
-        after = config.decode_capacity(LAYER, PROMPT, NEW)
-        state = layer.shrink(LAYER, config, state, after)
-    state = layer.write(LAYER, config, state, new, LENGTHS > 0)
-    cache.raise_errors(state)
+    layer.run(LAYER, config, DATA, LENGTHS, PROMPT)
 
 
 def nan_at(where):

@@ -13,6 +13,7 @@ import numpy as np
 from kvjax import cache
 from kvjax.cache import sharded
 from kvjax.models import decoder
+from kvjax.parallel import meshes
 from kvjax.types import LayerOps, ModelSpec
 
 
@@ -126,6 +127,52 @@ def write(spec, config, state, data: Data, active):
 def shrink(spec, config, state, capacity):
     """The compaction between prompt and decoding."""
     return sharded.compact(spec, state, config, capacity, decoder.rotations(spec))
+
+
+class Run(NamedTuple):
+    """What a prompt and new tokens leave of themselves.
+
+    Attributes:
+      kept: `cache.kept_positions` after the prompt, after its compaction where the
+        schedule has one, and at the end.
+      end: the state at the end.
+    """
+
+    kept: list[list[list[list[np.ndarray]]]]
+    end: cache.KVState
+
+
+def run(spec, config, data: Data, lengths, prompt: int, over=None) -> Run:
+    """Reads each row's first `lengths` of `prompt` tokens, and writes all others.
+
+    Args:
+      spec: of the layer.
+      config: whose schedule says how many tokens are read at once.
+      data: prompts and new tokens.
+      lengths: tokens of each row's prompt; rows of none stay empty.
+      prompt: a multiple of the tokens that are read at once.
+      over: a mesh to split rows and heads over.
+
+    Raises:
+      RuntimeError: the state holds an error.
+    """
+    lengths = jnp.asarray(lengths, jnp.int32)
+    prompts, new = split(data, prompt)
+    sizes = prompt, new.tokens.shape[1]
+    capacity = config.prefill_capacity(spec, *sizes)
+    init = functools.partial(cache.init, spec, config, len(lengths), capacity)
+    placed = over and sharded.state_partitions(spec, config, capacity, over)
+    with meshes.use(over):
+        state = jax.jit(init, out_shardings=placed)()
+        block = config.schedule.prefill_chunk
+        state = read(spec, config, state, prompts, lengths, block)
+        kept = [cache.kept_positions(state)]
+        if config.schedule.compacts:
+            state = shrink(spec, config, state, config.decode_capacity(spec, *sizes))
+            kept.append(cache.kept_positions(state))
+        end = write(spec, config, state, new, lengths > 0)
+    cache.raise_errors(end)
+    return Run([*kept, cache.kept_positions(end)], end)
 
 
 def split(data: Data, at: int) -> tuple[Data, Data]:

@@ -181,6 +181,7 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
         records=records,
         overview=overview(records),
         score=groups.score_of(records),
+        several=len(groups.metrics_of(records)) > 1,
         sweep=kind == "sweep",
     )
     with files.written(path) as partial:
@@ -343,7 +344,9 @@ def _latex_parts(
 ) -> Iterator[tuple[str, tables.Table, str]]:
     for group in qualities:
         metrics = ", ".join(f"{r[0]} ({r[1]})" for r in tables.task_table(group).rows)
-        caption = f"{group.model} on {group.device}: {metrics}, in points of 100."
+        caption = f"{group.model} on {group.device}: {metrics}, in points of 100"
+        told = any(map(tables.between, group.answers["task"]))
+        caption += "; in brackets, intervals of 95%." if told else "."
         yield tables.provenance(group), tables.score_table(group), caption
     for group in speeds:
         caption = f"Throughput of {group.model} on {group.device}."

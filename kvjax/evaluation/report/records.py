@@ -48,7 +48,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Any
 
 import numpy as np
@@ -58,6 +58,7 @@ from kvjax.evaluation import files
 from kvjax.types import UserError
 
 Record = dict[str, Any]
+Needed = Callable[[Record], Iterable[str]]  # the fields that a record has to have
 
 FORMAT = 2
 _BLOCK = 1 << 16  # bytes that are read from a file's end at a time
@@ -88,20 +89,28 @@ _VALUES = {
 }
 
 
-def read_records(path: str | os.PathLike) -> list[Record]:
+def read_records(
+    path: str | os.PathLike, needed: Needed = lambda record: ()
+) -> list[Record]:
     """Returns the records of a JSON-lines file, upgraded; none without such a file.
 
     A last line that an interruption cut short is left out.
 
+    Args:
+      path: of the file.
+      needed: says which fields a record has to have.
+
     Raises:
-      UserError: another line is no record or of a later format, naming file and line.
+      UserError: another line is no record, of a later format or lacks a field, naming
+        file and line.
     """
     path = pathlib.Path(path)
     if not path.exists():
         return []
     *lines, last = path.read_bytes().split(b"\n")
     lines = lines if _is_torn(last) else [*lines, last]
-    return [_parse(path, number, line) for number, line in enumerate(lines, 1) if line]
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line]
+    return [_parse(path, number, line, needed) for number, line in numbered]
 
 
 def append_record(path: str | os.PathLike, record: Record) -> None:
@@ -249,7 +258,7 @@ def _is_torn(last: bytes) -> bool:
     return False
 
 
-def _parse(path: pathlib.Path, number: int, line: bytes) -> Record:
+def _parse(path: pathlib.Path, number: int, line: bytes, needed: Needed) -> Record:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -259,9 +268,14 @@ def _parse(path: pathlib.Path, number: int, line: bytes) -> Record:
             f"{path}, line {number} is no record in JSON: mend or remove it"
         )
     try:
-        return upgraded(found)
+        record = upgraded(found)
     except ValueError as error:
         raise UserError(f"{path}, line {number}: {error}") from None
+    if lacking := [field for field in needed(record) if field not in record]:
+        raise UserError(
+            f"{path}, line {number} lacks {lacking[0]!r}: mend or remove it"
+        )
+    return record
 
 
 def _plain(value: Any) -> Any:

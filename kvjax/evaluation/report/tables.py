@@ -89,6 +89,12 @@ def rate(value: float | None) -> str:
     return f"{value:,.{digits}f}"
 
 
+def between(task: Record, form: str = "{:.2f}", scale: float = 1.0) -> str:
+    """The ends of a task's interval, in brackets; nothing where it has none."""
+    ends = [form.format(scale * end) for end in task.get("interval") or ()]
+    return f" ({'-'.join(ends)})" if ends else ""
+
+
 def megabytes(value: float | None) -> str:
     return "-" if value is None else rate(value / 1e6)
 
@@ -127,6 +133,16 @@ def _is_over(record: Record) -> bool:
 def note(records: Sequence[Record]) -> str:
     """A paragraph below a table of measured memory, if some is above its limit."""
     return _NOTE if any(map(_is_over, records)) else ""
+
+
+def _task_score(task: Record) -> str:
+    return number(task.get("score")) + between(task)
+
+
+def _score(record: Record) -> str:
+    """The score; its interval where it is one task's, as a mean of several has none."""
+    told = list((record.get("tasks") or {}).values())
+    return number(record.get("score")) + (between(told[0]) if len(told) == 1 else "")
 
 
 def _live(record: Record) -> str:
@@ -178,7 +194,7 @@ def run_table(records: Sequence[Record]) -> Table:
         return rate(record.get("output_tokens_per_s")) + shown
 
     columns = _methods(records) | _cells("Batch (limited by)")
-    columns[groups.score_of(records).column] = _of("score")
+    columns[groups.score_of(records).column] = _score
     columns |= _cells("KL", "Top-1", "Prefill tok/s", "Decode tok/s")
     columns |= {"End-to-end tok/s": end_to_end} | _cells("KV MB/prompt")
     return _table(records, columns, _row_names(records))
@@ -196,10 +212,15 @@ def best_table(records: Sequence[Record]) -> Table:
     best = frame.drop_duplicates(["setting", "slots"])
     pairs = zip(best["record"], best["equals"], strict=True)
     shown = [*([full] if full else []), *(r | {"equals": n} for r, n in pairs)]
-    columns = _methods(shown) | {groups.score_of(records).column: _of("score")}
+    columns = _methods(shown) | {groups.score_of(records).column: _score}
     columns |= _cells("As many", "KL", "Top-1", "Decode tok/s", "KV MB/prompt")
     columns |= _cells("decoding")
     return _table(shown, columns, list(map(series, shown)))
+
+
+def by_task_table(records: Sequence[Record]) -> Table:
+    """The scores of every task."""
+    return _table(records, _by_task(records), groups.names_of(records))
 
 
 def memory_table(records: Sequence[Record]) -> Table:
@@ -229,14 +250,16 @@ def throughput_table(records: Sequence[Record]) -> Table:
 
 def _scores(records: Sequence[Record]) -> Columns:
     """A column of each task's scores, unless needles are all that was looked for."""
-    score, metrics = groups.score_of(records), groups.metrics_of(records)
-    if score.column == "Needle":
-        return {score.column: _of("score")}
+    column = groups.score_of(records).column
+    return {column: _score} if column == "Needle" else _by_task(records)
 
+
+def _by_task(records: Sequence[Record]) -> Columns:
     def of_task(name):
-        return lambda r: number((r.get("tasks") or {}).get(name, {}).get("score"))
+        return lambda r: _task_score((r.get("tasks") or {}).get(name, {}))
 
-    return {f"{name} ({metric})": of_task(name) for name, metric in metrics.items()}
+    metrics = groups.metrics_of(records).items()
+    return {f"{name} ({metric})": of_task(name) for name, metric in metrics}
 
 
 def _methods(records: Sequence[Record]) -> Columns:
@@ -269,7 +292,7 @@ def _table(records: Sequence[Record], columns: Columns, names: Sequence[str]) ->
 def score_table(group: Quality) -> Table:
     """Methods by tasks, in points of 100; bold is the best of its budget."""
     names, cells = _rows(group)
-    told = group.scores.map(points)
+    told = group.scores.map(points) + group.pivot("task").map(_points_between)
     told["Mean Δ"] = _differences(group)
     best = group.best.assign(mean=group.differences["best"]).to_numpy()
     bold = {(i, len(names) + j) for i, j in np.argwhere(best).tolist()}
@@ -361,6 +384,11 @@ def _rows(group: Quality) -> tuple[list[str], Callable[[tuple], list[str]]]:
 
 def points(share: float | None, form: str = "{:.1f}") -> str:
     return "-" if pd.isna(share) else form.format(100 * share)
+
+
+def _points_between(task: Record | float) -> str:
+    """Whole points; `task` is NaN where a method has not run it."""
+    return between(task, "{:.0f}", 100) if isinstance(task, dict) else ""
 
 
 def _differences(group: Quality) -> list[str]:

@@ -1,10 +1,13 @@
 """What every task is made of: examples, their encoding, and their grades."""
 
 import dataclasses
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvjax.types import UserError
+from kvjax.types import UserError, real_number, whole_number
+
+_GIVEN = ("tokenizer", "count", "seed")  # to every task, by whoever runs it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,46 @@ class Task(NamedTuple):
     def __call__(self) -> "Task":
         """Itself: a task stands wherever a function that makes one does."""
         return self
+
+
+def options_of(task: Task) -> dict[str, Any]:
+    """The names of a task's options, and how each is annotated."""
+    found = inspect.signature(task.examples).parameters
+    return {k: v.annotation for k, v in found.items() if k not in _GIVEN}
+
+
+def check_options(task: Task, options: Mapping[str, Any]) -> None:
+    """Raises UserError for what a task does not take, or does not take such a value of.
+
+    Of one's own tasks, options without annotation may be anything.
+    """
+    known = options_of(task)
+    for option, value in options.items():
+        if option not in known:
+            told = f"it has {', '.join(sorted(known))}" if known else "it has none"
+            raise UserError(f"task {task.name} has no option {option!r}: {told}")
+        if check := _CHECKS.get(known[option]):
+            check(f"task {task.name}: {option}", value)
+
+
+def _text(name: str, value: Any) -> None:
+    if not isinstance(value, str | None):
+        raise UserError(f"{name} is {value!r:.80}: give a text")
+
+
+def _numbers(name: str, value: Any) -> None:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise UserError(f"{name} is {value!r:.80}: give a list of numbers")
+    for each in value:
+        real_number(name, each)
+
+
+_CHECKS: dict[Any, Callable[[str, Any], Any]] = {  # by what options are annotated with
+    int: whole_number,
+    float: real_number,
+    str | None: _text,
+    Sequence[float]: _numbers,
+}
 
 
 class Encoded(NamedTuple):

@@ -1,0 +1,113 @@
+"""Throughput's configs, the shapes that they name, the report and the command."""
+
+import os
+import pathlib
+import runpy
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax import load
+from kvjax.evaluation import batch_rules, report, run, throughput
+from kvjax.evaluation.batch_rules import divisors
+from kvjax.models import decoder, presets
+from kvjax.types import Model, UserError
+
+pytestmark = pytest.mark.e2e
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+
+
+def config_of(path):
+    return runpy.run_path(str(path))["get_config"]()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((CONFIGS / "batch_max").glob("*.py")), ids=lambda path: path.stem
+)
+def test_configs(path):
+    """They are understood, and fit the models that they name."""
+    fields = config_of(path).to_dict()
+    asked = run.from_config(fields, {})
+    assert asked.experiment == "throughput"
+    asked.check()
+    assert {each.batch_rule for each in asked.methods} == set(batch_rules.BATCH_RULES)
+    assert path.stem in runpy.run_path(str(path))["__doc__"]
+    assert len(divisors(asked.tasks[0].num_examples)) >= 6
+    if asked.model.startswith("random:"):
+        spec = presets.spec(asked.model.removeprefix("random:"))
+        bare = Model(spec, decoder.param_shapes(spec), None)
+        length = asked.tasks[0].prompt_tokens
+        for method in asked.methods:
+            for new in asked.max_new_tokens:
+                job = throughput._job(bare, method, length, new)
+                assert job.max_new_tokens == new
+
+
+def test_configs_of_what_is_missing():
+    (path,) = (CONFIGS / "kcache").glob("*.py")
+    with pytest.raises(ValueError, match="is missing: kvjax does not yet"):
+        config_of(path)
+
+
+def test_random_models(monkeypatch):
+    """The published shape, the same weights every time, and no tokenizer."""
+    small = presets._config("LlamaForCausalLM", 1, 16, 32, 4, 2, 50, 64)
+    monkeypatch.setitem(presets.CONFIGS, "small", small)
+    one, two = load("random:small"), load("random:small", "bfloat16")
+    assert one.spec == presets.spec("small") and one.tokenizer is None
+    assert one.params["embed"].shape == (50, 16)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(two.params)} == {"bfloat16"}
+    again = load("random:small")
+    jax.tree.map(np.testing.assert_array_equal, one.params, again.params)
+    with pytest.raises(UserError, match="no shape of 'medium'"):
+        load("random:medium")
+
+
+def test_table_and_report(tmp_path):
+    records = [
+        {"experiment": "throughput", "method": name, "batch_rule": rule}
+        | {"format": 2, "new_tokens": new, "output_tokens_per_s": speed * new}
+        | {"budget": 64, "engine": "kvjax"}
+        for new in (3, 6)
+        for name, rule, speed in (("ED", "ed", 2.0), ("Batch|Max", "batch_max", 5.0))
+    ]
+    table = report.overview(records)
+    assert table.count(" 2.50 ") == 2 and table.count(" 1.00 ") == 2
+    assert "| 30.0 | 2.50 |" in " ".join(table.split()) and "Batch\\|Max" in table
+    path = report.write_report(records, tmp_path)
+    assert table in path.read_text()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "report.md",
+        "throughput_vs_batch.png",
+    ]
+    labels = list(report.summary(records)["methods"])
+    names = ("ED", "Batch|Max")
+    assert labels == [f"{name} ({new} new)" for new in (3, 6) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["configs/kcache/throughput.py"], "KCache is missing"),
+        (
+            ["configs/batch_max/random_8b.py", "--config.experiment=x"],
+            "experiment 'x' is",
+        ),
+    ],
+)
+def test_the_command_says_what_is_wrong(tmp_path, arguments, message):
+    config, *more = arguments
+    command = ["experiments/run.py", f"--config={config}", f"--workdir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, *command, *more],
+        cwd=CONFIGS.parent,
+        env=os.environ | {"PYTHONPATH": str(CONFIGS.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
