@@ -46,12 +46,8 @@ def batch_max(spec, slots, implementation=None):
 
 def shapes(spec, config, rows):
     """What a step takes: weights, state, and the last tokens; bfloat16."""
-    init = lambda: _empty(spec, config, rows)
-    return (
-        decoder.param_shapes(spec, jnp.bfloat16),
-        jax.eval_shape(init),
-        jax.ShapeDtypeStruct((rows,), jnp.int32),
-    )
+    state, tokens = jax.eval_shape(lambda: nearly_full(spec, config, rows, 0))
+    return decoder.param_shapes(spec, jnp.bfloat16), state, tokens
 
 
 def step(params, state, tokens, *, spec, config):
@@ -79,7 +75,7 @@ def timed(name, rows, slots, steps, implementation):
         body = lambda i, carry: step(params, *carry, spec=spec, config=config)
         return jax.lax.fori_loop(0, steps, body, (state, tokens))
 
-    state, tokens = jax.jit(lambda: _nearly_full(spec, config, rows, steps))()
+    state, tokens = jax.jit(lambda: nearly_full(spec, config, rows, steps))()
     read = sum(x.nbytes for x in jax.tree.leaves((params["layers"], params["head"])))
     read += sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
     state, tokens = run(params, state, tokens)
@@ -93,22 +89,19 @@ def timed(name, rows, slots, steps, implementation):
     return float(np.median(times)), read
 
 
-def _empty(spec, config, rows):
-    return cache.init(spec, config, rows, config.budget, jnp.dtype("bfloat16"))
-
-
-def _nearly_full(spec, config, rows, room):
-    """Caches whose slots, but for `room`, hold random pairs."""
-    state = _empty(spec, config, rows)
+def nearly_full(spec, config, rows, room, dtype="bfloat16"):
+    """Caches whose slots, but for `room` of every head, hold random pairs."""
+    capacity = config.decode_capacity(spec, 0, room)
+    state = cache.init(spec, config, rows, capacity, jnp.dtype(dtype))
 
     def fill(index, layer):
         keys = jax.random.split(jax.random.key(index))
-        k, v = (jax.random.normal(key, layer.k.shape, jnp.bfloat16) for key in keys)
+        k, v = (jax.random.normal(key, layer.k.shape, dtype) for key in keys)
         slot = jnp.arange(layer.positions.shape[2], dtype=jnp.int32)
         held = jnp.where(slot < slot.size - room, slot, -1)[None, None]
         positions = jnp.broadcast_to(held, layer.positions.shape)
         return layer.replace(k=k, v=v, positions=positions)
 
     layers = tuple(fill(i, layer) for i, layer in enumerate(state.layers))
-    filled = jnp.full((rows,), config.budget[0] - room, jnp.int32)
+    filled = jnp.full((rows,), max(capacity) - room, jnp.int32)
     return state.replace(layers=layers, next_pos=filled), jnp.zeros((rows,), jnp.int32)
