@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.attention import backends
-from kvjax.cache import budgets, calibrations, codecs, layouts, parts
+from kvjax.cache import budgets, by_need, calibrations, codecs, layouts, parts
 from kvjax.cache.schedule import Schedule
 from kvjax.policies import base, checks
 from kvjax.types import ModelSpec, UserError, whole_number
@@ -158,7 +158,7 @@ def make_config(
       budget_rule: shares out `budget`, then the mean, between layers, see
         `kvjax.cache.budgets`, or its name; None is the same for all, but for a share:
         of that heads keep what they need where a calibration of the model comes with
-        the package, see `kvjax.cache.calibrations.calibrated`, and the policy pins the
+        the package, see `kvjax.cache.by_need.calibrated`, and the policy pins the
         first 4 and the newest 16 pairs.
       length: tokens of the prompts to come, of which a budget may be a share.
       codec, layout: as in `CacheConfig`, or names.
@@ -313,7 +313,7 @@ def _by_heads(
     floor = max(calibrations.FLOOR, math.ceil(least / _SOME) * _SOME)
     if _share_of(budget, length) < floor:  # too few to share out
         return policy, budgets.uniform()
-    return pinned, calibrations.calibrated(length, floor=floor)
+    return pinned, by_need.calibrated(length, floor=floor)
 
 
 def _layer_sizes(spec: ModelSpec, given: int | Sequence[int]) -> parts.Sizes:
