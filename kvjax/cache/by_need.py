@@ -8,7 +8,7 @@ from kvjax.types import UserError, real_number, whole_number
 
 
 def calibrated(
-    length: int,
+    length: int | None = None,
     path: str | None = None,
     floor: int = calibrations.FLOOR,
     multiple: int | None = None,
@@ -24,7 +24,7 @@ def calibrated(
 
     Args:
       length: tokens of the prompts to come: the mean over it is the ratio, and no head
-        keeps more.
+        keeps more. None is what `make_config` is told.
       path: of a calibration, see `calibrations.Calibration.save`; None is the one that
         comes with the package for the model.
       floor: pairs that every head keeps, or the mean if that is less.
@@ -41,7 +41,7 @@ def calibrated(
 
 
 def ada(
-    length: int,
+    length: int | None = None,
     path: str | None = None,
     floor: int = calibrations.FLOOR,
     multiple: int | None = None,
@@ -69,11 +69,13 @@ def _rule(name, length, path, floor, multiple, among, even) -> budgets.BudgetRul
     """The rule of checked options."""
     if not isinstance(path, str | os.PathLike | None):
         raise UserError(f"{name}(path) is {path!r}: give a calibration's file")
+    if length is not None:
+        length = whole_number(f"{name}(length)", length, 1)
     if multiple is not None:
         multiple = whole_number(f"{name}(multiple)", multiple, 1)
     return _made(
         name,
-        whole_number(f"{name}(length)", length, 1),
+        length,
         path,
         whole_number(f"{name}(floor)", floor, 1),
         multiple,
@@ -93,7 +95,11 @@ def _made(name, length, path, floor, multiple, among, even) -> budgets.BudgetRul
         how = {"length": length, "floor": min(floor, mean), "multiple": step}
         return found.sizes(spec, mean, **how, among=among, even=even).tolist()
 
-    return budgets.BudgetRule(name, allocate)
+    def of_length(length):
+        return _made(name, length, path, floor, multiple, among, even)
+
+    asks = of_length if length is None else None
+    return budgets.BudgetRule(name, allocate, of_length=asks)
 
 
 budgets.register("calibrated", calibrated)

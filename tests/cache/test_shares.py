@@ -47,6 +47,8 @@ def test_a_share_leaves_room_for_pinned_pairs():
         length=1000,
     )
     assert sizes(made).min() == 96  # 36 + 20 pinned, 32 evicted, and some more
+    made = config("25%", "h2o", Schedule(prefill_chunk=64), length=1000)
+    assert sizes(made).min() == 128  # an eviction leaves half of it
     few = config("50%", length=40)
     assert sizes(few).sum() == 20 * 90  # below the least size: all alike
 
@@ -104,6 +106,17 @@ def test_what_shares_out_pairs():
     assert sizes(even).std() < found.std()
     assert config(250, budget_rule=rule("ada", even=1)).budget == (250,) * 30
     assert config(250, "tova", budget_rule=rule("calibrated", among="layers")).budget
+
+
+@pytest.mark.parametrize("name", ["calibrated", "ada"])
+def test_a_rule_is_told_the_length(name):
+    """By `make_config`, which is told it, where nobody has told the rule."""
+    told = config(250, budget_rule=rule(name))
+    assert config(250, budget_rule=name, length=1000).budget == told.budget
+    assert config("25%", budget_rule=name, length=1000).budget == told.budget
+    assert config(250, budget_rule=rule(name), length=2000).budget == told.budget
+    with pytest.raises(UserError, match=rf"make\('{name}', length=1000\)"):
+        config(250, budget_rule=name)
 
 
 def rule(name, **options):
