@@ -7,7 +7,7 @@ room for half of the pairs (|kv| = 512), and all that runs on the device has to
 fit into 0.9 GB. Any field can be overridden: `--config.budget=256`.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 
 def get_config() -> ConfigDict:
@@ -20,7 +20,8 @@ def get_config() -> ConfigDict:
             "seed": 0,
             "haystack": "",  # a folder of texts; empty: Python's own reference
             # What the methods share; a method may set its own.
-            "budget": 512,  # |kv|, pairs per head and layer
+            # |kv|, pairs per head and layer, or a share of the prompt: "25%".
+            "budget": FieldReference(512, field_type=object),
             "prefill_chunk": 64,  # p, tokens per prefill step and pairs per eviction
             "methods": (
                 {"name": "Full cache"},
