@@ -1,4 +1,4 @@
-# make demo      the main job on a real model, with a table and two pictures
+# make demo      the main job on a real model, with a table and pictures
 # make test      the tests that every change needs (6 minutes)
 # make test-all  those of kernels and of whole runs
 # make compiled  TPU kernels and whole steps, compiled for TPUs that are not there;

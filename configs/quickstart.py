@@ -1,13 +1,14 @@
-"""Five ways to keep a KV cache, at one memory limit, on a real model.
+"""Six ways to keep a KV cache, at one memory limit, on a real model.
 
     python experiments/run.py --config=configs/quickstart.py --workdir=runs/quickstart
 
 SmolLM2-135M-Instruct reads prompts of 1,000 tokens in which a pass key is hidden, with
-room for half of the pairs (|kv| = 512), and all that runs on the device has to
-fit into 0.9 GB. Any field can be overridden: `--config.budget=256`.
+room for half of the pairs (|kv| = 512), or for a quarter of them where heads keep what
+they need, and all that runs on the device has to fit into 0.9 GB. Any field can be
+overridden: `--config.budget=256`.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 
 def get_config() -> ConfigDict:
@@ -20,7 +21,8 @@ def get_config() -> ConfigDict:
             "seed": 0,
             "haystack": "",  # a folder of texts; empty: Python's own reference
             # What the methods share; a method may set its own.
-            "budget": 512,  # |kv|, pairs per head and layer
+            # |kv|, pairs per head and layer, or a share of the prompt: "25%".
+            "budget": FieldReference(512, field_type=object),
             "prefill_chunk": 64,  # p, tokens per prefill step and pairs per eviction
             "methods": (
                 {"name": "Full cache"},
@@ -34,6 +36,13 @@ def get_config() -> ConfigDict:
                 {"name": "Batch-Max", "policy": "average_attention"},
                 {"name": "StreamingLLM", "policy": "streaming"},
                 {"name": "KeyDiff", "policy": "key_diff"},
+                {  # sinks and newest pairs pinned, heads by what a calibration says
+                    "name": "KeyDiff, heads by need",
+                    "policy": "key_diff",
+                    "budget": "25%",
+                    "prefill_chunk": 32,  # a small head has room for so many
+                    "evict_size": 32,
+                },
             ),
             # What the tasks share; a task may set its own. For their names see
             # `kvjax.evaluation.tasks.names()`.

@@ -26,7 +26,7 @@ from absl import flags
 from racing import Way, race, show
 
 from kvjax import policies
-from kvjax.cache import calibrations, parts
+from kvjax.cache import by_need, calibrations, parts
 from kvjax.cache.config import make_config
 from kvjax.cache.schedule import Schedule
 from kvjax.models import decoder
@@ -75,7 +75,7 @@ def config_of(multiple):
     )
     schedule = Schedule(FLAGS.phases, FLAGS.steps, FLAGS.steps)
     floor = max(rule.num_pinned + 8, FLAGS.steps) + FLAGS.steps
-    how = functools.partial(calibrations.calibrated, FLAGS.length, floor=floor)
+    how = functools.partial(by_need.calibrated, FLAGS.length, floor=floor)
     return make_config(
         spec(),
         *(rule, FLAGS.slots, schedule),

@@ -15,9 +15,12 @@ DEFAULT = str(CONFIGS / "quickstart.py")
 _OVERRIDES = """\
 Override any of them, each with a value of its type; a tuple is given whole. A field
 that the config lacks, or has as None, wants a config of your own, which may begin with
-another's (README). Quote what the shell would read:
+another's (README). The budget that methods share may also be a share of the run's
+longest prompt, where the config has it as a FieldReference(512, field_type=object).
+Quote what the shell would read:
 
   --config.budget=256 --config.fidelity.num_windows=2
+  --config.budget=25%                           heads keep what they need of it
   '--config.methods[4].policy=h2o'              a field of one method, counted from 0
   '--config.tasks[0].options.depths=(0.1,0.9)'  a tuple
   '--config.methods=({"name": "Full cache"}, {"name": "H2O", "policy": "h2o"})'"""

@@ -378,6 +378,7 @@ def test_workdir_of_another_experiment(tmp_path):
 QUICKSTART = "--config=configs/quickstart.py"
 SLIPS = [
     ([QUICKSTART, "--config.budget=0", "--workdir=w"], "budget 0"),
+    ([QUICKSTART, "--config.budget=125%", "--workdir=w"], "budget is '125%'"),
     (["--workdir=w"], "--config"),
     ([QUICKSTART], "--workdir"),
     (["--config=configs/absent.py", "--workdir=w"], "absent.py"),
@@ -472,6 +473,7 @@ def test_help_tells_what_there_is():
 
 OVERRIDES = [  # the help's examples
     "--config.budget=256",
+    "--config.budget=25%",
     "--config.fidelity.num_windows=2",
     "--config.methods[4].policy=h2o",
     "--config.tasks[0].options.depths=(0.1,0.9)",
@@ -481,7 +483,7 @@ OVERRIDES = [  # the help's examples
 
 def test_the_help_s_examples_work():
     """What is left to complain of is the model, which is asked for last."""
-    for chosen in (OVERRIDES[:4], OVERRIDES[4:]):
+    for chosen in (OVERRIDES[:5], OVERRIDES[5:]):
         told = [f"--config={ROOT}/configs/quickstart.py", *chosen, "--workdir=w"]
         done = command_line(*told, "--config.model=nowhere")
         assert "error: no model named 'nowhere'" in done.stderr, done.stderr

@@ -16,7 +16,7 @@ length, and their answers are graded; its rows come from `--data_dir`, see
 `kvjax.evaluation.tasks.data`.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 
 def get_config() -> ConfigDict:
@@ -29,7 +29,7 @@ def get_config() -> ConfigDict:
             "memory_gb": 0,  # the device's own limit
             "seed": 0,
             "haystack": "",
-            "budget": 1024,  # |kv|
+            "budget": FieldReference(1024, field_type=object),  # |kv|
             "prefill_chunk": 128,  # p
             "methods": ("FKV", "ED", "Batch-Max", "Staggered SnapKV"),
             "tasks": ({"name": "narrativeqa"},),

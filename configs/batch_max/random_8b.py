@@ -10,7 +10,7 @@ device offers; `--memory_gb=24` compares on less, as a smaller device would have
 Not run yet: expect 16 GB of weights, and 131 kB per token and row of the full cache.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 
 def get_config() -> ConfigDict:
@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
             "memory_gb": 0,  # the device's own limit
             "seed": 0,
             "haystack": "",
-            "budget": 1024,  # |kv|
+            "budget": FieldReference(1024, field_type=object),  # |kv|
             "prefill_chunk": 128,  # p
             "methods": (
                 "FKV",

@@ -22,7 +22,7 @@ Times are the medians of three batches or more. About an hour on two CPU cores, 
 hours more with the other libraries.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 SNAPKV = {
     "policy": "snapkv",
@@ -41,7 +41,7 @@ def get_config() -> ConfigDict:
             "memory_gb": 2.0,
             "seed": 0,
             "haystack": "",
-            "budget": 512,  # |kv|
+            "budget": FieldReference(512, field_type=object),  # |kv|
             "prefill_chunk": 64,  # p
             "methods": (
                 "FKV",

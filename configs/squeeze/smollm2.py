@@ -20,7 +20,7 @@ docs/decisions.md says why. Seven minutes of CPU time, four with programs of an 
 run on disk.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 _POLICIES = {
     "H2O": {"policy": "h2o"},
@@ -38,7 +38,8 @@ def get_config(p: str = "0.35") -> ConfigDict:
             "memory_gb": 2.0,  # 0: the device's own limit
             "seed": 0,
             "haystack": "",  # a folder of texts; empty: Python's own reference
-            "budget": 128,  # |kv|, pairs per head: the mean over layers
+            # |kv|, pairs per head: the mean over layers.
+            "budget": FieldReference(128, field_type=object),
             "prefill_chunk": 64,
             "methods": ({"name": "Full cache"}, *_methods(float(p))),
             "num_examples": 10,

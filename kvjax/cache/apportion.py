@@ -48,7 +48,7 @@ def apportion(
             f"a total of {total} cannot be shared out among {given.size} that get "
             f"{least} to {most} each: give {low} to {high}"
         )
-    ideal = _proportional(given, total, least, most)
+    ideal = proportional(given, total, least, most)
     sizes = np.maximum(np.floor(ideal / multiple).astype(np.int64) * multiple, least)
     left = total - int(sizes.sum())
     for index in np.argsort(np.round(sizes - ideal, 6), kind="stable"):
@@ -58,8 +58,8 @@ def apportion(
     return sizes.reshape(np.shape(weights))
 
 
-def _proportional(
-    weights: Float[np.ndarray, "*N"], total: int, least: int, most: int
+def proportional(
+    weights: Float[np.ndarray, "*N"], total: float, least: float, most: float
 ) -> Float[np.ndarray, "*N"]:
     """clip(scale * weights, least, most) for the one scale at which it adds up.
 

@@ -38,6 +38,8 @@ class BudgetRule(NamedTuple):
       smallest: (mean) -> the smallest size that `reallocate` may give, so that what
         does not fit the policy is told before a prompt is read; None where that is not
         known.
+      of_length: (tokens of the prompts to come) -> the rule that knows it; None where
+        it does not matter, or was told before.
     """
 
     name: str
@@ -45,6 +47,7 @@ class BudgetRule(NamedTuple):
     measure: Callable[[Array, Array], Float[Array, "B T"]] | None = None
     reallocate: Callable[[np.ndarray, int], Sequence[int]] | None = None
     smallest: Callable[[int], int] | None = None
+    of_length: Callable[[int], "BudgetRule"] | None = None
 
 
 @functools.cache
@@ -120,6 +123,22 @@ def make(rule: BudgetRule | str, **options) -> BudgetRule:
             "measured is for reallocating, give both or none"
         )
     return found
+
+
+def for_prompts(rule: BudgetRule, length: int | None) -> BudgetRule:
+    """The rule, told how many tokens prompts have if it asks.
+
+    Raises:
+      UserError: it asks, and nobody knows.
+    """
+    if rule.of_length is None:
+        return rule
+    if length is None:
+        raise UserError(
+            f"budget rule {rule.name!r} depends on the length of prompts, which is not "
+            f"known here: say it, as in budgets.make({rule.name!r}, length=1000)"
+        )
+    return rule.of_length(length)
 
 
 def check_least(rule: str, least: int, mean: int) -> None:

@@ -14,7 +14,6 @@ Nothing here runs a model.
 """
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -25,13 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.cache import budgets
-from kvjax.cache.apportion import apportion
+from kvjax.cache.apportion import apportion, proportional
 from kvjax.types import ModelSpec, UserError, real_number, whole_number
 
 Rows = tuple[tuple[float, ...], ...]  # [L][K]
 SINKS, NEWEST = 4, 16  # pairs at a text's ends that always count as kept
 FLOOR = 32  # pairs that every head keeps, unless somebody says otherwise
+AMONG = ("heads", "layers", "heads of each layer")  # what shares out pairs
 _SHIPPED = pathlib.Path(__file__).with_name("calibrated")
 _FORMAT = 1
 _GRAIN = 10_000  # shares are whole numbers of these parts
@@ -144,6 +143,8 @@ class Calibration:
         length: int,
         floor: int = FLOOR,
         multiple: int = 8,
+        among: str = "heads",
+        even: float = 0.0,
     ) -> Int[np.ndarray, "L K"]:
         """How many pairs each head keeps of a text, `mean` on average.
 
@@ -153,13 +154,20 @@ class Calibration:
           length: tokens of the text; no head keeps more.
           floor: pairs that every head keeps; a multiple itself, as a rule.
           multiple: sizes are multiples of it, but for those at `floor` or `length`, and
-            one at most that takes what the total leaves over.
+            one at most (of each layer, where they are its heads') that takes what the
+            total leaves over.
+          among: one of `AMONG`. All heads of all layers share out the whole; or layers
+            do, by the mean share of their heads, which keep alike; or every layer
+            keeps the mean and its heads share that out.
+          even: how far sizes lie between the calibration, 0, and `mean` in every head,
+            1.
 
         Returns:
           int64.
 
         Raises:
-          UserError: another model; a mean below `floor` or above the length.
+          UserError: another model; a mean below `floor` or above the length; another
+            `among`; `even` beyond 0 and 1.
         """
         self.check(spec)
         length = whole_number("length", length, 1)
@@ -170,8 +178,16 @@ class Calibration:
                 f"a mean of {mean} pairs is more than the text's {length} tokens: give "
                 f"{length} at most"
             )
-        shares = self.shares_at(mean / length)
-        return apportion(shares, mean * shares.size, floor, length, multiple)
+        shape, ratio = (self.num_layers, self.num_kv_heads), mean / length
+        even = real_number("even", even, 0, 1)
+        rows = _rows(self.shares_at(ratio), ratio, among)
+        if even == 1:  # multiples would set equals apart
+            return np.full(shape, mean)
+        sizes = [
+            apportion(row, mean * row.size, floor, length, multiple)
+            for row in (1 - even) * rows + even * ratio
+        ]
+        return np.broadcast_to(np.reshape(sizes, (shape[0], -1)), shape)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes it as JSON, a line per layer.
@@ -235,46 +251,6 @@ def shipped(name: str) -> Calibration:
             f"{', '.join(shipped_names())}: make one with experiments/calibrate.py"
         )
     return Calibration.load(_SHIPPED / f"{name}.json")
-
-
-@functools.cache
-def calibrated(
-    length: int,
-    path: str | None = None,
-    floor: int = FLOOR,
-    multiple: int | None = None,
-) -> budgets.BudgetRule:
-    """Every head keeps the share that it needed on the calibration's texts.
-
-    Sinks and newest pairs are part of these shares (`SINKS`, `NEWEST`), and heads that
-    keep little rest on them: use a rule that keeps them, as in `policies.protect(rule,
-    4, 16)`. Compiling takes the longer the more sizes there are, so they are multiples
-    of a large number.
-
-    Args:
-      length: tokens of the prompts to come: the mean over it is the ratio, and no head
-        keeps more.
-      path: of a calibration, see `Calibration.save`; None is the one that comes with
-        the package for the model.
-      floor: pairs that every head keeps, or the mean if that is less.
-      multiple: of which sizes are multiples, see `Calibration.sizes`; None is the
-        largest power of two up to half of the mean, 8 at least.
-
-    Raises:
-      UserError: from `allocate`, a file or a model that does not fit, a mean above the
-        length.
-    """
-
-    def allocate(spec, mean):
-        found = Calibration.load(path) if path else shipped(spec.name)
-        step = multiple or max(1 << (max(mean // 2, 1).bit_length() - 1), 8)
-        how = {"length": length, "floor": min(floor, mean), "multiple": step}
-        return found.sizes(spec, mean, **how).tolist()
-
-    return budgets.BudgetRule("calibrated", allocate)
-
-
-budgets.register("calibrated", calibrated)
 
 
 class Measured(NamedTuple):
@@ -361,6 +337,13 @@ def stability(
     return found
 
 
+def checked_among(among: Any) -> str:
+    """`among`; UserError unless it is one of `AMONG`."""
+    if among not in AMONG:
+        raise UserError(f"among is {among!r:.80}: use one of {AMONG}")
+    return among
+
+
 def checked_ratios(ratios: Any) -> tuple[float, ...]:
     """The ratios as floats; UserError unless they fall, between 1 and 0."""
     several = isinstance(ratios, Sequence) and not isinstance(ratios, str)
@@ -371,6 +354,17 @@ def checked_ratios(ratios: Any) -> tuple[float, ...]:
     if not falling:
         raise UserError(f"ratios {found}: give falling ones between 1 and 0")
     return found
+
+
+def _rows(
+    shares: Float[np.ndarray, "L K"], ratio: float, among: str
+) -> Float[np.ndarray, "N M"]:
+    """Shares in rows that are shared out apart, the mean of each the ratio."""
+    if checked_among(among) == "heads":
+        return shares.reshape(1, -1)
+    if among == "layers":
+        return shares.mean(axis=1)[None]
+    return np.stack([proportional(row, ratio * row.size, 0, 1) for row in shares])
 
 
 def _shape(rows: Any) -> tuple[int, ...] | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.attention import backends
-from kvjax.cache import budgets, calibrations, codecs, layouts, parts
+from kvjax.cache import budgets, by_need, calibrations, codecs, layouts, parts
 from kvjax.cache.schedule import Schedule
 from kvjax.policies import base, checks
 from kvjax.types import ModelSpec, UserError, whole_number
@@ -158,9 +158,10 @@ def make_config(
       budget_rule: shares out `budget`, then the mean, between layers, see
         `kvjax.cache.budgets`, or its name; None is the same for all, but for a share:
         of that heads keep what they need where a calibration of the model comes with
-        the package, see `kvjax.cache.calibrations.calibrated`, and the policy pins the
+        the package, see `kvjax.cache.by_need.calibrated`, and the policy pins the
         first 4 and the newest 16 pairs.
-      length: tokens of the prompts to come, of which a budget may be a share.
+      length: tokens of the prompts to come, of which a budget may be a share, and
+        which some budget rules ask for.
       codec, layout: as in `CacheConfig`, or names.
       **options: `eviction`, `rope_positions`, `rows_per_eviction`, `implementation` of
         `CacheConfig`. With `rope_positions="cache"` the default of `eviction` is
@@ -201,7 +202,7 @@ def make_config(
         given, budget = budget, _share_of(budget, length)
         if budget_rule is None:
             policy, budget_rule = _by_heads(spec, policy, schedule, given, length)
-    rule, sizes = _sizes(spec, budget, budget_rule, schedule)
+    rule, sizes = _sizes(spec, budget, budget_rule, schedule, length)
     possible = budgets.possible(rule, sizes)
     schedule = schedule.of_budget(min(possible))
     for size in possible:
@@ -241,11 +242,12 @@ def _sizes(
     budget: int | Sequence[int | Sequence[int]],
     rule: budgets.BudgetRule | str | None,
     schedule: Schedule,
+    length: int | None,
 ) -> tuple[budgets.BudgetRule, tuple[parts.Sizes, ...]]:
     """The rule that shares out a budget, and the sizes that it begins with."""
     if isinstance(budget, int | np.integer) and not isinstance(budget, bool):
         budget = int(budget)
-        rule = budgets.make(rule or "uniform")
+        rule = budgets.for_prompts(budgets.make(rule or "uniform"), length)
         if rule.reallocate and not schedule.compacts:
             raise UserError(
                 f"budget rule {rule.name!r} changes sizes once the prompt is in, where "
@@ -269,18 +271,28 @@ def _sizes(
     return budgets.explicit(budget), budget
 
 
+def share(budget: str) -> float:
+    """A budget such as "25%" as a number above 0, and 1 at most.
+
+    Raises:
+      UserError: it is no such share.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", budget.strip())
+    part = float(found[1]) / 100 if found else 0.0
+    if not 0 < part <= 1:
+        raise UserError(f"budget is {budget!r}: {_GIVE}")
+    return part
+
+
 def _share_of(budget: str, length: int | None) -> int:
     """Pairs per head, from a share of a prompt's tokens."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", budget.strip())
-    share = float(found[1]) / 100 if found else 0.0
-    if not 0 < share <= 1:
-        raise UserError(f"budget is {budget!r}: {_GIVE}")
+    part = share(budget)
     if length is None:
         raise UserError(
             f"budget {budget!r} is a share of a prompt whose length is not known here: "
             "say it by `length`, or give pairs per head"
         )
-    return max(round(share * length), 1)
+    return max(round(part * length), 1)
 
 
 def _by_heads(
@@ -302,18 +314,20 @@ def _by_heads(
             f"budget {budget!r} keeps the same in every head, as no calibration of "
             f"{spec.name} comes with kvjax. Heads that keep what they need find more: "
             "experiments/calibrate.py measures it, and "
-            "budget_rule=budgets.make('calibrated', length=..., path=...) takes it; "
+            "budget_rule=budgets.make('calibrated', path=...) takes it; "
             "budget_rule='uniform' says that this is meant",
             stacklevel=4,
         )
         return policy, budgets.uniform()
     pinned = policies.protect(policy, calibrations.SINKS, calibrations.NEWEST)
-    evict = (schedule.evict_size or _EVICT) if schedule.evicts_in_decode else 0
-    least = pinned.num_pinned + evict + _SOME
+    chunk = schedule.prefill_chunk if schedule.evicts_in_prefill else None
+    evict = schedule.evict_size or chunk or _EVICT
+    evict *= schedule.evicts_in_decode
+    least = max(pinned.num_pinned + evict + _SOME, 2 * evict)
     floor = max(calibrations.FLOOR, math.ceil(least / _SOME) * _SOME)
     if _share_of(budget, length) < floor:  # too few to share out
         return policy, budgets.uniform()
-    return pinned, calibrations.calibrated(length, floor=floor)
+    return pinned, by_need.calibrated(length, floor=floor)
 
 
 def _layer_sizes(spec: ModelSpec, given: int | Sequence[int]) -> parts.Sizes:

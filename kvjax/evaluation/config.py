@@ -30,10 +30,11 @@ class Method:
         None for the full cache.
       options: the policy's parameters.
       phases, prefill_chunk, evict_size: the `Schedule`.
-      budget: |kv|, one int, or for every layer one or one per head; None for the full
-        cache.
-      budget_share: the share of a prompt that the budget stands for, such as 0.5, where
-        tasks of other lengths have other budgets; for reports alone.
+      budget: |kv|, one int, or for every layer one or one per head; or a share of the
+        run's longest prompt, as "25%", of which heads keep what they need where that
+        is known (see `make_config`); None for the full cache.
+      budget_share: the share of a prompt that a budget in pairs stands for, such as
+        0.5, where tasks of other lengths have other budgets; for reports alone.
       budget_rule: shares out the budget between layers: a name, or `module:function`;
         in a config also a dict of `name` and the rule's parameters.
       rule_options: the budget rule's parameters.
@@ -52,7 +53,7 @@ class Method:
     phases: str = "prefill_and_decode"
     prefill_chunk: int | None = None
     evict_size: int | None = None
-    budget: int | tuple[parts.Sizes, ...] | None = None
+    budget: int | str | tuple[parts.Sizes, ...] | None = None
     budget_share: float | None = None
     budget_rule: str | None = None
     rule_options: tuple[tuple[str, Any], ...] = ()
@@ -62,8 +63,12 @@ class Method:
     series: str | None = None
     batch_rule: str | None = None
 
-    def cache_config(self, spec: ModelSpec) -> CacheConfig:
-        """Raises UserError where the parts do not fit each other."""
+    def cache_config(self, spec: ModelSpec, length: int | None = None) -> CacheConfig:
+        """What is kept of prompts of `length` tokens at most.
+
+        Raises:
+          UserError: the parts do not fit each other, or the length is needed.
+        """
         policy, schedule = self.check()
         return make_config(
             spec,
@@ -71,6 +76,7 @@ class Method:
             self.budget,
             schedule,
             budget_rule=self.made_rule(),
+            length=length,
             codec=self.codec,
             rope_positions=self.rope_positions,
             implementation=self.implementation,
@@ -84,6 +90,9 @@ class Method:
             return None, Schedule("none", self.prefill_chunk, self.evict_size)
         schedule = Schedule(self.phases, self.prefill_chunk, self.evict_size)
         policy = policies.make(self.policy, **dict(self.options))
+        if isinstance(self.budget, str):  # sizes follow from the prompts
+            config.share(self.budget)
+            return policy, schedule
         sizes = self.budget if isinstance(self.budget, tuple) else (self.budget,)
         for size in budgets.possible(rule, sizes) if sizes != (None,) else ():
             config.check_budget(size, policy, schedule)
@@ -98,6 +107,12 @@ class Method:
         if not self.budget_rule:
             return None
         return budgets.make(self.budget_rule, **dict(self.rule_options))
+
+    @property
+    def share(self) -> float | None:
+        """The share of a prompt that the budget is; None where it is none."""
+        text = isinstance(self.budget, str)
+        return config.share(self.budget) if text else self.budget_share
 
     @property
     def rule(self) -> str | None:

@@ -25,7 +25,7 @@ from kvjax.engine.planner import device_memory
 from kvjax.engine.sampling import Sampling
 from kvjax.evaluation.config import Method
 from kvjax.models.weights import load
-from kvjax.types import Model, UserError
+from kvjax.types import Model, UserError, whole_number
 
 MAX_NEW = 256  # tokens to generate where a task does not say; the harness's own default
 _LOOK = 32  # tokens generated between two looks for a stop text
@@ -41,7 +41,10 @@ class Requests:
       policy: a name of `kvjax.policies.names()`, or `module:function` of one's own;
         None or `full` is the full cache.
       budget: pairs per head, or a list with one number, or one per head, for every
-        layer.
+        layer; or a share of `prompt_tokens`, as "25%".
+      budget_rule: shares out the budget, see `kvjax.cache.budgets`: a name, or
+        `module:function`.
+      prompt_tokens: of the longest prompts to come, for shares and for rules that ask.
       schedule: the phases of `kvjax.Schedule`.
       prefill_chunk, evict_size: as there.
       dtype, context: of `kvjax.load`.
@@ -54,7 +57,7 @@ class Requests:
       max_batch_size: the most at once.
       device: the harness's, `cuda:0` unless told; not looked at. JAX decides where it
         runs, and the environment's JAX_PLATFORMS says otherwise.
-      **options: `policy.NAME`, the policy's options.
+      **options: the policy's, `policy.NAME`, and the rule's, `budget_rule.NAME`.
 
     Raises:
       UserError: what does not fit, most of it before the model is loaded.
@@ -66,7 +69,9 @@ class Requests:
         self,
         pretrained: str | Model,
         policy: str | None = None,
-        budget: int | Sequence[int | Sequence[int]] | None = None,
+        budget: int | str | Sequence[int | Sequence[int]] | None = None,
+        budget_rule: str | None = None,
+        prompt_tokens: int | None = None,
         schedule: str = "prefill_and_decode",
         prefill_chunk: int | None = None,
         evict_size: int | None = None,
@@ -83,19 +88,23 @@ class Requests:
         **options: Any,
     ):
         super().__init__()
+        of_policy, of_rule = _options(options)
         method = Method(
             name="kvjax",
             policy=None if policy in ("full", "none") else policy,
-            options=_policy_options(options),
+            options=of_policy,
             phases=schedule,
             prefill_chunk=prefill_chunk,
             evict_size=evict_size,
             budget=_budget(budget),
+            budget_rule=budget_rule,
+            rule_options=of_rule,
             codec=codec,
             rope_positions=rope_positions,
             implementation=implementation,
         )
         method.check()
+        _check_length(method, prompt_tokens)
         named = not isinstance(pretrained, tuple)
         model = load(pretrained, dtype, context) if named else pretrained
         if model.tokenizer is None:
@@ -111,7 +120,7 @@ class Requests:
                 "which stands for an empty context"
             )
         self.model, self.seed = model, seed
-        self.config = method.cache_config(model.spec)
+        self.config = method.cache_config(model.spec, prompt_tokens)
         self.memory = device_memory(memory_gb)
         self.most = _most(batch_size, max_batch_size)
         self.template: str | None = None
@@ -292,6 +301,7 @@ class Requests:
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes into its results besides the model's arguments."""
         phases, chunk, evict_size = dataclasses.astuple(self.config.schedule)
+        rule = self.config.budget_rule
         return {
             "model_num_parameters": sum(
                 leaf.size for leaf in jax.tree.leaves(self.model.params)
@@ -299,6 +309,7 @@ class Requests:
             "model_dtype": str(self.model.params["embed"].dtype),
             "kv_policy": self.config.policy.name if self.config.policy else None,
             "kv_budget": self.config.budget,
+            "kv_budget_rule": rule.name if rule else None,
             "kv_schedule": f"{phases}, {chunk}, {evict_size}",
         }
 
@@ -430,17 +441,30 @@ def _budget(given: Any) -> Any:
     return tuple(map(_budget, given)) if isinstance(given, list | tuple) else given
 
 
-def _policy_options(given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    options = []
+def _options(given: dict[str, Any]) -> tuple[tuple[tuple[str, Any], ...], ...]:
+    """The policy's options, and the budget rule's."""
+    options = {"policy": [], "budget_rule": []}
     for name, value in sorted(given.items()):
         where, _, option = name.partition(".")
-        if where != "policy" or not option:
+        if where not in options or not option:
             raise UserError(
                 f"model_args: {name!r} is unknown; an option of the policy is written "
-                f"policy.{name.rpartition('.')[2]}=..."
+                f"policy.{name.rpartition('.')[2]}=..., the rule's budget_rule.NAME=..."
             )
-        options.append((option, value))
-    return tuple(options)
+        options[where].append((option, value))
+    return tuple(map(tuple, options.values()))
+
+
+def _check_length(method: Method, prompt_tokens: int | None) -> None:
+    """Raises UserError where it is needed, as the harness tells no lengths before."""
+    rule = method.made_rule()
+    if prompt_tokens is not None:
+        whole_number("prompt_tokens", prompt_tokens, 1)
+    elif isinstance(method.budget, str) or (rule and rule.of_length):
+        raise UserError(
+            f"budget {method.budget!r} (rule {method.rule!r}) depends on the length of "
+            "prompts: give prompt_tokens, the longest's"
+        )
 
 
 def _most(batch_size: int | str | None, max_batch_size: int | None) -> int | None:

@@ -113,10 +113,12 @@ def from_config(fields: config.Fields, overrides: config.Fields) -> Quality:
 def rows(setting: Setting) -> list[Row]:
     """One per method; raises UserError for what does not fit, before long work."""
     experiment, model = setting.experiment, setting.model
-    configs = {m.name: m.cache_config(model.spec) for m in experiment.methods}
     tasks = [samples_of(experiment, each, model) for each in experiment.tasks]
-    engine = _layers(model, configs.values()) if experiment.layerwise else _whole(model)
     windows = _windows(setting)
+    longest = max(task.longest for task in tasks)
+    longest = max([longest, *(len(window.prompt) for window in windows)])
+    configs = {m.name: m.cache_config(model.spec, longest) for m in experiment.methods}
+    engine = _layers(model, configs.values()) if experiment.layerwise else _whole(model)
     _kept_reference(setting, windows)  # raises if it is damaged
     made = []
     for method in experiment.methods:

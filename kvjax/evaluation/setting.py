@@ -4,6 +4,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from kvjax.cache import parts
+from kvjax.engine.compiled import Job
 from kvjax.engine.planner import Plan
 from kvjax.evaluation.config import Experiment, Method
 from kvjax.evaluation.report.records import (
@@ -100,9 +104,7 @@ def described(method: Method, planned: Plan) -> Record:
         "policy": config.policy.name if config.policy else None,
         "codec": method.codec,
         "schedule": config.schedule.phases,
-        "budget": method.budget,
-        "budget_share": method.budget_share,
-        "budget_rule": method.rule,
+        **_sizes(method, planned.job),
         "rope_positions": method.rope_positions,
         "batch_rule": method.batch_rule,
         "batch_size": planned.batch,
@@ -111,4 +113,26 @@ def described(method: Method, planned: Plan) -> Record:
         "kv_bytes_peak_per_seq": planned.row_bytes,
         "planned_bytes": planned.peak_bytes,
         "memory_bytes": planned.memory_bytes,
+    }
+
+
+def _sizes(method: Method, job: Job) -> Record:
+    """How many pairs heads keep, as the rule has them before a prompt is read."""
+    config, heads = job.config, job.spec.num_kv_heads
+    told = {
+        "budget": method.budget,
+        "budget_share": method.share,
+        "budget_rule": method.rule,
+    }
+    if config.budget is None:
+        return told
+    each = np.array([parts.each_head(sizes, heads) for sizes in config.budget])
+    if isinstance(method.budget, str):
+        told["budget"] = round(each.mean())
+        told["budget_rule"] = method.rule or config.budget_rule.name
+    return told | {
+        "mean_slots": float(each.mean()),
+        "smallest_slots": int(each.min()),
+        "largest_slots": int(each.max()),
+        "sizes": each.tolist() if np.ptp(each) else None,
     }

@@ -201,7 +201,7 @@ def _of_one_length(samples: Samples) -> Samples:
 
 def _job(model: Model, method: Method, longest: int, new: int) -> Job:
     """Without an end token: all rows generate `new` tokens."""
-    kept = method.cache_config(model.spec)
+    kept = method.cache_config(model.spec, longest)
     prompt = compiled.bucket(model.spec, kept, longest, new)
     return compiled.job_of(model, kept, prompt, new)
 

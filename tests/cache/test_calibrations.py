@@ -213,9 +213,65 @@ def test_sizes():
     assert calibration().sizes(SPEC, 16, length=960, floor=8).min() == 8
 
 
+def apportioned(weights, mean, length, multiple=8):
+    return apportion(weights, mean * len(weights), 32, length, multiple).tolist()
+
+
+def test_layers_share_out_pairs():
+    """Means of the layers are .7 and .3 at a half; their heads keep alike."""
+    sizes = calibration().sizes(SPEC, 480, length=960, among="layers")
+    assert sizes.tolist() == [[672, 672], [288, 288]]
+    sizes = calibration().sizes(SPEC, 100, length=777, among="layers")
+    ends = np.stack([np.mean(HALF, axis=1), np.mean(EIGHTH, axis=1)])
+    part = (100 / 777 - 0.125) / 0.375
+    expected = apportioned(ends[1] + part * (ends[0] - ends[1]), 100, 777)
+    assert sizes.tolist() == [[size] * 2 for size in expected]
+
+
+def test_heads_of_each_layer_share_out_pairs():
+    """By .9 to .5 and .4 to .2, to the same total; no head keeps more than all."""
+    how = {"length": 960, "among": "heads of each layer"}
+    sizes = calibration().sizes(SPEC, 480, **how, multiple=1)
+    assert sizes.tolist() == [[617, 343], [640, 320]]
+    most = calibration(ratios=(0.75,), shares=(((1.0, 0.9), (0.95, 0.15)),))
+    sizes = most.sizes(SPEC, 720, **how, multiple=1)
+    assert sizes.tolist() == [[758, 682], [960, 480]]
+    for mean, multiple in ((33, 8), (250, 64), (301, 128), (959, 8)):
+        sizes = calibration().sizes(SPEC, mean, **how, multiple=multiple)
+        assert sizes.sum(axis=1).tolist() == [2 * mean] * 2
+        assert sizes.min() >= 32 and sizes.max() <= 960
+
+
+@pytest.mark.parametrize("even", [0.0, 0.2, 0.75])
+def test_sizes_between_calibrated_and_uniform(even):
+    shares = (1 - even) * np.asarray(HALF) + even * 0.5
+    how = {"length": 960, "even": even}
+    sizes = calibration().sizes(SPEC, 480, **how)
+    assert sizes.ravel().tolist() == apportioned(shares.ravel(), 480, 960)
+    sizes = calibration().sizes(SPEC, 480, **how, among="layers")
+    assert sizes[:, 1].tolist() == apportioned(shares.mean(axis=1), 480, 960)
+    sizes = calibration().sizes(SPEC, 480, **how, among="heads of each layer")
+    own = np.asarray(HALF) / np.mean(HALF, axis=1, keepdims=True) * 0.5
+    for row, weights in zip(sizes, (1 - even) * own + even * 0.5, strict=True):
+        assert row.tolist() == apportioned(weights, 480, 960)
+
+
+@pytest.mark.parametrize("among", calibrations.AMONG)
+def test_all_alike(among):
+    """Whatever the multiple, which would tell equals apart."""
+    how = {"length": 960, "multiple": 64, "among": among, "even": 1}
+    assert calibration().sizes(SPEC, 250, **how).tolist() == [[250] * 2] * 2
+
+
 @pytest.mark.parametrize(
     ("mean", "changes", "words"),
     [
+        (
+            40,
+            {"length": 960, "among": "rows"},
+            r"among is 'rows': use one of \('heads'",
+        ),
+        (40, {"length": 960, "even": 1.5}, r"even 1\.5: must be at most 1"),
         (31, {"length": 960}, "mean size 31: must be at least 32"),
         (8.5, {"length": 960}, r"mean size is 8\.5"),
         (961, {"length": 960}, "961 pairs is more than the text's 960 tokens"),

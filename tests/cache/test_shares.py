@@ -47,6 +47,8 @@ def test_a_share_leaves_room_for_pinned_pairs():
         length=1000,
     )
     assert sizes(made).min() == 96  # 36 + 20 pinned, 32 evicted, and some more
+    made = config("25%", "h2o", Schedule(prefill_chunk=64), length=1000)
+    assert sizes(made).min() == 128  # an eviction leaves half of it
     few = config("50%", length=40)
     assert sizes(few).sum() == 20 * 90  # below the least size: all alike
 
@@ -79,15 +81,70 @@ def test_a_rule_from_a_file(tiny, tmp_path):
     )
     mine.save(tmp_path / "mine.json")
     path = str(tmp_path / "mine.json")
-    rule = budgets.make("calibrated", length=64, path=path, floor=8, multiple=8)
-    made = config(32, spec=tiny.spec, budget_rule=rule)
+    named = rule("calibrated", length=64, path=path, floor=8, multiple=8)
+    made = config(32, spec=tiny.spec, budget_rule=named)
     assert made.budget == ((16, 48), (40, 24))
     assert made.heads(tiny.spec) == (((0,), (1,)), ((1,), (0,)))
     assert parts.different(made.budget) == {16, 24, 40, 48}
     found = json.loads((tmp_path / "mine.json").read_text())
     (tmp_path / "mine.json").write_text(json.dumps(found | {"model": "other"}))
     with pytest.raises(UserError, match=r"'other'.*does not fit 'tiny'"):
-        config(32, spec=tiny.spec, budget_rule=rule)
+        config(32, spec=tiny.spec, budget_rule=named)
+
+
+def test_what_shares_out_pairs():
+    """Layers, whose heads are alike then; or the heads of each layer."""
+    layers = config(250, budget_rule=rule("calibrated", among="layers"))
+    assert all(isinstance(each, int) for each in layers.budget)
+    assert sum(layers.budget) == 250 * 30 and len(set(layers.budget)) > 3
+    within = config(250, budget_rule=rule("ada"))
+    assert within.budget_rule.name == "ada"
+    found = sizes(within)
+    assert set(found.sum(axis=1)) == {750} and found.min() >= 32
+    assert (found.max(axis=1) > found.min(axis=1)).mean() > 0.5
+    even = config(250, budget_rule=rule("ada", even=0.2))
+    assert sizes(even).std() < found.std()
+    assert config(250, budget_rule=rule("ada", even=1)).budget == (250,) * 30
+    assert config(250, "tova", budget_rule=rule("calibrated", among="layers")).budget
+
+
+@pytest.mark.parametrize("name", ["calibrated", "ada"])
+def test_a_rule_is_told_the_length(name):
+    """By `make_config`, which is told it, where nobody has told the rule."""
+    told = config(250, budget_rule=rule(name))
+    assert config(250, budget_rule=name, length=1000).budget == told.budget
+    assert config("25%", budget_rule=name, length=1000).budget == told.budget
+    assert config(250, budget_rule=rule(name), length=2000).budget == told.budget
+    with pytest.raises(UserError, match=rf"make\('{name}', length=1000\)"):
+        config(250, budget_rule=name)
+
+
+def rule(name, **options):
+    return budgets.make(name, **{"length": 1000, **options})
+
+
+@pytest.mark.parametrize("name", ["calibrated", "ada"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"length": 0}, r"\(length\) 0: must be at least 1"),
+        ({"length": "many"}, r"\(length\) is 'many'"),
+        ({"path": 3}, r"\(path\) is 3: give a calibration's file"),
+        ({"floor": 0}, r"\(floor\) 0"),
+        ({"multiple": 0}, r"\(multiple\) 0"),
+        ({"even": 1.1}, r"\(even\) 1\.1: must be at most 1"),
+        ({"even": "half"}, r"\(even\) is 'half'"),
+        ({"evens": 1}, "unexpected keyword argument 'evens'"),
+    ],
+)
+def test_options_refused(name, options, words):
+    with pytest.raises(UserError, match=f"{name}.*{words}"):
+        rule(name, **options)
+
+
+def test_nobody_else_shares_out():
+    with pytest.raises(UserError, match=r"among is 'rows': use one of \('heads'"):
+        rule("calibrated", among="rows")
 
 
 @pytest.mark.parametrize(

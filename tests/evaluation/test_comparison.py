@@ -348,6 +348,15 @@ def test_survivors_are_drawn_where_they_are_known(tmp_path):
     assert (tmp_path / "survivors_a_b_1.png").exists()
     text = (tmp_path / "report.md").read_text()
     assert "](survivors_a_b_1.png)" in text and "maps of survivors" in text
+    assert "head_sizes" not in text
+
+
+def test_sizes_are_drawn_where_heads_differ(tmp_path):
+    known = task_run("a/b", 0.5, 0.4, 0.3)
+    known[1]["sizes"] = [[20, 60], [50, 30]]
+    report.write_comparison([groups.Source("a", known)], tmp_path)
+    assert (tmp_path / "head_sizes_1.png").exists()
+    assert "](head_sizes_1.png)" in (tmp_path / "report.md").read_text()
 
 
 def test_a_map_of_survivors():

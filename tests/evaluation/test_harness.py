@@ -222,6 +222,11 @@ def test_arguments(model):
     assert lm.config.schedule == Schedule("decode_only", 8, 4)
     assert answering(model, "h2o", budget=[24, 32]).config.budget == (24, 32)
     assert lm.get_model_info()["kv_schedule"] == "decode_only, 8, 4"
+    assert lm.get_model_info()["kv_budget_rule"] == "uniform"
+    share = {"budget": "50%", "prompt_tokens": 60, "budget_rule": "uniform"}
+    assert answering(model, "h2o", **share).config.budget == (30, 30)
+    told = {"budget_rule": "pyramid", "budget_rule.beta": 1.5}
+    assert answering(model, "h2o", **told).config.budget == (32, 16)
     for size, most in (
         (1, None),
         ("auto", None),
@@ -243,6 +248,11 @@ def test_arguments(model):
         ({"policy": "h2o", "policy.share": 4}, "share"),
         ({"policy": "h2o", "budget": None}, "needs a budget"),
         ({"budget": 24}, "full cache"),
+        ({"policy": "h2o", "budget": "25"}, "budget is '25'"),
+        ({"policy": "h2o", "budget": "25%"}, "'25%' .* give prompt_tokens"),
+        ({"policy": "h2o", "budget": "25%", "prompt_tokens": 0}, "prompt_tokens 0"),
+        ({"policy": "h2o", "budget": 24, "budget_rule": "ada"}, "give prompt_tokens"),
+        ({"budget_rule.even": 1, "budget_rule": "pyramid"}, "'even'"),
         ({"policy": "h2o", "budget": 24, "schedule": "never"}, "never"),
         ({"memory_gb": -1}, "memory_gb -1"),
     ],

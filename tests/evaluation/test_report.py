@@ -15,7 +15,7 @@ from testing.records import (
 )
 
 from kvjax.evaluation import report, samples
-from kvjax.evaluation.report import groups, scatters, tables
+from kvjax.evaluation.report import figures, groups, scatters, tables
 
 
 def table(records):
@@ -95,6 +95,58 @@ def test_bars_do_not_break_the_table():
 )
 def test_budgets(budget, shown):
     assert split(table([make_record("M", budget=budget)]).split("\n")[2])[2] == (shown)
+
+
+SIZES = [[32, 96], [256, 128]]
+
+
+def test_sizes_of_heads():
+    """The table has their range, the summary says it, whatever the budget was."""
+    made = make_record("M", budget=128, budget_share=0.25, sizes=SIZES)
+    assert split(table([made]).split("\n")[2])[2] == "32-256 (mean 128)"
+    assert report.summary([made])["methods"]["M"]["budget_share"] == 0.25
+    made = make_record("M", budget=128, sizes=None)
+    assert split(table([made]).split("\n")[2])[2] == "128"
+
+
+def drawn_sizes(records):
+    figure = figures.head_sizes(records)
+    *panels, bar = [axes for axes in figure.axes if axes.axison]
+    return panels, [label.get_text() for label in bar.get_yticklabels()]
+
+
+def test_a_panel_for_each_method_whose_heads_differ():
+    """With its numbers; one of two records that differ in new tokens alone."""
+    even = [[100, 150], [200, 350]]
+    records = [
+        FULL,
+        make_record("A", sizes=SIZES, budget=128, new_tokens=8),
+        make_record("A", sizes=SIZES, budget=128, new_tokens=16),
+        make_record("B", sizes=even, budget=200),
+    ]
+    panels, ticks = drawn_sizes(records)
+    assert [axes.get_title(loc="left") for axes in panels] == ["A", "B"]
+    for axes, sizes in zip(panels, (SIZES, even), strict=True):
+        assert axes.images[0].get_array().tolist() == sizes
+        assert (axes.get_xlabel(), axes.get_ylabel()) == ("KV head", "layer")
+    assert panels[0].texts[0].get_text() == "slots: 32-256 (mean 128)"
+    assert ticks == ["32", "64", "128", "256", "350"]
+    _, ticks = drawn_sizes(records[3:])
+    assert ticks == ["100", "150", "200", "250", "300", "350"]
+
+
+@pytest.mark.parametrize("experiment", ["quality", "throughput"])
+def test_the_report_shows_sizes(tmp_path, experiment):
+    made = make_record("A", sizes=SIZES, experiment=experiment, batch_rule="batch_max")
+    alike = [made | {"method": "B", "sizes": None}]
+    assert "head_sizes" not in report.write_report(alike, tmp_path).read_text()
+    assert not (tmp_path / "head_sizes.png").exists()
+    page = report.write_report([made], tmp_path).read_text()
+    assert "\n\n![Slots of every KV head, for methods whose heads" in page
+    assert "](head_sizes.png)\n\n## How to read it" in page
+    assert (tmp_path / "head_sizes.png").exists()
+    told = report.summary([made], tmp_path / "report.md")["pictures"]
+    assert str(tmp_path / "head_sizes.png") in told
 
 
 def test_budget_rules_are_told_apart():

@@ -292,10 +292,60 @@ def survivors(group: Quality, column: str) -> Any:
     return figure
 
 
+def with_sizes(records: Iterable[Record]) -> list[Record]:
+    """One record of each method whose heads keep different numbers of pairs."""
+    found: dict[tuple[str, str], Record] = {}
+    for record in records:
+        if record.get("sizes"):
+            found.setdefault((record["method"], str(record["sizes"])), record)
+    return list(found.values())
+
+
+def head_sizes(records: Sequence[Record]) -> Any:
+    """A panel per method whose heads differ: slots by layer and head."""
+    found = with_sizes(records)
+    grids = [np.asarray(record["sizes"]) for record in found]
+    down, across = np.max([grid.shape for grid in grids], axis=0)
+    size = max(3.4, 1.2 + 0.25 * across), 1.4 + 0.13 * down
+    figure, panels = new_panels(len(found), size, found)
+    scale, ticks = _scale_of_sizes(grids)
+    for axes, record, grid in zip(panels, found, grids, strict=True):
+        style = {"cmap": _COLOUR_MAP, "aspect": "auto", "interpolation": "nearest"}
+        shown = axes.imshow(grid, norm=scale, **style)
+        _plain(axes)
+        _over(axes, record["method"], f"slots: {groups.spread(record)}")
+        axes.set_xticks(range(0, grid.shape[1], math.ceil(grid.shape[1] / 8)))
+        axes.set_xlabel("KV head")
+        axes.set_ylabel("layer")
+    bar = figure.colorbar(shown, ax=panels, label="slots per head")
+    bar.minorticks_off()
+    bar.set_ticks(ticks, labels=[f"{tick:,}" for tick in ticks])
+    return figure
+
+
+def _scale_of_sizes(grids: Sequence[np.ndarray]) -> tuple[Any, list[int]]:
+    """Of colours, from the smallest head to the largest; of logarithms if far apart.
+
+    And its ticks: both ends, and between them fifths, or powers of two.
+    """
+    from matplotlib.colors import LogNorm, Normalize
+
+    least, most = min(map(np.min, grids)), max(map(np.max, grids))
+    if most <= 4 * least:
+        return Normalize(least, most), np.linspace(least, most, 6).astype(int).tolist()
+    powers = [1 << n for n in range(int(most).bit_length())]
+    apart = [each for each in powers if 1.3 * least < each < most / 1.3]
+    return LogNorm(least, most), [int(least), *apart, int(most)]
+
+
 def _title(axes: Any, row: tuple) -> None:
     """Above a panel: the method, and under it how much is kept, when, and how."""
     series, schedule, budget, codec = row
-    axes.set_title(series, loc="left", fontsize=11, fontweight="bold", pad=18)
+    _over(axes, series, groups.joined(budget, schedule, codec))
+
+
+def _over(axes: Any, title: str, told: str) -> None:
+    """A title above a panel, and a line of smaller words under it."""
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=18)
     note = {"xytext": (0, 5), "textcoords": "offset points", "color": GREY, "size": 9}
-    told = groups.joined(budget, schedule, codec)
     axes.annotate(told, (0, 1), xycoords="axes fraction", **note)

@@ -80,6 +80,12 @@ def slots(record: Record) -> str:
     return f"{least:,}-{most:,} (mean {mean_slots(record):,.0f})"
 
 
+def spread(record: Record) -> str:
+    """`slots`, as the budget's rule shared them out."""
+    sizes = record.get("sizes")
+    return slots(record | {"budget": sizes} if sizes else record)
+
+
 def mean_slots(record: Record) -> float:
     """Slots per head, as a mean over layers and their heads."""
     budget = record.get("budget") or 0

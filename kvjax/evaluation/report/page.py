@@ -25,6 +25,10 @@ _SUMMARY = (
     "schedule",
     "budget",
     "budget_rule",
+    "budget_share",
+    "mean_slots",
+    "smallest_slots",
+    "largest_slots",
     "codec",
     "batch_size",
     "score",
@@ -43,6 +47,7 @@ _SETTING = (
     "max_new_tokens",
     "seed",
 )
+_OF_SIZES = "Slots of every KV head, for methods whose heads differ"
 _TASK_SUMMARY = ("metric", "score", "num_examples", "interval", "interval_method")
 _LATEX = str.maketrans(
     {
@@ -127,7 +132,9 @@ def _pictures(
     records: Sequence[Record], path: pathlib.Path
 ) -> dict[Callable[..., Any], pathlib.Path]:
     """The functions that draw a report's pictures, and where each goes."""
-    drawn = _REPORTS[_kind(records)][1]
+    drawn = list(_REPORTS[_kind(records)][1])
+    if figures.with_sizes(records):
+        drawn.append(figures.head_sizes)
     return {each: path.with_name(f"{each.__name__}.png") for each in drawn}
 
 
@@ -158,7 +165,8 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
     """Writes report.md and its pictures.
 
     They are heat_map.png and pareto.png for a sweep, throughput_vs_batch.png for
-    throughput, and otherwise quality_vs_memory.png and throughput_vs_memory.png.
+    throughput, and otherwise quality_vs_memory.png and throughput_vs_memory.png; and
+    head_sizes.png, where heads of a method keep different numbers of pairs.
 
     Args:
       records: what to show, in this order.
@@ -292,6 +300,11 @@ def _draw_quality(group: Quality, folder: pathlib.Path, number: int) -> dict[str
     """Draws a group; returns what each picture shows, by the name of its file."""
     told = {f"quality_{number}.png": "Quality against KV memory"}
     figures.save(folder / f"quality_{number}.png", scatters.task_scores, group)
+    records = list(group.answers["record"])
+    if figures.with_sizes(records):
+        name = f"head_sizes_{number}.png"
+        told[name] = _OF_SIZES
+        figures.save(folder / name, figures.head_sizes, records)
     for task in figures.needle_tasks(group):
         name = f"{_plain(task)}_{number}.png"
         told[name] = f"{task}: score by depth and length of the prompt"

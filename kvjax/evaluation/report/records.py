@@ -11,8 +11,10 @@ file. What it may hold; a missing value counts as unknown and shows as "-":
                                 schedule only: the name of their row in a sweep
     budget                      slots per KV head: an int, one per layer, or None (all)
     budget_rule                 how layers share it: squeeze(p=0.3); None is uniform
-    budget_share                the share of a prompt that the budget is meant to be,
-                                such as 0.5, where tasks of other lengths have others
+    budget_share                the share of a prompt that the budget is, such as 0.5:
+                                of the run's longest, where the config said "50%"
+    mean_slots, smallest_slots, largest_slots    of KV heads, before a prompt is read
+    sizes                       the slots of each [L][K]; None where all have as many
     codec                       how pairs are stored; "identity": as they are
     rope_positions              "original" or "cache": where keys stand
     engine                      "kvjax", or whose else it is

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvjax.evaluation.report import groups
-from kvjax.evaluation.report.groups import Quality, Source, series, slots, text
+from kvjax.evaluation.report.groups import Quality, Source, series, spread, text
 from kvjax.evaluation.report.records import Record
 
 Columns = dict[str, Callable[[Record], str]]
@@ -266,7 +266,7 @@ def _methods(records: Sequence[Record]) -> Columns:
     """What is kept, when, and how; the codec, only where somebody has one."""
     encoded = any(groups.codec(record) != "identity" for record in records)
     codec = {"Codec": groups.codec} if encoded else {}
-    return {"Schedule": groups.schedule, "KV slots": slots} | codec
+    return {"Schedule": groups.schedule, "KV slots": spread} | codec
 
 
 def _row_names(records: Sequence[Record]) -> list[str]:

@@ -1,0 +1,99 @@
+"""Runs whose budgets are shares of the prompt, shared out by heads."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from conftest import tiny_model
+from testing.prose import HAYSTACK, make_tokenizer
+
+from kvjax.cache import calibrations
+from kvjax.evaluation import run
+from kvjax.evaluation.run import from_config
+from kvjax.types import UserError
+
+SHARES = ((0.25, 0.75), (0.625, 0.375))
+METHODS = (
+    {"name": "Full cache"},
+    {"name": "by need", "budget_rule": {"name": "calibrated", "path": "mine.json"}},
+    {"name": "alike", "budget_rule": "uniform", "budget": "50%"},
+)
+QUALITY = {
+    "model": "tiny",
+    "dtype": "float32",
+    "memory_gb": 0.01,
+    "seed": 0,
+    "haystack": "texts",
+    "budget": "60 %",
+    "prefill_chunk": 8,
+    "methods": METHODS[:1] + tuple({"policy": "key_diff"} | m for m in METHODS[1:]),
+    "num_examples": 2,
+    "max_new_tokens": 3,
+    "tasks": ({"name": "needle", "prompt_tokens": 90},),
+    "fidelity": {"num_windows": 1, "prompt_tokens": 120, "continuation_tokens": 3},
+}
+THROUGHPUT = {key: QUALITY[key] for key in QUALITY if key != "fidelity"} | {
+    "experiment": "throughput",
+    "min_timed_batches": 1,
+    "methods": (
+        {"batch_rule": "full"} | METHODS[0],
+        *({"batch_rule": "batch_max", "policy": "key_diff"} | m for m in METHODS[1:]),
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """With texts, a calibration, and a model in the place of whatever is loaded."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(HAYSTACK)
+    found = calibrations.shipped("smollm2-135m-instruct")
+    own = {"model": "tiny", "ratios": (0.5,), "shares": (SHARES,)}
+    dataclasses.replace(found, **own).save(tmp_path / "mine.json")
+    model = tiny_model(vocab_size=2000)._replace(tokenizer=make_tokenizer())
+    monkeypatch.setattr(run, "load", lambda name, dtype, mesh: model)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def records(folder, fields):
+    return run.run(from_config(fields, {}), folder / "out", lambda *step: None)
+
+
+@pytest.mark.e2e
+def test_a_share_is_of_the_run_s_longest_prompt(folder):
+    """Of all tasks and windows: here the windows' 120 tokens."""
+    full, need, alike = records(folder, QUALITY)
+    assert full["budget"] is full["budget_share"] is None and "sizes" not in full
+    assert (need["budget"], need["budget_share"]) == (72, 0.6)
+    assert need["budget_rule"] == "calibrated(path=mine.json)"
+    own = calibrations.Calibration.load("mine.json")
+    spec = tiny_model().spec
+    sizes = own.sizes(spec, 72, length=120, multiple=32)
+    assert need["sizes"] == sizes.tolist() and np.ptp(sizes)
+    told = [need[f"{which}_slots"] for which in ("mean", "smallest", "largest")]
+    assert told == [72, sizes.min(), sizes.max()]
+    assert (alike["budget"], alike["budget_share"]) == (60, 0.5)
+    assert (alike["budget_rule"], alike["sizes"]) == ("uniform", None)
+    assert alike["mean_slots"] == alike["smallest_slots"] == 60
+    assert need["kl"] > 0 and need["num_examples"] == 2
+
+
+@pytest.mark.e2e
+def test_throughput_of_shares(folder):
+    (need,) = records(folder, THROUGHPUT | {"methods": THROUGHPUT["methods"][1:2]})
+    assert 80 < need["prompt_tokens"] <= 90 and need["output_tokens_per_s"] > 0
+    assert need["budget"] == round(0.6 * need["prompt_tokens"]) and need["sizes"]
+
+
+@pytest.mark.parametrize("budget", ["0%", "125%", "25", "a lot"])
+@pytest.mark.parametrize("method", [False, True])
+def test_no_such_share(folder, monkeypatch, budget, method):
+    """Told before a model is loaded, whoever asks for it."""
+    monkeypatch.setattr(run, "load", None)
+    fields = QUALITY | {"budget": budget}
+    if method:
+        own = {"name": "own", "policy": "h2o", "budget": budget}
+        fields = QUALITY | {"methods": (*QUALITY["methods"], own)}
+    with pytest.raises(UserError, match=f"budget is {budget!r}: give pairs"):
+        records(folder, fields)
