@@ -1,6 +1,7 @@
 """How every command ends: a mistake is one line and exit code 2, Ctrl-C one and 130."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,8 +33,8 @@ def run(
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt:
-            print(f"\n{interrupted}", file=sys.stderr)
-            sys.exit(130)
+            print(f"\n{interrupted}", file=sys.stderr, flush=True)
+            os._exit(130)  # JAX's threads may be at work: do not end Python under them
 
 
 def _parsed(parse, argv):
