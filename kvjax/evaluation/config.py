@@ -5,6 +5,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from kvjax import policies
 from kvjax.cache import budgets, codecs, config, parts
 from kvjax.cache.config import CacheConfig, make_config
@@ -16,7 +18,7 @@ from kvjax.types import ModelSpec, UserError
 
 Fields = Mapping[str, Any]
 # Fields that methods share where they do not set their own, and tasks.
-OF_METHODS = ("prefill_chunk", "evict_size", "budget", "codec")
+OF_METHODS = ("pinned", "prefill_chunk", "evict_size", "budget", "codec")
 OF_TASKS = ("num_examples", "prompt_tokens", "max_new_tokens")
 
 
@@ -29,6 +31,8 @@ class Method:
       policy: a name of `kvjax.policies.names()`, or `module:function` of one's own;
         None for the full cache.
       options: the policy's parameters.
+      pinned: how many of the first and of the newest pairs stay whatever the policy
+        says, see `kvjax.policies.protect`; None is the policy's own.
       phases, prefill_chunk, evict_size: the `Schedule`.
       budget: |kv|, one int, or for every layer one or one per head; or a share of the
         run's longest prompt, as "25%", of which heads keep what they need where that
@@ -50,6 +54,7 @@ class Method:
     name: str
     policy: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    pinned: tuple[int, int] | None = None
     phases: str = "prefill_and_decode"
     prefill_chunk: int | None = None
     evict_size: int | None = None
@@ -89,7 +94,7 @@ class Method:
         if self.policy is None:
             return None, Schedule("none", self.prefill_chunk, self.evict_size)
         schedule = Schedule(self.phases, self.prefill_chunk, self.evict_size)
-        policy = policies.make(self.policy, **dict(self.options))
+        policy = self._policy()
         if isinstance(self.budget, str):  # sizes follow from the prompts
             config.share(self.budget)
             return policy, schedule
@@ -97,6 +102,17 @@ class Method:
         for size in budgets.possible(rule, sizes) if sizes != (None,) else ():
             config.check_budget(size, policy, schedule)
         return policy, schedule
+
+    def _policy(self) -> policies.Policy:
+        policy = policies.make(self.policy, **dict(self.options))
+        if self.pinned is None:
+            return policy
+        if np.shape(self.pinned) != (2,):
+            raise UserError(
+                f"pinned is {self.pinned!r:.80}: give two numbers, of first and newest "
+                "pairs, such as (4, 16)"
+            )
+        return policies.protect(policy, *self.pinned)
 
     def made_rule(self) -> budgets.BudgetRule | None:
         """The budget rule; None where none is named.

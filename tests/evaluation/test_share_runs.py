@@ -1,10 +1,12 @@
 """Runs whose budgets are shares of the prompt, shared out by heads."""
 
 import dataclasses
+import importlib.util
+import pathlib
 
 import numpy as np
 import pytest
-from conftest import tiny_model
+from conftest import tiny_model, tiny_spec
 from testing.prose import HAYSTACK, make_tokenizer
 
 from kvjax.cache import calibrations
@@ -54,6 +56,33 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "load", lambda name, dtype, mesh: model)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def load_config(name):
+    path = pathlib.Path(__file__).parents[2] / "configs" / name
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module.get_config
+
+
+@pytest.mark.parametrize("percent", ["50", "25", "12.5"])
+def test_rules_of_the_comparison_share_out_as_much(percent):
+    """`configs/heads.py`: the same total, sinks and newest pairs pinned."""
+    fields = load_config("heads.py")(percent).to_dict()
+    experiment = from_config(fields, {})
+    experiment.check()
+    spec = tiny_spec(num_layers=30, num_kv_heads=3, name="smollm2-135m-instruct")
+    full, *methods = experiment.methods
+    assert full.policy is None and full.pinned is None and len(methods) == 12
+    sizes = {each.name: each.cache_config(spec, 1000) for each in methods}
+    for name, config in sizes.items():
+        mean = round(10 * float(percent))
+        assert sum(config.head_budgets(spec)) == mean * 90, name
+        assert config.policy.num_pinned == 20
+        assert min(config.head_budgets(spec)) >= 52
+    budgets = {name: config.budget for name, config in sizes.items()}
+    assert len(set(budgets.values())) == 6  # the rules differ, the policies do not
 
 
 def records(folder, fields):
