@@ -29,7 +29,7 @@ import command_line
 from absl import flags
 from memory_parts import PAGES, PARTS, PUBLISHED, PUBLISHED_OF, Asked, as_text
 
-from kvjax.evaluation import arithmetic, roofline
+from kvjax.evaluation import arithmetic, files, roofline
 from kvjax.evaluation.report import figures
 from kvjax.models import presets
 from kvjax.models.weights import checked_dtype
@@ -56,18 +56,19 @@ def define_flags() -> None:
 
 def main(_):
     asked, wanted = checked(flags.FLAGS)
-    told: dict[str, Any] = {}
+    folder = pathlib.Path(flags.FLAGS.workdir)
+    drawn = {name: folder / f"{name}.png" for name in PICTURES if name in wanted}
+    if drawn:
+        with files.on_disk(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+    told: dict[str, Any] = {"device": asked.name}
     for name in wanted:
         part = PARTS[name](asked)
         print(as_text(part) + "\n")
         told[name] = part.rows
-    folder = pathlib.Path(flags.FLAGS.workdir)
-    drawn = {name: folder / f"{name}.png" for name in PICTURES if name in wanted}
     for name, path in drawn.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
         figures.save(path, PICTURES[name], asked)
-    told["pictures"] = list(map(str, drawn.values()))
-    print(json.dumps({"device": asked.name, **told}))
+    print(json.dumps(told | {"pictures": list(map(str, drawn.values()))}))
 
 
 def checked(given: Any) -> tuple[Asked, list[str]]:

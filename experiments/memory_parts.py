@@ -103,8 +103,10 @@ def step(asked: Asked) -> Part:
     rates = asked.device.rates
     rows = []
     for spec in asked.specs:
+        weights = arithmetic.weight_bytes(spec, "bfloat16")
         for batch in asked.batches:
             one = arithmetic.decode_step(spec, batch, asked.tokens)
+            held = weights + arithmetic.kv_bytes(spec, batch, asked.tokens)
             rows.append(
                 {
                     "model": spec.name,
@@ -115,13 +117,13 @@ def step(asked: Asked) -> Part:
                     "share_of_pairs": one.share_of_pairs,
                     "seconds": one.seconds(rates),
                     "waits_for": one.waits_for(rates),
-                    "devices": math.ceil(one.work.bytes / asked.device.memory_bytes),
+                    "devices": math.ceil(held / asked.device.memory_bytes),
                 }
             )
     columns: Columns = {
         "model": lambda row: row["model"],
         "batch": lambda row: str(row["batch"]),
-        "weights GB": lambda row: f"{row['weight_bytes'] / 1e9:.1f}",
+        "weights read GB": lambda row: f"{row['weight_bytes'] / 1e9:.1f}",
         "pairs GB": lambda row: f"{row['pair_bytes'] / 1e9:.1f}",
         "pairs' share": lambda row: f"{row['share_of_pairs']:.1%}",
         "TFLOP": lambda row: f"{row['flops'] / 1e12:.2f}",

@@ -76,6 +76,9 @@ def test_bytes_and_shares():
     (_, row) = made("step").rows
     assert row["share_of_pairs"] == pytest.approx(0.534, abs=1e-3)
     assert row["waits_for"] == "bytes" and row["devices"] == 1
+    many = PARTS["step"](asked(batches=[119, 120])).rows
+    held = [16.06 + batch * 2**29 / 1e9 for batch in (119, 120)]  # embeddings too
+    assert held[0] < 80 < held[1] and [row["devices"] for row in many] == [1, 2]
 
 
 def test_published_gains_by_device():
@@ -149,6 +152,16 @@ def test_slips(change, told):
 def test_flags_become_what_is_asked():
     found, wanted = memory_arithmetic.checked(types.SimpleNamespace(**GIVEN))
     assert found == asked() and wanted == ["kv"]
+
+
+def test_a_folder_that_cannot_be(tmp_path):
+    """One line, before any table."""
+    (tmp_path / "file").touch()
+    given = [sys.executable, SCRIPT, "--only=step", f"--workdir={tmp_path}/file/x"]
+    done = subprocess.run(given, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"error: {tmp_path}/file/x cannot be written: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_command(tmp_path):
