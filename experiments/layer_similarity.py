@@ -156,12 +156,7 @@ def table(layers: list[dict]) -> str:
 
 def draw(found: np.ndarray, layers: list[dict], title: str):
     """Means and spreads by layer with their groups, and a map of the first prompt."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 2 + 0.16 * len(layers)), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.99, ha="right", fontsize=8, color=figures.GREY)
+    figure = figures.figure_about((11, 2 + 0.16 * len(layers)), title)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2, 3))
     for number, (colour, marker) in enumerate(zip(_COLOURS, _MARKERS, strict=True), 1):
         members = [each for each in layers if each["group"] == number]

@@ -16,6 +16,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from kvjax.evaluation import roofline
+
 TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1", "v5p": "v5p:2x2x1"}
 
 
@@ -23,18 +25,24 @@ TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1", "v5p": "v5p:
 class Chip:
     """A TPU core's bandwidth (bytes/s) and clock (Hz).
 
-    Bandwidth as in JAX's `TpuInfo`; the clock from its matrix rate: MXUs of 128 or 256
-    squared, one row per cycle on v5e, two on later ones.
+    The clock from its matrix rate: MXUs of 128 or 256 squared, one row per cycle on
+    v5e, two on later ones.
     """
 
     bandwidth: float
     clock: float
 
 
+def _core(device: str, products: int, cores: int = 1) -> Chip:
+    """A core that multiplies so many pairs of numbers per cycle."""
+    rates = roofline.device(device).rates
+    return Chip(rates.bytes_per_s / cores, rates.flops_per_s / cores / (2 * products))
+
+
 CHIPS = {
-    "v5e": Chip(820e9, 197e12 / (4 * 128**2 * 2)),
-    "v6e": Chip(1640e9, 920e12 / (2 * 256**2 * 2 * 2)),
-    "tpu7x": Chip(3700e9, 1155e12 / (2 * 256**2 * 2 * 2)),
+    "v5e": _core("tpu-v5e", 4 * 128**2),
+    "v6e": _core("tpu-v6e", 2 * 256**2 * 2),
+    "tpu7x": _core("tpu7x", 2 * 256**2 * 2, cores=2),
 }
 
 

@@ -21,7 +21,7 @@ from kvjax.engine.progress import Say, silent
 from kvjax.types import UserError, real_number
 
 _PROBES = (2, 6)  # batches that the temporaries' growth is read from
-_SHARE = 0.92  # of a device's limit: allocators fragment, runtimes need room
+USABLE = 0.92  # of a device's limit: allocators fragment, runtimes need room
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -201,7 +201,7 @@ def device_memory(memory_gb: float | None = None) -> int:
         of the machine's or the container's memory).
     """
     limits = [(d.memory_stats() or {}).get("bytes_limit") for d in jax.local_devices()]
-    own = int(min(limits) * _SHARE) if all(limits) else None
+    own = int(min(limits) * USABLE) if all(limits) else None
     if memory_gb is None:
         return own or _free_host_memory() // 2 // len(jax.local_devices())
     if real_number("memory_gb", memory_gb) <= 0:

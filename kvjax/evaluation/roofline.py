@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import Plan
 from kvjax.models import decoder
-from kvjax.types import ModelSpec
+from kvjax.types import ModelSpec, UserError
 
 _COPIED = 2**28  # bytes of the array that is copied: more than caches hold
 _SECONDS = 0.4  # of each of the two measurements
@@ -45,10 +45,41 @@ class Work(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What a device can do, measured."""
+    """What a device can do, as measured or as its maker says."""
 
     bytes_per_s: float
     flops_per_s: float
+
+
+class Device(NamedTuple):
+    """A device as its maker describes it: dense bfloat16 FLOPs, memory in bytes."""
+
+    rates: Rates
+    memory_bytes: float
+
+
+# NVIDIA's data sheets (SXM boards, no sparsity) and Google Cloud's pages of the TPUs; a
+# chip of v5p and of tpu7x is two cores.
+DEVICES = {
+    "a100-80gb": Device(Rates(2.039e12, 312e12), 80e9),
+    "h100-sxm": Device(Rates(3.35e12, 989e12), 80e9),
+    "h200": Device(Rates(4.8e12, 989e12), 141e9),
+    "tpu-v5e": Device(Rates(819e9, 197e12), 16 * 2**30),
+    "tpu-v5p": Device(Rates(2.765e12, 459e12), 95 * 2**30),
+    "tpu-v6e": Device(Rates(1.64e12, 918e12), 32 * 2**30),
+    "tpu7x": Device(Rates(7.38e12, 2.307e15), 192 * 2**30),
+}
+
+
+def device(name: str) -> Device:
+    """A device of `DEVICES`.
+
+    Raises:
+      UserError: a name that is not there.
+    """
+    if name not in DEVICES:
+        raise UserError(f"no rates of {name!r}: one of {', '.join(DEVICES)}")
+    return DEVICES[name]
 
 
 class Prediction(NamedTuple):
@@ -127,19 +158,34 @@ def step(job: Job, rows: int, tokens: int, held: tuple[int, ...], logits: bool) 
       logits: whether next-token logits are worked out, one per row.
     """
     spec, size = job.spec, _itemsize(job)
-    windows = (spec.sliding_window(i // spec.num_kv_heads) for i in range(len(held)))
-    seen = [min(c, window or c) for c, window in zip(held, windows, strict=True)]
-    pair = 2 * spec.head_dim * rows
+    weights = matrices(spec, size, rows, tokens, logits)
+    return total([weights, attention(spec, size, rows, tokens, held)])
+
+
+def matrices(
+    spec: ModelSpec, size: float, rows: int, tokens: int, logits: bool
+) -> Work:
+    """The part of a step that weights have in it; they take `size` bytes each."""
     flops = 2 * rows * tokens * active_weights(spec)
-    flops += sum(2 * pair * spec.queries_per_kv_head * tokens * c for c in seen)
     moved = size * layer_weights(spec, rows * tokens)
-    moved += sum(pair * (c + tokens) * size for c in seen)
     if logits:
         flops += 2 * rows * _head(spec)
         moved += size * _head(spec)
     return Work(float(flops), float(moved))
 
 
+def attention(
+    spec: ModelSpec, size: float, rows: int, tokens: int, held: tuple[int, ...]
+) -> Work:
+    """The part of a step that pairs have in it; a number takes `size` bytes each."""
+    windows = (spec.sliding_window(i // spec.num_kv_heads) for i in range(len(held)))
+    seen = [min(c, window or c) for c, window in zip(held, windows, strict=True)]
+    pair = 2 * spec.head_dim * rows
+    flops = sum(2 * pair * spec.queries_per_kv_head * tokens * c for c in seen)
+    return Work(float(flops), float(sum(pair * (c + tokens) * size for c in seen)))
+
+
+@functools.lru_cache(maxsize=64)
 def active_weights(spec: ModelSpec) -> int:
     """Weights of the layers' matrices that one token is multiplied with."""
     return sum(
@@ -149,6 +195,7 @@ def active_weights(spec: ModelSpec) -> int:
     )
 
 
+@functools.lru_cache(maxsize=64)
 def layer_weights(spec: ModelSpec, tokens: int) -> int:
     """Weights of all layers that are read for so many tokens at a time."""
     return sum(

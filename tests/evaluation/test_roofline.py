@@ -17,6 +17,7 @@ from kvjax.engine.steps import forward
 from kvjax.evaluation import roofline
 from kvjax.evaluation.roofline import Rates
 from kvjax.models import decoder, presets
+from kvjax.types import UserError
 
 SPEC = tiny_spec(model_dim=128, ff_dim=384, head_dim=32, num_heads=8, vocab_size=1000)
 
@@ -206,3 +207,12 @@ def test_rates_are_measured():
     rates = roofline.measured_rates()
     assert 1e8 < rates.bytes_per_s < 1e14 and 1e8 < rates.flops_per_s < 1e16
     assert roofline.measured_rates() is rates
+
+
+def test_devices_by_name():
+    """An H200's memory is faster than an H100's; its arithmetic is the same."""
+    old, new = roofline.device("h100-sxm").rates, roofline.device("h200").rates
+    assert old.flops_per_s == new.flops_per_s == 989e12
+    assert new.bytes_per_s / old.bytes_per_s == pytest.approx(4.8 / 3.35)
+    with pytest.raises(UserError, match=r"no rates of 'h300': one of a100-80gb, "):
+        roofline.device("h300")

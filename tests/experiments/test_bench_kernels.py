@@ -74,3 +74,10 @@ SCHEDULE = """\
 def test_reads_a_schedule():
     """Every step's bundles, and an edge's; a product taken again is not counted."""
     assert targets._executed(SCHEDULE.splitlines()) == (8, 2)
+
+
+def test_cores_of_the_chips():
+    """A v5e is one core of about 1.5 GHz; half of a TPU7x's rates are a core's."""
+    assert targets.CHIPS["v5e"].clock == pytest.approx(1.5e9, rel=0.01)
+    assert targets.CHIPS["tpu7x"].bandwidth == pytest.approx(3.69e12)
+    assert targets.CHIPS["tpu7x"].clock == pytest.approx(2.2e9, rel=0.01)

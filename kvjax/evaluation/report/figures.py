@@ -47,7 +47,12 @@ def save(path: str | os.PathLike, figure_of: Callable[..., Any], *args: Any) -> 
 
 
 def new_figure(size: tuple[float, float], records: Iterable[Record]) -> Any:
-    """A figure of so many inches that says which model and memory records are of.
+    """A figure of so many inches that says which model and memory records are of."""
+    return figure_about(size, _about(list(records)))
+
+
+def figure_about(size: tuple[float, float], about: str) -> Any:
+    """A figure of so many inches with a line on what it is of.
 
     It is unknown to pyplot: nothing to close, no backend.
     """
@@ -57,7 +62,7 @@ def new_figure(size: tuple[float, float], records: Iterable[Record]) -> Any:
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, wspace=0.04)
-    figure.suptitle(_about(list(records)), x=0.99, ha="right", fontsize=8, color=GREY)
+    figure.suptitle(about, x=0.99, ha="right", fontsize=8, color=GREY)
     return figure
 
 

@@ -1,0 +1,331 @@
+"""What caches of keys and values take, from shapes alone: bytes, steps, pages, swaps.
+
+Nothing is run. Times are rooflines (`kvjax.evaluation.roofline`): the least that a
+device of such rates can take, and no promise. L layers, K KV heads, D numbers per head.
+"""
+
+import bisect
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax import policies
+from kvjax.cache.config import make_config
+from kvjax.cache.schedule import Schedule
+from kvjax.engine.compiled import Job
+from kvjax.engine.planner import USABLE, state_bytes, weights_bytes
+from kvjax.evaluation import roofline
+from kvjax.evaluation.roofline import Rates, Work
+from kvjax.types import ModelSpec, UserError, real_number, whole_number
+
+BITS = 16.0  # of a number in weights, and in pairs where nothing else is said
+BYTES_ALONE = Rates(1.0, math.inf)  # a device that waits for nothing but its memory
+_ENTRY = 4  # bytes of a page table's entry
+_SCALES = 32  # bits of a group's scale and zero, 16 each
+
+
+# --- bytes ----------------------------------------------------------------------------
+
+
+def stored_bits(bits: float, group: int = 0) -> float:
+    """Bits per number with a scale and a zero for every `group` numbers; 0 has none."""
+    whole_number("group", group, 0)
+    return real_number("bits", bits, 1, 32) + (_SCALES / group if group else 0)
+
+
+def kv_bytes(
+    spec: ModelSpec, batch: int, tokens: int, bits: float = BITS, rolling: bool = False
+) -> float:
+    """Bytes of the pairs of a batch: 2 L K D B T bits / 8.
+
+    Args:
+      spec: the model's shape.
+      batch: B, sequences.
+      tokens: T of each.
+      bits: per number, see `stored_bits`.
+      rolling: whether layers with a sliding window keep no more than the window.
+
+    Raises:
+      UserError: a batch or length below 1.
+    """
+    whole_number("batch", batch, 1)
+    whole_number("tokens", tokens, 1)
+    windows = [spec.sliding_window(layer) for layer in range(spec.num_layers)]
+    held = sum(min(tokens, (rolling and w) or tokens) for w in windows)
+    return 2 * spec.num_kv_heads * spec.head_dim * held * batch * bits / 8
+
+
+def weight_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Bytes of all weights, from their shapes."""
+    return weights_bytes(_row(spec, 1, None, dtype))
+
+
+def row_bytes(spec: ModelSpec, tokens: int, budget: int | None, dtype: str) -> int:
+    """Bytes of one row's KV state, positions and counters included.
+
+    Args:
+      spec: the model's shape.
+      tokens: of the row.
+      budget: pairs per head; None is the full cache.
+      dtype: of the pairs.
+    """
+    return max(state_bytes(_row(spec, tokens, budget, dtype)).values())
+
+
+def rows_that_fit(memory_bytes: float, weights: float, row: float) -> int:
+    """Rows of so many bytes beside the weights, in the share that may be used.
+
+    Temporaries, which `kvjax.plan` reads off programs, come on top.
+    """
+    return max(int((memory_bytes * USABLE - weights) // row), 0)
+
+
+def _row(spec: ModelSpec, tokens: int, budget: int | None, dtype: str) -> Job:
+    """A job of one row that reads `tokens` and writes none."""
+    rule = policies.average_attention() if budget else None
+    schedule = Schedule() if budget else Schedule("none")
+    return Job(spec, make_config(spec, rule, budget, schedule), 1, tokens, 0, dtype)
+
+
+# --- a step of decoding ---------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """One token for every row of a batch: what weights and what pairs have in it."""
+
+    weights: Work
+    pairs: Work
+
+    @property
+    def work(self) -> Work:
+        return roofline.total(list(self))
+
+    @property
+    def share_of_pairs(self) -> float:
+        """Of the bytes that are moved."""
+        return self.pairs.bytes / self.work.bytes
+
+    def seconds(self, rates: Rates) -> float:
+        return roofline.seconds([self.work], rates)
+
+    def waits_for(self, rates: Rates) -> str:
+        """'bytes' or 'FLOPs', whichever takes longer."""
+        bytes_ = self.work.bytes / rates.bytes_per_s
+        return "FLOPs" if self.work.flops / rates.flops_per_s > bytes_ else "bytes"
+
+
+def decode_step(spec: ModelSpec, batch: int, tokens: int, bits: float = BITS) -> Step:
+    """A step of `batch` rows, each with `tokens` pairs per head, the new one included.
+
+    Weights are 16 bits; unpacking pairs of fewer bits is free, which it is not.
+
+    Raises:
+      UserError: a batch or length below 1.
+    """
+    whole_number("batch", batch, 1)
+    whole_number("tokens", tokens, 1)
+    held = (tokens,) * (spec.num_layers * spec.num_kv_heads)
+    return Step(
+        roofline.matrices(spec, BITS / 8, batch, 1, logits=True),
+        roofline.attention(spec, bits / 8, batch, 1, held),
+    )
+
+
+def gain(
+    spec: ModelSpec, batch: int, tokens: int, bits: float, rates: Rates = BYTES_ALONE
+) -> float:
+    """Times as many tokens per second with pairs of so many bits as with 16."""
+    plain, small = (decode_step(spec, batch, tokens, b) for b in (BITS, bits))
+    return plain.seconds(rates) / small.seconds(rates)
+
+
+def length_of_gain(
+    spec: ModelSpec,
+    batch: int,
+    bits: float,
+    least: float,
+    rates: Rates = BYTES_ALONE,
+    longest: int = 2**24,
+) -> int | None:
+    """The first length, in tokens, at which `gain` is `least`; None up to `longest`.
+
+    Gains grow with the length: pairs have fewer FLOPs per byte than a batch's weights.
+    """
+    lengths = range(1, longest + 1)
+    reached = lambda tokens: gain(spec, batch, tokens, bits, rates) >= least
+    found = bisect.bisect_left(lengths, True, key=reached)
+    return lengths[found] if found < longest else None
+
+
+# --- pages ----------------------------------------------------------------------------
+
+
+def draw_lengths(
+    kind: str, count: int, longest: int, seed: int = 0
+) -> Int[np.ndarray, " N"]:
+    """Lengths of `count` sequences, 1 to `longest` tokens.
+
+    Args:
+      kind: 'uniform', or 'lognormal' with its median at an eighth of the longest and a
+        sigma of 1, cut off at both ends.
+      count: N.
+      longest: tokens.
+      seed: of NumPy's generator.
+
+    Raises:
+      UserError: another kind, or a number below 1.
+    """
+    whole_number("count", count, 1)
+    whole_number("longest", longest, 1)
+    rng = np.random.default_rng(seed)
+    if kind == "uniform":
+        return rng.integers(1, longest, count, endpoint=True)
+    if kind != "lognormal":
+        raise UserError(f"no lengths of kind {kind!r}: lognormal or uniform")
+    drawn = rng.lognormal(math.log(longest / 8), 1.0, count)
+    return np.clip(np.rint(drawn), 1, longest).astype(np.int64)
+
+
+def contiguous_waste(lengths: Int[np.ndarray, " N"], longest: int) -> float:
+    """Share that stays empty where `longest` tokens are reserved for every sequence."""
+    return 1 - float(lengths.mean()) / longest
+
+
+class Paging(NamedTuple):
+    """What pages of so many tokens cost, per sequence.
+
+    Attributes:
+      empty: tokens of the last page that are not used, the mean.
+      entries: of the page table, the mean.
+      overhead: bytes of both, as a share of the bytes that are used.
+    """
+
+    empty: float
+    entries: float
+    overhead: float
+
+
+def paging(lengths: Int[np.ndarray, " N"], page: int, token_bytes: float) -> Paging:
+    """Pages for sequences of such lengths; table entries are 4 bytes.
+
+    Where lengths are spread over many pages, (page - 1) / 2 tokens stay empty.
+
+    Args:
+      lengths: tokens of each sequence.
+      page: tokens of a page.
+      token_bytes: of a token's pairs, see `kv_bytes`.
+
+    Raises:
+      UserError: a page below 1 token.
+    """
+    whole_number("page", page, 1)
+    pages = -(-lengths // page)
+    empty = float((pages * page - lengths).mean())
+    entries = float(pages.mean())
+    used = float(lengths.mean()) * token_bytes
+    return Paging(empty, entries, (empty * token_bytes + entries * _ENTRY) / used)
+
+
+class Beams(NamedTuple):
+    """Tokens that pages hold for all beams of a prompt."""
+
+    apart: int
+    shared: int
+
+
+def beams(width: int, prompt: int, output: int, page: int = 16) -> Beams:
+    """Beam search with a copy of everything for each beam, and with copy on write.
+
+    Shared are the prompt's full pages. Its last one, if it is not full, is copied by
+    every beam, and outputs are taken to share nothing: the most that sharing can need.
+    Beams that branch off late need less.
+
+    Args:
+      width: beams.
+      prompt: tokens of it.
+      output: tokens that each beam has written.
+      page: tokens of a page.
+
+    Raises:
+      UserError: a width, page or prompt below 1, an output below 0.
+    """
+    for name, value in (("width", width), ("prompt", prompt), ("page", page)):
+        whole_number(name, value, 1)
+    whole_number("output", output, 0)
+    each = -(-(prompt + output) // page)
+    full = prompt // page
+    if output == 0:
+        return Beams(width * each * page, each * page)
+    return Beams(width * each * page, (full + width * (each - full)) * page)
+
+
+# --- a sequence that was preempted ----------------------------------------------------
+
+
+class Link(NamedTuple):
+    """How pairs come back from the host.
+
+    Attributes:
+      bytes_per_s: of the link.
+      copy_s: seconds that every copy takes beside its bytes.
+      page: tokens of a page; keys and values of a layer's page are a copy each.
+    """
+
+    bytes_per_s: float
+    copy_s: float
+    page: int
+
+
+def swap_seconds(spec: ModelSpec, tokens: int, link: Link) -> float:
+    """Bringing a sequence's pages back, one copy after the other."""
+    pages = -(-tokens // link.page)
+    copies = 2 * spec.num_layers * pages
+    moved = kv_bytes(spec, 1, pages * link.page)
+    return moved / link.bytes_per_s + copies * link.copy_s
+
+
+def recompute_seconds(
+    spec: ModelSpec, tokens: int, rates: Rates, chunk: int = 512
+) -> float:
+    """Reading a sequence again, by itself, in blocks of `chunk` tokens."""
+    whole_number("tokens", tokens, 1)
+    whole_number("chunk", chunk, 1)
+    blocks = [(min(chunk, tokens - start), start) for start in range(0, tokens, chunk)]
+    return roofline.seconds([_block(spec, *block) for block in blocks], rates)
+
+
+@functools.lru_cache(maxsize=4096)  # lengths have most of their blocks in common
+def _block(spec: ModelSpec, new: int, before: int) -> Work:
+    """Reading `new` tokens of a row after so many before them."""
+    held = (before + new,) * (spec.num_layers * spec.num_kv_heads)
+    weights = roofline.matrices(spec, BITS / 8, 1, new, logits=False)
+    pairs = roofline.attention(spec, BITS / 8, 1, new, held)
+    return roofline.total([weights, pairs])
+
+
+def faster_to_recompute(
+    spec: ModelSpec, lengths: Sequence[int], rates: Rates, link: Link
+) -> list[tuple[int, int]]:
+    """Stretches of `lengths`, first and last, where reading again beats the link.
+
+    Short sequences wait for the weights to be read, and long ones for their attention's
+    FLOPs, which grow with the square: where there is a stretch, it lies between.
+    """
+
+    def is_faster(tokens: int) -> bool:
+        return recompute_seconds(spec, tokens, rates) < swap_seconds(spec, tokens, link)
+
+    runs = [
+        (faster, list(run)) for faster, run in itertools.groupby(lengths, is_faster)
+    ]
+    return [(run[0], run[-1]) for faster, run in runs if faster]
+
+
+def equal_rate(spec: ModelSpec, tokens: int, rates: Rates) -> float:
+    """Bytes per second of a link that is as fast as reading the sequence again."""
+    return kv_bytes(spec, 1, tokens) / recompute_seconds(spec, tokens, rates)

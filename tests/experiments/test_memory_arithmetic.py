@@ -1,0 +1,181 @@
+"""The tables of KV arithmetic: what they print, draw and refuse."""
+
+import functools
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import types
+
+import pytest
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
+
+import memory_arithmetic
+import memory_parts
+from memory_parts import PARTS, Asked
+
+from kvjax.evaluation import arithmetic, roofline
+from kvjax.evaluation.report import figures
+from kvjax.models import presets
+from kvjax.types import UserError
+
+GIVEN = {
+    "models": ["llama-3-8b"],
+    "device": "a100-80gb",
+    "tokens": 4096,
+    "batches": ["1", "32"],
+    "longest": 4096,
+    "seed": 0,
+    "link_gb_per_s": 25.0,
+    "copy_us": 10.0,
+    "budget": 1024,
+    "dtype": "bfloat16",
+    "only": ["kv"],
+}
+SCRIPT = pathlib.Path(memory_arithmetic.__file__)
+
+
+def asked(**changes):
+    """What the script asks for without flags, of one model."""
+    fields = {
+        "specs": [presets.spec("llama-3-8b")],
+        "name": "a100-80gb",
+        "device": roofline.device("a100-80gb"),
+        "tokens": 4096,
+        "batches": [1, 32],
+        "longest": 4096,
+        "seed": 0,
+        "link": arithmetic.Link(25e9, 10e-6, 16),
+        "budget": 1024,
+        "dtype": "bfloat16",
+    }
+    return Asked(**(fields | changes))
+
+
+@functools.cache
+def made(name):
+    return PARTS[name](asked())
+
+
+@pytest.mark.parametrize("name", [name for name in PARTS if name != "rows"])
+def test_a_part_is_a_table_with_its_notes(name):
+    part = made(name)
+    title, table, *notes = memory_parts.as_text(part).split("\n\n")
+    lines = table.split("\n")
+    assert title == f"## {part.title}" and len(lines) == 2 + len(part.rows)
+    assert len({line.count("|") for line in lines}) == 1 and notes
+    assert "nan" not in table and "None" not in table
+    json.dumps(part.rows, allow_nan=False)
+
+
+def test_bytes_and_shares():
+    text = memory_parts.as_text(made("kv"))
+    assert "| llama-3-8b |            8, 32 |           128 |          0.5 |" in text
+    (_, row) = made("step").rows
+    assert row["share_of_pairs"] == pytest.approx(0.534, abs=1e-3)
+    assert row["waits_for"] == "bytes" and row["devices"] == 1
+    many = PARTS["step"](asked(batches=[119, 120])).rows
+    held = [16.06 + batch * 2**29 / 1e9 for batch in (119, 120)]  # embeddings too
+    assert held[0] < 80 < held[1] and [row["devices"] for row in many] == [1, 2]
+
+
+def test_published_gains_by_device():
+    """One length by bytes; two where 256 rows wait for their FLOPs, as on an A100."""
+    part = made("claims")
+    found = {row["rates"]: row["tokens"] for row in part.rows}
+    assert found["bytes alone"] == found["h100-sxm"] == {8: 1164, 4: 1109}
+    same = {row["rates"]: part.columns["both at one length"](row) for row in part.rows}
+    wanted = {"bytes alone": "yes", "a100-80gb": "no", "h100-sxm": "yes", "h200": "no"}
+    assert same == wanted
+    assert "a100-80gb 153, h100-sxm 295, h200 206" in part.notes[1]
+    never = part.columns["+26% by INT8 at tokens"]({"tokens": {8: None, 4: 1}})
+    assert never == "never" and not memory_parts.agree({8: None, 4: 1})
+
+
+def test_waste_is_of_the_lengths():
+    rows = made("pages").rows
+    waste = {row["lengths"]: row["contiguous_waste"] for row in rows}
+    assert (
+        waste["uniform"] == pytest.approx(0.5, abs=0.01) and waste["lognormal"] > 0.75
+    )
+    for row in rows:
+        assert row["empty"] == pytest.approx(row["expected_empty"], rel=0.05)
+
+
+def test_batches_that_fit(monkeypatch):
+    """What fits is what is left over the bytes of a row, and compression fits more."""
+    default, one = asked(), {"llama-2-7b": presets.CONFIGS["llama-2-7b"]}
+    monkeypatch.setattr(presets, "CONFIGS", one)
+    part = PARTS["rows"](default)
+    (row,) = part.rows
+    left = 80e9 * 0.92 - row["weights"]
+    batch, positions = row["batch"][80], 4 * 32 * 32
+    assert batch["2048"] == left // (2048 * (0.5 * 2**20 + positions))
+    assert batch["kv 1024"] > 1.9 * batch["2048"] > 1.9 * 4 * batch["8192"] > 0
+    assert row["batch"][24]["32768"] == 0
+    text = memory_parts.as_text(part)
+    assert "| llama-2-7b |       13.5 |            0.500 |" in text
+    assert " 7, 1, -, 15 | " in text
+
+
+@pytest.mark.parametrize("name", memory_arithmetic.PICTURES)
+def test_pictures(name, tmp_path):
+    import matplotlib
+
+    path = tmp_path / "x.png"
+    figures.save(path, memory_arithmetic.PICTURES[name], asked())
+    assert min(matplotlib.image.imread(path).shape[:2]) > 800
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"device": "a100"}, "no rates of 'a100': one of a100-80gb, "),
+        ({"models": ["gpt-4"]}, "no shape of 'gpt-4': one of falcon-7b, "),
+        ({"models": []}, "--models is empty: name one at least"),
+        ({"batches": ["1", "0"]}, "--batches 0: must be at least 1"),
+        ({"batches": ["1", "x"]}, "--batches is 'x': give a whole number"),
+        ({"only": ["beam"]}, "no part 'beam': --only takes kv, "),
+        ({"link_gb_per_s": 0.0}, "--link_gb_per_s 0.0: must be at least"),
+        ({"copy_us": math.nan}, "--copy_us is nan: give a number"),
+        ({"dtype": "int3"}, "dtype is 'int3': give one of "),
+    ],
+)
+def test_slips(change, told):
+    with pytest.raises(UserError, match=told) as caught:
+        memory_arithmetic.checked(types.SimpleNamespace(**(GIVEN | change)))
+    assert "\n" not in str(caught.value)
+
+
+def test_flags_become_what_is_asked():
+    found, wanted = memory_arithmetic.checked(types.SimpleNamespace(**GIVEN))
+    assert found == asked() and wanted == ["kv"]
+
+
+def test_a_folder_that_cannot_be(tmp_path):
+    """One line, before any table."""
+    (tmp_path / "file").touch()
+    given = [sys.executable, SCRIPT, "--only=step", f"--workdir={tmp_path}/file/x"]
+    done = subprocess.run(given, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"error: {tmp_path}/file/x cannot be written: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_command(tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, SCRIPT, f"--workdir={tmp_path}", "--device=tpu-v5e"),
+            *("--models=llama-3-8b,mistral-7b", "--batches=8", "--only=kv,step"),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert [row["bytes"]["8"] / 2**30 for row in told["kv"]] == [4, 4]
+    assert told["device"] == "tpu-v5e" and "claims" not in told
+    assert told["pictures"] == [str(tmp_path / "step.png")]
+    assert all(pathlib.Path(path).exists() for path in told["pictures"])
