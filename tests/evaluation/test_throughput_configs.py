@@ -53,6 +53,17 @@ def test_configs_of_what_is_missing():
         config_of(path)
 
 
+def test_phi35_keeps_its_longrope():
+    """Of the whole context: every one of its frequencies by a factor of its own."""
+    spec = presets.spec("phi-3.5-mini")
+    rope = spec.rope
+    assert (rope.kind, rope.factor, rope.original) == ("longrope", 32, 4096)
+    assert len(rope.factors) == spec.head_dim // 2 == 48
+    assert sorted(rope.factors) == list(rope.factors)
+    assert (rope.factors[0], rope.factors[-1]) == pytest.approx((1.08, 64.84))
+    assert rope.scale == pytest.approx((1 + np.log(32) / np.log(4096)) ** 0.5)
+
+
 def test_random_models(monkeypatch):
     """The published shape, the same weights every time, and no tokenizer."""
     small = presets._config("LlamaForCausalLM", 1, 16, 32, 4, 2, 50, 64)
