@@ -13,7 +13,7 @@ One device of 128 GB stands for four V100 of 32 GB. The paper has four or two of
 that GSM8K, where |kv| times batch is about half as large, had two, and this task four,
 is our reading. Weights are of 16 bits, here bfloat16. Which samples are drawn, and that
 longer ones lose their middle, is our choice; so is that ED evicts |kv| - 1 pairs, which
-leaves the newest.
+leaves the newest, as a warning says.
 
 Speed depends on shapes alone, so weights are random, and prompts 3,584 random tokens,
 unless `--config.model` names a folder that holds real weights. Then the prompts are the

@@ -15,7 +15,7 @@ CNN/DailyMail, NarrativeQA and GSM8K in this order is our reading. Keys are rota
 for the whole context of 131,072 tokens, with LongRoPE's long factors, at any length.
 Weights are of 16 bits, here bfloat16. Which samples are drawn, and that longer ones
 lose their middle, is our choice; so is that ED evicts |kv| - 1 pairs, which leaves the
-newest.
+newest, as a warning says.
 
 Speed depends on shapes alone, so weights are random, and prompts 3,584 random tokens,
 unless `--config.model` names a folder that holds real weights. Then the prompts are the

@@ -433,13 +433,14 @@ def test_a_mesh(experiment, model, tmp_path, monkeypatch):
         run.run(pool, tmp_path / "pool", lambda *step: None)
 
 
-def test_a_model_without_a_tokenizer(experiment, model, tmp_path, monkeypatch):
-    """Random prompts of exactly the length, and nothing to grade."""
+def test_a_model_without_a_tokenizer(model, tmp_path, monkeypatch):
+    """Random prompts of exactly the length, and nothing to grade; at a fixed batch."""
     bare = model._replace(tokenizer=None)
     monkeypatch.setattr(run, "load", lambda name, dtype, mesh: bare)
-    (record,) = run.run(short(experiment), tmp_path, lambda *step: None)
+    fixed = run.from_config(CONFIG | {"methods": [FIXED | {"batch_size": 2}]}, {})
+    (record,) = run.run(short(fixed), tmp_path, lambda *step: None)
     assert (record["score"], record["num_examples"]) == (None, 0)
-    assert record["prompt_tokens"] == 100
+    assert (record["prompt_tokens"], record["batch_size"]) == (100, 2)
 
 
 @pytest.mark.parametrize(
