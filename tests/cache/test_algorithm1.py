@@ -195,6 +195,15 @@ def test_evictions_while_the_prompt_is_read_and_none_after(tiny):
         make_config(tiny.spec, "h2o", 8, Schedule("prefill_only", **sizes))
 
 
+def test_nothing_goes_once_the_prompt_is_read(tiny):
+    """Not even what the rule would not keep at any budget."""
+    schedule = Schedule("prefill_only", prefill_chunk=8, evict_size=8)
+    config = make_config(tiny.spec, policies.sliding_window(6), 20, schedule)
+    read, grown, *_ = run(tiny, config, np.arange(61) % tiny.spec.vocab_size, 3)
+    assert as_lists(read) == as_lists(grown)
+    assert len(read[0][0]) > 6
+
+
 def test_one_compaction_after_the_prompt(tiny):
     """The prompt's best pairs stay, and so does everything decoded."""
     config = make_config(
