@@ -340,6 +340,10 @@ TWINS = [  # what tells them apart is in no table
             {"methods": [{"name": "a", "policy": "recency", "batch_rule": "ed"}]},
             ["batch_rule", "throughput"],
         ),
+        (
+            {"methods": [{"name": "a", "policy": "recency", "batch_size": 4}]},
+            ["batch_size", "throughput"],
+        ),
         ({"experiment": "speed"}, ["'speed'", "quality, throughput"]),
         ({"mesh": "data:2", "layerwise": True}, ["layerwise"]),
         ({"budget": 8}, ["budget 8", "raise the budget"]),

@@ -248,11 +248,11 @@ def _sizes(
     if isinstance(budget, int | np.integer) and not isinstance(budget, bool):
         budget = int(budget)
         rule = budgets.for_prompts(budgets.make(rule or "uniform"), length)
-        if rule.reallocate and not schedule.compacts:
+        if rule.reallocate and schedule.evicts_in_prefill:
             raise UserError(
                 f"budget rule {rule.name!r} changes sizes once the prompt is in, where "
-                f"the schedule {schedule.phases!r} moves nothing: use 'after_prefill' "
-                "or 'decode_only'"
+                f"the schedule {schedule.phases!r} no longer has all its pairs: use "
+                "'after_prefill' or 'decode_only'"
             )
         return rule, budgets.allocated(rule, spec, budget)
     if not np.iterable(budget):
@@ -322,7 +322,7 @@ def _by_heads(
     pinned = policies.protect(policy, calibrations.SINKS, calibrations.NEWEST)
     chunk = schedule.prefill_chunk if schedule.evicts_in_prefill else None
     evict = schedule.evict_size or chunk or _EVICT
-    evict *= schedule.evicts_in_decode
+    evict *= schedule.evicts_again
     least = max(pinned.num_pinned + evict + _SOME, 2 * evict)
     floor = max(calibrations.FLOOR, math.ceil(least / _SOME) * _SOME)
     if _share_of(budget, length) < floor:  # too few to share out
@@ -396,7 +396,7 @@ def check_budget(budget: int, policy: policies.Policy, schedule: Schedule) -> No
             f"schedule evict_size={evict} makes no room for a chunk of {chunk} tokens: "
             "raise evict_size, or lower prefill_chunk"
         )
-    least = budget - evict if schedule.evicts_in_decode else budget
+    least = budget - evict if schedule.evicts_again else budget
     if least < 1:
         raise UserError(
             f"budget {budget} must be larger than the {evict} pairs that one eviction "

@@ -5,7 +5,13 @@ import dataclasses
 from kvjax.types import UserError, whole_number
 
 CHUNK = 64
-PHASES = ("none", "prefill_and_decode", "after_prefill", "decode_only")
+PHASES = (
+    "none",
+    "prefill_and_decode",
+    "prefill_only",
+    "after_prefill",
+    "decode_only",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +23,8 @@ class Schedule:
       `prefill_and_decode`  Batch-Max, Algorithm 1: the first |kv| tokens fill the
         budget; from then on, whenever a row's pairs and the incoming tokens would
         exceed it, all but |kv| - `evict_size` pairs per head go first.
+      `prefill_only`  the same while the prompt is read, and never again: what is
+        decoded stays. EasyKV's way of encoding.
       `after_prefill`  one compaction to the budget once the whole prompt is in; what is
         decoded stays. SnapKV's schedule.
       `decode_only`  full prefill, one compaction to `budget - evict_size`, then
@@ -57,16 +65,21 @@ class Schedule:
 
     @property
     def evicts_in_prefill(self) -> bool:
-        return self.phases == "prefill_and_decode"
+        return self.phases in ("prefill_and_decode", "prefill_only")
 
     @property
     def evicts_in_decode(self) -> bool:
         return self.phases in ("prefill_and_decode", "decode_only")
 
     @property
+    def evicts_again(self) -> bool:
+        """Whether evictions come as budgets fill, each leaving room for more."""
+        return self.evicts_in_prefill or self.evicts_in_decode
+
+    @property
     def compacts(self) -> bool:
-        """Whether the state shrinks between prefill and decode."""
-        return self.phases in ("after_prefill", "decode_only")
+        """Whether the state changes its capacity between prefill and decode."""
+        return self.phases in ("prefill_only", "after_prefill", "decode_only")
 
 
 def _power_of_two(most: int) -> int:

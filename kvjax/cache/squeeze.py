@@ -32,7 +32,7 @@ def squeeze(p: float = 0.35, least: int = 1) -> budgets.BudgetRule:
 
     The cosines are means over the prompts that are read together, so sizes are a
     batch's, not a prompt's. What is stored while these are read is the whole prompt: a
-    schedule with a compaction, `after_prefill` or `decode_only`, is needed.
+    schedule that reads it whole, `after_prefill` or `decode_only`, is needed.
 
     Sizes pay no heed to the length of the prompt: where G3 has nearly all layers, the
     few others get more room than there are pairs to put there. Look at a model's

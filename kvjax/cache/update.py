@@ -200,7 +200,7 @@ def compact(
     Heads that hold more than the schedule lets into decoding drop their least important
     pairs first: to the budget (`after_prefill`), or to the room that the first decoded
     token would make (`decode_only`). What the policy would not keep at any budget goes
-    too.
+    too. Under `prefill_only` nothing goes: heads are within the budget.
 
     Args:
       state: after the prompt.
@@ -214,7 +214,7 @@ def compact(
     count = state.error.shape[1]
     for index, place, heads in _all_parts(state):
         layer, stat = state.layers[place], state.stats[place]
-        if config.policy:
+        if config.policy and not config.schedule.evicts_in_prefill:
             budget = parts.size_of(config.budget[index], heads)
             held = layout.live(layer)
             if config.schedule.evicts_in_decode:

@@ -83,8 +83,9 @@ def generate(
     `prefill_and_decode`, the default, a head never holds more than |kv| pairs: the
     first |kv| tokens all stay, and then every eviction leaves |kv| - p of them, so that
     the p tokens that come next fill it again (p = 64, or less where |kv| is small). Of
-    `after_prefill` the whole prompt is held while it is read, |kv| of its pairs are
-    left of it, and what is decoded comes on top. Of `decode_only` likewise, but
+    `prefill_only` that holds while the prompt is read, and what is decoded comes on
+    top. Of `after_prefill` the whole prompt is held while it is read, |kv| of its pairs
+    are left of it, and what is decoded comes on top. Of `decode_only` likewise, but
     decoding never holds more than |kv|.
 
     Args:

@@ -49,9 +49,10 @@ def likelihoods(
 
     The context is read as a prompt, block by block, and compressed as the schedule
     says; then the continuation's tokens are fed as if they had been generated. Under a
-    schedule that only compresses prompts (`after_prefill`), what the continuation adds
-    stays. A context that several continuations share is read once. Pairs of any lengths
-    run in batches that fill the memory, and each gets what it would get alone.
+    schedule that only compresses prompts (`after_prefill`, `prefill_only`), what the
+    continuation adds stays. A context that several continuations share is read once.
+    Pairs of any lengths run in batches that fill the memory, and each gets what it
+    would get alone.
 
     Args:
       model: the model.

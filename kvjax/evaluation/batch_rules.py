@@ -6,6 +6,7 @@ Source: Metel et al. 2024, arXiv 2412.05693, section 4.1::
                 the newest pair only) no longer fits
     full        the same, or the largest that fits if that is less
     batch_max   the largest of D that fits, see `divisors`
+    fixed       the method's `batch_size`, such as a paper's, which has to fit
     staggered   the largest pool, then the largest groups, see `kvjax.engine.staggered`
 
 Whether a batch fits is read off its compiled programs; `step_back` is for devices that
@@ -17,10 +18,17 @@ from collections.abc import Sequence
 
 from kvjax.engine import staggered
 from kvjax.engine.compiled import Job
-from kvjax.engine.planner import Plan, check_one_row, plan_if_fits, plan_job
+from kvjax.engine.planner import (
+    Plan,
+    check_one_row,
+    plan_if_fits,
+    plan_job,
+    state_bytes,
+    weights_bytes,
+)
 from kvjax.types import UserError
 
-BATCH_RULES = ("full", "ed", "batch_max", "staggered")
+BATCH_RULES = ("full", "ed", "batch_max", "fixed", "staggered")
 
 
 def divisors(count: int) -> list[int]:
@@ -36,6 +44,10 @@ def check(rule: str, job: Job, memory_bytes: int) -> None:
     if rule == "staggered":
         staggered.check(job)
     check_one_row(job, memory_bytes)
+    if rule == "fixed":
+        least = weights_bytes(job) + max(state_bytes(job).values())
+        if least > memory_bytes:
+            raise _too_large(job, f"weights and KV state take {least / 1e9:.3g} GB")
 
 
 def find_batch(rule: str, job: Job, memory_bytes: int, count: int, most: int) -> Plan:
@@ -43,14 +55,18 @@ def find_batch(rule: str, job: Job, memory_bytes: int, count: int, most: int) ->
 
     Args:
       rule: of `BATCH_RULES`; `full`, for which `most` is ED's batch, is as `ed`.
-      job: whatever batch it names.
+      job: whatever batch it names, but for `fixed`, of which it is the batch.
       memory_bytes: the limit.
       count: prompts there are.
       most: no larger batch than that.
 
     Raises:
-      UserError: not even one row fits.
+      UserError: not even one row fits, or not the fixed batch.
     """
+    if rule == "fixed":
+        if planned := plan_if_fits(job, "batch_size", memory_bytes):
+            return planned
+        raise _too_large(job, f"compiled, it exceeds {memory_bytes / 1e9:.3g} GB")
     if rule == "staggered":
         return staggered.plan_job(job, memory_bytes, most)
     planned = plan_job(job, memory_bytes, most)
@@ -61,6 +77,13 @@ def find_batch(rule: str, job: Job, memory_bytes: int, count: int, most: int) ->
         return planned
     limit = "prompts" if most == count else "ED"
     return dataclasses.replace(planned, limited_by=limit)
+
+
+def _too_large(job: Job, what: str) -> UserError:
+    return UserError(
+        f"batch_size {job.batch} of {job.spec.name} does not fit, {what}: give a "
+        "smaller batch_size or budget, or more memory"
+    )
 
 
 def _largest(planned: Plan, sizes: Sequence[int]) -> Plan:
@@ -87,6 +110,10 @@ def step_back(rule: str, planned: Plan, count: int) -> Plan:
     Raises:
       UserError: there is none.
     """
+    if rule == "fixed":
+        raise _too_large(
+            planned.job, f"though {planned.peak_bytes / 1e9:.3g} GB were planned"
+        )
     if rule == "staggered" and planned.prefill_groups[0] > 1:
         return dataclasses.replace(
             staggered.halved(planned), limited_by="out of memory"

@@ -49,6 +49,7 @@ class Method:
         the name of their row in a sweep's tables and pictures; None is the name.
       batch_rule: how its batch is found, one of `batch_rules.BATCH_RULES`; of
         throughput alone.
+      batch_size: prompts at a time, where the batch rule is `fixed`.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Method:
     implementation: str | None = None
     series: str | None = None
     batch_rule: str | None = None
+    batch_size: int | None = None
 
     def cache_config(self, spec: ModelSpec, length: int | None = None) -> CacheConfig:
         """What is kept of prompts of `length` tokens at most.

@@ -76,11 +76,12 @@ class Quality(Experiment):
         super().check()
         config.at_least(0, num_windows=self.fidelity.num_windows)
         for method in self.methods:
-            if method.batch_rule:
-                raise UserError(
-                    f"method {method.name!r}: batch_rule is for throughput; quality "
-                    "runs at the largest batch that fits"
-                )
+            for field in ("batch_rule", "batch_size"):
+                if getattr(method, field) is not None:
+                    raise UserError(
+                        f"method {method.name!r}: {field} is for throughput; quality "
+                        "runs at the largest batch that fits"
+                    )
         if self.mesh and self.layerwise:
             raise UserError("a mesh runs whole models: set layerwise to false")
 

@@ -41,6 +41,7 @@ _COMMON: dict[str, dict[str, Any]] = {
     "full": {},
     "ed": {"policy": "recency", "phases": "decode_only", "budget": 2, "evict_size": 1},
     "batch_max": {"phases": "prefill_and_decode"},
+    "fixed": {},
     "staggered": {"phases": "after_prefill"},
 }
 # What a line of batches.jsonl holds that a method's record is made of.
@@ -88,6 +89,8 @@ class Throughput(Experiment):
         config.at_least(1, min_timed_batches=self.min_timed_batches)
         for new in self.max_new_tokens:
             config.at_least(1, max_new_tokens=new)
+        for method in self.methods:
+            _check_batch_size(method, self.tasks[0].num_examples)
 
 
 def from_config(fields: config.Fields, overrides: config.Fields) -> Throughput:
@@ -132,6 +135,22 @@ def _method(asked: str | Mapping[str, Any], shared: dict[str, Any]) -> Method:
             + ", ".join(batch_rules.BATCH_RULES)
         )
     return config.method(_COMMON[rule] | dict(asked), shared)
+
+
+def _check_batch_size(method: Method, prompts: int) -> None:
+    """Raises UserError for a batch size that is missing, unasked for or too large."""
+    size = method.batch_size
+    config.at_least(1, batch_size=size)
+    if (size is None) == (method.batch_rule == "fixed"):
+        raise UserError(
+            f"method {method.name!r}: batch_rule {method.batch_rule!r} with batch_size "
+            f"{size}: 'fixed' takes one, and no other rule does"
+        )
+    if size is not None and size > prompts:
+        raise UserError(
+            f"method {method.name!r}: batch_size {size} exceeds the {prompts} prompts: "
+            "lower it, or raise num_examples"
+        )
 
 
 def rows(setting: Setting) -> list[Row]:
@@ -203,7 +222,8 @@ def _job(model: Model, method: Method, longest: int, new: int) -> Job:
     """Without an end token: all rows generate `new` tokens."""
     kept = method.cache_config(model.spec, longest)
     prompt = compiled.bucket(model.spec, kept, longest, new)
-    return compiled.job_of(model, kept, prompt, new)
+    job = compiled.job_of(model, kept, prompt, new)
+    return dataclasses.replace(job, batch=method.batch_size or job.batch)
 
 
 def _measured(

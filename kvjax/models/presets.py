@@ -1,6 +1,6 @@
 """Shapes of published models, without their weights: for plans and benchmarks.
 
-Each is what its config.json says of the shape. Phi-3.5's rotary factors are left out.
+Each is what its config.json says of the shape.
 """
 
 from typing import Any
@@ -15,6 +15,28 @@ _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+
+# Of Phi-3.5-mini-instruct, beyond the 4,096 tokens that it was first trained on: one
+# for each of a head's 48 frequencies.
+_PHI35_FACTORS = """
+1.0800000429153442 1.1100000143051147 1.1399999856948853 1.340000033378601
+1.5899999141693115 1.600000023841858 1.6200000047683716 2.620000123977661
+3.2300000190734863 3.2300000190734863 4.789999961853027 7.400000095367432
+7.700000286102295 9.09000015258789 12.199999809265137 17.670000076293945
+24.46000099182129 28.57000160217285 30.420001983642578 30.840002059936523
+32.590003967285156 32.93000411987305 42.320003509521484 44.96000289916992
+50.340003967285156 50.45000457763672 57.55000305175781 57.93000411987305
+58.21000289916992 60.1400032043457 62.61000442504883 62.62000274658203
+62.71000289916992 63.1400032043457 63.1400032043457 63.77000427246094
+63.93000411987305 63.96000289916992 63.970001220703125 64.02999877929688
+64.06999969482422 64.08000183105469 64.12000274658203 64.41000366210938
+64.4800033569336 64.51000213623047 64.52999877929688 64.83999633789062
+"""
+_PHI35_ROPE = {
+    "type": "longrope",
+    "long_factor": tuple(map(float, _PHI35_FACTORS.split())),
+    "original_max_position_embeddings": 4096,
 }
 
 
@@ -59,7 +81,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_experts_per_tok=2,
         rope_theta=1e6,
     ),
-    "phi-3.5-mini": _config("Phi3ForCausalLM", 32, 3072, 8192, 32, 32, 32_064, 131_072),
+    "phi-3.5-mini": _config(
+        *("Phi3ForCausalLM", 32, 3072, 8192, 32, 32, 32_064, 131_072),
+        rope_scaling=_PHI35_ROPE,
+    ),
     "qwen2-7b": _config(
         *("Qwen2ForCausalLM", 28, 3584, 18944, 28, 4, 152_064, 32_768), rope_theta=1e6
     ),

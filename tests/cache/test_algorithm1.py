@@ -8,7 +8,7 @@ from conftest import often
 from testing import oracle
 from testing.engine import decode, score_tokens
 
-from kvjax import Schedule, cache, policies
+from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.config import make_config
 from kvjax.engine.steps import compact, prefill
 
@@ -162,6 +162,46 @@ def test_ed_keeps_only_the_newest_pair(tiny):
     assert as_lists(full) == [[list(range(37)) for _ in heads] for _ in every]
     assert as_lists(compacted) == [[[36] for _ in heads] for _ in every]
     assert as_lists(at_end) == [[[39, 40] for _ in heads] for _ in every]
+
+
+def test_evictions_while_the_prompt_is_read_and_none_after(tiny):
+    """What Algorithm 1 leaves of the prompt, and all that is written."""
+    budget, p = 20, 8
+    sizes = {"prefill_chunk": p, "evict_size": p}
+    config, always = (
+        make_config(tiny.spec, "average_attention", budget, Schedule(phases, **sizes))
+        for phases in ("prefill_only", "prefill_and_decode")
+    )
+    rng = np.random.default_rng(0)
+    for length in (budget - 5, budget, 3 * budget + 1):
+        prompt = rng.integers(0, tiny.spec.vocab_size, length)
+        read, grown, at_end, tokens = run(tiny, config, prompt)
+        expected, *_ = run(tiny, always, prompt)
+        assert as_lists(read) == as_lists(grown) == as_lists(expected)
+        written = list(range(length, length + STEPS - 1))
+        kept = [[head + written for head in layer] for layer in as_lists(read)]
+        assert as_lists(at_end) == kept
+        by_hand = oracle.Decoder(
+            tiny.spec, tiny.params, oracle.average_attention(), budget, p
+        )
+        logits = by_hand.prefill(prompt)
+        for layer in by_hand.layers:
+            layer.rule = None
+        for token in tokens[:-1]:
+            assert token == int(np.argmax(logits))
+            logits = by_hand.step([token])
+        assert as_lists(at_end) == by_hand.kept(), f"prompt of {length}"
+    with pytest.raises(UserError, match="budget 8 must be larger than the 8 pairs"):
+        make_config(tiny.spec, "h2o", 8, Schedule("prefill_only", **sizes))
+
+
+def test_nothing_goes_once_the_prompt_is_read(tiny):
+    """Not even what the rule would not keep at any budget."""
+    schedule = Schedule("prefill_only", prefill_chunk=8, evict_size=8)
+    config = make_config(tiny.spec, policies.sliding_window(6), 20, schedule)
+    read, grown, *_ = run(tiny, config, np.arange(61) % tiny.spec.vocab_size, 3)
+    assert as_lists(read) == as_lists(grown)
+    assert len(read[0][0]) > 6
 
 
 def test_one_compaction_after_the_prompt(tiny):

@@ -29,6 +29,7 @@ SPEC = layer.spec_of(heads=4, group=2, depth=8)
 DATA = layer.random_data(SPEC, len(LENGTHS), PROMPT + NEW, seed=0)
 ALONE = [name for name, policy in POLICIES.items() if not policy.needs_all_heads]
 CASES = [(name, SCHEDULES[i % 3]) for i, name in enumerate(ALONE)]
+CASES += [("h2o", "prefill_only")]
 QUICK = [CASES[ALONE.index(name)] for name in ("average_attention", "snapkv")]
 OFTEN = ("random", "key_diff", "fastgen", "scissorhands", "expected_attention", "r_kv")
 LATER = [CASES[ALONE.index(name)] for name in OFTEN]

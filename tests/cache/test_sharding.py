@@ -44,6 +44,7 @@ CASES = often(
         *((name, "prefill_and_decode", ("1x8", "8x1")) for name in POLICIES),
         *((name, "after_prefill", ("2x4",)) for name in KINDS[:3]),
         *((name, "decode_only", ("2x4",)) for name in KINDS[:3]),
+        *((name, "prefill_only", ("2x4",)) for name in KINDS[:3]),
     ],
     [
         *((name, "prefill_and_decode", ("2x4",)) for name in (*KINDS, *MORE)),

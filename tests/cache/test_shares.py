@@ -49,6 +49,8 @@ def test_a_share_leaves_room_for_pinned_pairs():
     assert sizes(made).min() == 96  # 36 + 20 pinned, 32 evicted, and some more
     made = config("25%", "h2o", Schedule(prefill_chunk=64), length=1000)
     assert sizes(made).min() == 128  # an eviction leaves half of it
+    made = config("25%", "h2o", Schedule("prefill_only", 64), length=1000)
+    assert sizes(made).min() == 128  # likewise
     few = config("50%", length=40)
     assert sizes(few).sum() == 20 * 90  # below the least size: all alike
 

@@ -199,6 +199,12 @@ def test_bad_options(options, words):
     ("policy", "rule", "schedule", "words"),
     [
         ("h2o", "squeeze", Schedule(), "'squeeze' changes sizes once the prompt is in"),
+        (
+            "h2o",
+            "squeeze",
+            Schedule("prefill_only"),
+            "'prefill_only' no longer has all",
+        ),
         ("h2o", squeeze.squeeze(least=25), AFTER, "'squeeze' keeps at least 25 pairs"),
         (policies.streaming(8), "squeeze", AFTER, "pins 8 pairs, but .* budget 8"),
         (

@@ -20,7 +20,7 @@ from kvjax.engine.steps import prefill
 
 BUDGET, BLOCK = 24, 8
 LENGTHS = (5, 24, 25, 40, 63, 90)  # below, at and above the budget; ragged
-SCHEDULES = ("prefill_and_decode", "after_prefill", "decode_only")
+SCHEDULES = ("prefill_and_decode", "after_prefill", "decode_only", "prefill_only")
 CASES = [
     *(("average_attention", phases) for phases in SCHEDULES),
     ("key_diff", "prefill_and_decode"),

@@ -24,6 +24,7 @@ METHODS = [
     (policies.h2o(), "after_prefill", {}),
     (policies.expected_attention(), "after_prefill", {}),
     (policies.streaming(), "after_prefill", {"rope_positions": "cache"}),
+    (policies.average_attention(), "prefill_only", {}),
 ]
 
 

@@ -17,6 +17,7 @@ from kvjax.engine.planner import phase_bytes, plan_job, state_bytes, weights_byt
 from kvjax.engine.sampling import Sampling
 
 AFTER = Schedule("after_prefill", prefill_chunk=8)
+READING = Schedule("prefill_only", prefill_chunk=8)
 ED = Schedule("decode_only", prefill_chunk=8, evict_size=1)
 MEMORY = 8_000_000
 SPEC = tiny_spec(num_layers=3, head_dim=16, context_length=4096)
@@ -49,6 +50,7 @@ def pooled_run(params, job, group, *given, **how):
         (policies.key_diff(), AFTER, ((8, 40), 16)),
         (policies.expected_attention(), AFTER, 24),
         (policies.fastgen(), AFTER, 24),
+        (policies.h2o(), READING, 24),
         (policies.recency(), ED, 2),
     ],
     ids=lambda each: getattr(each, "name", None),

@@ -263,6 +263,15 @@ def test_narrativeqa_asks_as_helm_does(folder):
     assert example.answers == ("A fox", "the fox")
 
 
+def test_narrativeqa_counts_pairs_of_words(folder):
+    """The best reference counts; a shared word without its neighbour does not."""
+    task = tasks.get("narrativeqa")
+    (example, *_) = ask("narrativeqa", 3, made("narrativeqa", folder))
+    found = task.grade("A red fox", example)
+    assert (found["rouge2"], found["rougeL"]) == pytest.approx((0, 0.8))
+    assert task.grade("So the fox", example)["rouge2"] == pytest.approx(2 / 3)
+
+
 def test_triviaqa_reads_evidence_and_grades_by_aliases(folder):
     task = tasks.get("triviaqa")
     (example, *_) = ask("triviaqa", 3, made("triviaqa", folder))

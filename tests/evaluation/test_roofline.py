@@ -145,10 +145,11 @@ def held(config, prompt_tokens, new=8):
             [64, 128, 128, 128],
             [65, 66, 67],
         ),
+        (Schedule("prefill_only", 64), 128, [64, 128, 128, 128], [129, 130, 131]),
         (Schedule("after_prefill", 64), 100, [64, 128, 192, 256], [101, 102, 103]),
         (Schedule("decode_only", 64, evict_size=1), 2, [64, 128, 192, 256], [2, 2, 2]),
     ],
-    ids=["batch_max", "after_prefill", "ed"],
+    ids=["batch_max", "prefill_only", "after_prefill", "ed"],
 )
 def test_pairs_held(tiny, schedule, budget, blocks, steps):
     """As the engine itself holds them, at the end of a real run of the same sizes."""

@@ -12,7 +12,7 @@ from testing.prose import HAYSTACK, make_tokenizer
 
 from kvjax.engine import api, runner
 from kvjax.engine.planner import phase_bytes
-from kvjax.evaluation import roofline, run, tasks, throughput
+from kvjax.evaluation import batch_rules, roofline, run, tasks, throughput
 from kvjax.evaluation.batch_rules import (
     divisors,
     find_batch,
@@ -55,6 +55,7 @@ CONFIG = {
     "max_new_tokens": [3, 6],
     "min_timed_batches": 2,
 }
+FIXED = {"name": "x", "batch_rule": "fixed"}
 SPEED = ("second", "_per_s", "measured", "roofline", "predicted")
 
 
@@ -112,6 +113,26 @@ def test_a_divisor_only(experiment, model):
     """13 prompts have no even batch but 1 and 13: the protocol takes 1 of those."""
     job = job_of(experiment, model, 3)
     assert find_batch("batch_max", job, MEMORY, 13, 12).batch == 1
+
+
+def test_a_fixed_batch(experiment, model):
+    """That one and no other, or a line that says what there is no room for."""
+    fields = FIXED | {"policy": "key_diff", "batch_size": 5}
+    (method,) = run.from_config(CONFIG | {"methods": [fields]}, {}).methods
+    job = throughput._job(model, method, 100, 6)
+    assert job.batch == 5
+    for memory in (MEMORY, 10 * MEMORY):
+        batch_rules.check("fixed", job, memory)
+        planned = find_batch("fixed", job, memory, 12, 12)
+        assert (planned.batch, planned.limited_by) == (5, "batch_size")
+    with pytest.raises(UserError, match="batch_size 5 of tiny does not fit, though"):
+        step_back("fixed", planned, 12)
+    with pytest.raises(UserError, match="batch_size 5 of tiny does not fit, compiled"):
+        find_batch("fixed", job, planned.peak_bytes - 1, 12, 12)
+    state = 5 * planned.row_bytes
+    with pytest.raises(UserError, match="does not fit, weights and KV state take"):
+        batch_rules.check("fixed", job, planned.weights_bytes + state - 1)
+    batch_rules.check("fixed", job, planned.weights_bytes + state)
 
 
 @pytest.mark.parametrize(
@@ -412,13 +433,14 @@ def test_a_mesh(experiment, model, tmp_path, monkeypatch):
         run.run(pool, tmp_path / "pool", lambda *step: None)
 
 
-def test_a_model_without_a_tokenizer(experiment, model, tmp_path, monkeypatch):
-    """Random prompts of exactly the length, and nothing to grade."""
+def test_a_model_without_a_tokenizer(model, tmp_path, monkeypatch):
+    """Random prompts of exactly the length, and nothing to grade; at a fixed batch."""
     bare = model._replace(tokenizer=None)
     monkeypatch.setattr(run, "load", lambda name, dtype, mesh: bare)
-    (record,) = run.run(short(experiment), tmp_path, lambda *step: None)
+    fixed = run.from_config(CONFIG | {"methods": [FIXED | {"batch_size": 2}]}, {})
+    (record,) = run.run(short(fixed), tmp_path, lambda *step: None)
     assert (record["score"], record["num_examples"]) == (None, 0)
-    assert record["prompt_tokens"] == 100
+    assert (record["prompt_tokens"], record["batch_size"]) == (100, 2)
 
 
 @pytest.mark.parametrize(
@@ -432,6 +454,20 @@ def test_a_model_without_a_tokenizer(experiment, model, tmp_path, monkeypatch):
         ({"methods": [{"name": "x"}]}, "batch_rule None is unknown"),
         ({"methods": ["EDD"]}, "method 'EDD' is unknown: .* 'FKV', 'ED', 'Batch-Max'"),
         ({"memory_gb": -1}, "memory_gb -1"),
+        ({"methods": [FIXED]}, "'fixed' with batch_size None: 'fixed' takes one"),
+        ({"methods": [FIXED | {"batch_size": 0}]}, "batch_size 0: at least 1"),
+        (
+            {"methods": [FIXED | {"batch_size": 13}]},
+            "batch_size 13 exceeds the 12 prompts",
+        ),
+        (
+            {"methods": [FIXED | {"batch_size": 12}]},
+            "batch_size 12 of tiny does not fit",
+        ),
+        (
+            {"methods": [{"name": "x", "batch_rule": "full", "batch_size": 2}]},
+            "'full' with batch_size 2: 'fixed' takes one, and no other",
+        ),
         (
             {
                 "methods": [

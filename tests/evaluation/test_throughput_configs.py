@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from kvjax import load
-from kvjax.evaluation import batch_rules, report, run, throughput
+from kvjax.engine import compiled, planner
+from kvjax.evaluation import batch_rules, report, run, tasks, throughput
 from kvjax.evaluation.batch_rules import divisors
 from kvjax.models import decoder, presets
 from kvjax.types import Model, UserError
@@ -21,10 +22,83 @@ pytestmark = pytest.mark.e2e
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
 
+# Of Metel et al. 2024: models; tasks, their shots and metric; and for each of both the
+# memory in GB, and |kv| and batch of Batch-Max.
+MODELS = {"llama2_13b": "random:llama-2-13b", "phi35": "random:phi-3.5-mini"}
+TASKS = {
+    "cnn_dm": ("cnn_dailymail", 1, "rouge2"),
+    "narrativeqa": ("narrativeqa", 2, "rouge2"),
+    "gsm8k": ("gsm8k", 16, "exact_match"),
+}
+PAPER = {
+    ("cnn_dm", "llama2_13b"): (4 * 32, [(1024, 32), (896, 40)]),
+    ("narrativeqa", "llama2_13b"): (4 * 32, [(1792, 15), (1728, 16)]),
+    ("gsm8k", "llama2_13b"): (2 * 32, [(1536, 8), (1408, 10)]),
+    ("cnn_dm", "phi35"): (4 * 12, [(2176, 5)]),
+    ("narrativeqa", "phi35"): (4 * 12, [(1984, 6)]),
+    ("gsm8k", "phi35"): (4 * 12, [(1664, 8)]),
+}
+P, SAMPLES, LONGEST, NEW = 64, 960, 3584, 512
+ED = [(2, 1), (65, 64)]  # |kv|, and what an eviction drops
+D = [1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 16, 20, 24, 30, 32, 40, 48, 60, 64, 80, 96, 120]
+D += [160, 192, 240, 320, 480, 960]
+ONE_STAYS = "ignore:an eviction leaves 1 of the 65 pairs"  # as ED has it
+
+
+@pytest.fixture(autouse=True)
+def large_machine(monkeypatch):
+    """As the configs want: `check` refuses more memory than there is."""
+    monkeypatch.setattr(planner, "_host_memory", lambda: 10**12)
+
+
 def config_of(path):
     return runpy.run_path(str(path))["get_config"]()
 
 
+def of_rule(asked, rule):
+    return [method for method in asked.methods if method.batch_rule == rule]
+
+
+@pytest.mark.filterwarnings(ONE_STAYS)
+@pytest.mark.parametrize(("task", "model"), PAPER, ids=map("_".join, PAPER))
+def test_the_papers_settings(task, model):
+    """Task, model, sizes and machine; every method, and no other."""
+    memory, pairs = PAPER[task, model]
+    name, shots, metric = TASKS[task]
+    path = CONFIGS / "batch_max" / f"{task}_{model}.py"
+    asked = run.from_config(config_of(path).to_dict(), {})
+    asked.check()
+    (run_of,) = asked.tasks
+    assert (run_of.name, run_of.options) == (name, (("shots", shots),))
+    assert tasks.get(name).metric == metric
+    assert (run_of.num_examples, run_of.prompt_tokens) == (SAMPLES, LONGEST)
+    told = asked.model, asked.dtype, asked.memory_gb, asked.max_new_tokens
+    assert told == (MODELS[model], "bfloat16", memory, (NEW,))
+    (full,), eds, own = (of_rule(asked, rule) for rule in ("full", "ed", "fixed"))
+    assert len(asked.methods) == 1 + len(eds) + len(own)
+    assert (full.policy, full.codec) == (None, "identity")
+    assert [(ed.budget, ed.evict_size) for ed in eds] == ED
+    assert {(ed.policy, ed.phases) for ed in eds} == {("recency", "decode_only")}
+    assert [(each.budget, each.batch_size) for each in own] == pairs
+    assert {batch for _, batch in pairs} < set(D)
+    assert {each.policy for each in own} == {"average_attention"}
+    spec = presets.spec(asked.model.removeprefix("random:"))
+    bare = Model(spec, decoder.param_shapes(spec, "bfloat16"), None)
+    for method in asked.methods:
+        job = throughput._job(bare, method, LONGEST, NEW)
+        batch_rules.check(method.batch_rule, job, memory * 10**9)
+        schedule = job.config.schedule
+        assert (schedule.prefill_chunk, job.max_new_tokens) == (P, NEW)
+        assert job.eos == compiled.NO_EOS
+        if method in own:
+            assert (schedule.phases, schedule.evict_size) == ("prefill_and_decode", P)
+
+
+def test_the_papers_batches():
+    assert divisors(SAMPLES) == D
+
+
+@pytest.mark.filterwarnings(ONE_STAYS)
 @pytest.mark.parametrize(
     "path", sorted((CONFIGS / "batch_max").glob("*.py")), ids=lambda path: path.stem
 )
@@ -34,7 +108,7 @@ def test_configs(path):
     asked = run.from_config(fields, {})
     assert asked.experiment == "throughput"
     asked.check()
-    assert {each.batch_rule for each in asked.methods} == set(batch_rules.BATCH_RULES)
+    assert of_rule(asked, "ed") and of_rule(asked, "full")
     assert path.stem in runpy.run_path(str(path))["__doc__"]
     assert len(divisors(asked.tasks[0].num_examples)) >= 6
     if asked.model.startswith("random:"):
@@ -51,6 +125,17 @@ def test_configs_of_what_is_missing():
     (path,) = (CONFIGS / "kcache").glob("*.py")
     with pytest.raises(ValueError, match="is missing: kvjax does not yet"):
         config_of(path)
+
+
+def test_phi35_keeps_its_longrope():
+    """Of the whole context: every one of its frequencies by a factor of its own."""
+    spec = presets.spec("phi-3.5-mini")
+    rope = spec.rope
+    assert (rope.kind, rope.factor, rope.original) == ("longrope", 32, 4096)
+    assert len(rope.factors) == spec.head_dim // 2 == 48
+    assert sorted(rope.factors) == list(rope.factors)
+    assert (rope.factors[0], rope.factors[-1]) == pytest.approx((1.08, 64.84))
+    assert rope.scale == pytest.approx((1 + np.log(32) / np.log(4096)) ** 0.5)
 
 
 def test_random_models(monkeypatch):

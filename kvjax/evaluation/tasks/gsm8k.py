@@ -28,7 +28,7 @@ TASKS = {
         "exact_match",
         256,
         "prompt and stop of lm-evaluation-harness's gsm8k; eight shots and 256 tokens "
-        "as in GEAR (Kang et al. 2024); `shots=16` for sixteen",
+        "as in GEAR (Kang et al. 2024); `shots=16` as in Batch-Max",
         stop=("Question:",),
         chat=False,
     )
