@@ -51,8 +51,8 @@ def large_machine(monkeypatch):
     monkeypatch.setattr(planner, "_host_memory", lambda: 10**12)
 
 
-def config_of(path):
-    return runpy.run_path(str(path))["get_config"]()
+def config_of(path, *which):
+    return runpy.run_path(str(path))["get_config"](*which)
 
 
 def of_rule(asked, rule):
@@ -65,8 +65,8 @@ def test_the_papers_settings(task, model):
     """Task, model, sizes and machine; every method, and no other."""
     memory, pairs = PAPER[task, model]
     name, shots, metric = TASKS[task]
-    path = CONFIGS / "batch_max" / f"{task}_{model}.py"
-    asked = run.from_config(config_of(path).to_dict(), {})
+    fields = config_of(CONFIGS / "batch_max" / "paper.py", f"{task}_{model}")
+    asked = run.from_config(fields.to_dict(), {})
     asked.check()
     (run_of,) = asked.tasks
     assert (run_of.name, run_of.options) == (name, (("shots", shots),))
@@ -178,6 +178,7 @@ def test_table_and_report(tmp_path):
     ("arguments", "message"),
     [
         (["configs/kcache/throughput.py"], "KCache is missing"),
+        (["configs/batch_max/paper.py:xsum"], "no 'xsum': write paper.py:NAME"),
         (
             ["configs/batch_max/random_8b.py", "--config.experiment=x"],
             "experiment 'x' is",
