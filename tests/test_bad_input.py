@@ -116,6 +116,7 @@ def test_compression(changes, words):
         (lambda: policies.protect(policies.recency(), recent=-2), ["-2"]),
         (lambda: Schedule("sometimes"), ["sometimes", "prefill_and_decode"]),
         (lambda: Schedule(prefill_chunk=0), ["prefill_chunk 0"]),
+        (lambda: Schedule(first_chunk=64), ["first_chunk 64", "budget"]),
         (lambda: Sampling(temperature=-1.0), ["-1.0"]),
         (lambda: Sampling(top_p=0.0), ["top_p 0.0"]),
         (lambda: Sampling(top_k=-1), ["top_k -1"]),

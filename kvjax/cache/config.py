@@ -77,12 +77,15 @@ class CacheConfig:
         """Prompt tokens that are read first, before `prefill_chunk` at a time.
 
         So many that what is read before the first eviction fills |kv| exactly, as in
-        Algorithm 1; |kv| of the smallest head, where they differ.
+        Algorithm 1, or |kv| itself, see `Schedule.first_chunk`; |kv| of the smallest
+        head, where they differ.
         """
         chunk = self.schedule.prefill_chunk
         if not self.schedule.evicts_in_prefill:
             return chunk
-        return min(parts.different(self.budget)) % chunk or chunk
+        least = min(parts.different(self.budget))
+        whole = self.schedule.first_chunk == "budget"
+        return least if whole else least % chunk or chunk
 
     def heads(self, spec: ModelSpec) -> tuple[tuple[parts.Heads, ...], ...]:
         """Heads of every part of every layer, see `kvjax.cache.parts`."""

@@ -12,6 +12,7 @@ PHASES = (
     "after_prefill",
     "decode_only",
 )
+FIRST_CHUNKS = "remainder", "budget"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,17 +37,28 @@ class Schedule:
       prefill evicts under a small budget: the largest power of two in half of it.
     evict_size: pairs per head that one eviction drops (p in Algorithm 1). None is
       `prefill_chunk` where prefill evicts, and else what that would be.
+    first_chunk: how many tokens come first where prefill evicts. `remainder`: so many
+      that blocks of p fill |kv| exactly, |kv| mod p. `budget`: |kv| at once, as
+      Algorithm 1 is printed (min(s, |kv|) of s tokens). Both evict at the same tokens;
+      a long block takes temporaries of its own, and its program twice as long to
+      compile.
     """
 
     phases: str = "prefill_and_decode"
     prefill_chunk: int | None = None
     evict_size: int | None = None
+    first_chunk: str = "remainder"
 
     def __post_init__(self):
         if self.phases not in PHASES:
             raise UserError(
                 f"schedule phases {self.phases!r} is unknown: use one of "
                 + ", ".join(PHASES)
+            )
+        if self.first_chunk not in FIRST_CHUNKS:
+            raise UserError(
+                f"schedule first_chunk {self.first_chunk!r} is unknown: use one of "
+                + ", ".join(FIRST_CHUNKS)
             )
         for name in ("prefill_chunk", "evict_size"):
             if (size := getattr(self, name)) is not None:

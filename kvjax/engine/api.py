@@ -71,6 +71,7 @@ def generate(
     codec: Codec | str = identity,
     budget_rule: BudgetRule | str | None = None,
     implementation: str | None = None,
+    eviction: str = "in_place",
     show_progress: bool | None = None,
 ) -> list[Completion]:
     """Completes prompts under a compressed KV cache.
@@ -114,6 +115,9 @@ def generate(
         all, or as above for a share.
       implementation: which attention runs, see `kvjax.attention.backends`; None is the
         best there is.
+      eviction: how a layer makes room, see `kvjax.cache.CacheConfig`: new pairs move
+        into the slots of those that go (`in_place`), or a gather moves what is kept to
+        the front (`compact`). The same pairs stay, and the same tokens come out.
       show_progress: see `kvjax.engine.progress.line`.
 
     Returns:
@@ -127,7 +131,12 @@ def generate(
     """
     if not isinstance(model, Model):
         raise UserError(f"model is {model!r:.80}: give what kvjax.load returns")
-    how = {"codec": codec, "budget_rule": budget_rule, "implementation": implementation}
+    how = {
+        "codec": codec,
+        "budget_rule": budget_rule,
+        "implementation": implementation,
+        "eviction": eviction,
+    }
     sampling = Sampling(temperature, top_k, top_p)
     new = whole_number("max_new_tokens", max_new_tokens, 1)
     seed = whole_number("seed", seed, 0, _SEEDS)

@@ -176,8 +176,9 @@ def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Prefi
     logits = jnp.zeros((len(prompts), spec.vocab_size), jnp.float32)
     found = Prefilled(states, logits)
     for start in (0, *range(config.first_chunk, lengths.max(), block)):
-        n = np.clip(lengths - start, 0, block if start else config.first_chunk)
-        part = tokens[:, start : start + block]
+        most = block if start else config.first_chunk
+        n = np.clip(lengths - start, 0, most)
+        part = tokens[:, start : start + max(most, block)]
         found = _step(model, config, found, part, n, is_prefill=True)
     return found
 

@@ -81,10 +81,10 @@ def prefill(
     block, first = config.schedule.prefill_chunk, config.first_chunk
     last_place = tokens.shape[1] - 1  # stands for what the last block lacks
 
-    def read(i, carry):
+    def read(i, carry, width=block):
         state, last = carry
         start = jnp.where(i > 0, first + (i - 1) * block, 0)
-        places = jnp.minimum(start + jnp.arange(block), last_place)
+        places = jnp.minimum(start + jnp.arange(width), last_place)
         part = jnp.take(tokens, places, axis=1)
         n = jnp.clip(lengths - start, 0, jnp.where(i > 0, block, first))
         hidden, state = forward(params, spec, part, n, state, config, is_prefill=True)
@@ -94,7 +94,10 @@ def prefill(
 
     blocks = (jnp.max(lengths) + block - first + block - 1) // block
     hidden = jnp.zeros((tokens.shape[0], spec.model_dim), params["embed"].dtype)
-    state, hidden = jax.lax.fori_loop(0, blocks, read, (state, hidden))
+    carry, begun = (state, hidden), first > block  # a long block is another program
+    if begun:
+        carry = read(0, carry, min(first, tokens.shape[1]))
+    state, hidden = jax.lax.fori_loop(int(begun), blocks, read, carry)
     logits = decoder.logits(params, hidden, spec)
     return state, axes.constrain(logits, "batch")
 

@@ -33,7 +33,7 @@ class Method:
       options: the policy's parameters.
       pinned: how many of the first and of the newest pairs stay whatever the policy
         says, see `kvjax.policies.protect`; None is the policy's own.
-      phases, prefill_chunk, evict_size: the `Schedule`.
+      phases, prefill_chunk, evict_size, first_chunk: the `Schedule`.
       budget: |kv|, one int, or for every layer one or one per head; or a share of the
         run's longest prompt, as "25%", of which heads keep what they need where that
         is known (see `make_config`); None for the full cache.
@@ -43,7 +43,8 @@ class Method:
         in a config also a dict of `name` and the rule's parameters.
       rule_options: the budget rule's parameters.
       codec: how pairs are stored: a name, or `module:function`.
-      rope_positions: where a key stands for its rotary angle, see `CacheConfig`.
+      rope_positions, eviction: where a key stands for its rotary angle, and how a
+        layer makes room, see `CacheConfig`; an eviction of None is the default.
       implementation: which attention runs, see `CacheConfig`.
       series: what the methods have in common that differ only in budget and schedule,
         the name of their row in a sweep's tables and pictures; None is the name.
@@ -59,12 +60,14 @@ class Method:
     phases: str = "prefill_and_decode"
     prefill_chunk: int | None = None
     evict_size: int | None = None
+    first_chunk: str = "remainder"
     budget: int | str | tuple[parts.Sizes, ...] | None = None
     budget_share: float | None = None
     budget_rule: str | None = None
     rule_options: tuple[tuple[str, Any], ...] = ()
     codec: str = "identity"
     rope_positions: str = "original"
+    eviction: str | None = None
     implementation: str | None = None
     series: str | None = None
     batch_rule: str | None = None
@@ -87,6 +90,7 @@ class Method:
             codec=self.codec,
             rope_positions=self.rope_positions,
             implementation=self.implementation,
+            **({"eviction": self.eviction} if self.eviction else {}),
         )
 
     def check(self) -> tuple[policies.Policy | None, Schedule]:
@@ -95,7 +99,8 @@ class Method:
         rule = self.made_rule() or budgets.uniform()
         if self.policy is None:
             return None, Schedule("none", self.prefill_chunk, self.evict_size)
-        schedule = Schedule(self.phases, self.prefill_chunk, self.evict_size)
+        sizes = self.prefill_chunk, self.evict_size, self.first_chunk
+        schedule = Schedule(self.phases, *sizes)
         policy = self._policy()
         if isinstance(self.budget, str):  # sizes follow from the prompts
             config.share(self.budget)

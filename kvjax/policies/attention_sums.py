@@ -41,6 +41,9 @@ def average_attention() -> Policy:
 
     A sum favours old pairs, which more queries have seen; the average does not. The age
     of a pair is the tokens since it came, itself included, in the row's own positions.
+    The paper's curr_id is the newest token that was read: while decoding, room is made
+    for a token before it asks anything, so that one does not count, and the age is the
+    number of queries that have seen the pair.
     Grouped queries: mean over the G query heads.
 
     Needs: attn_sum, the column sums of the attention weights.

@@ -49,20 +49,25 @@ def as_lists(kept):
     return [[head.tolist() for head in layer] for layer in kept]
 
 
-CASES = [
-    (rule, *sizes) for rule in RULES for sizes in ((4, 16), (8, 20), (1, 9), (4, 9))
+FIRST = "remainder", "budget"
+SIZES = (4, 16), (8, 20), (1, 9), (4, 9)
+CASES = [(rule, *sizes, first) for rule in RULES for sizes in SIZES for first in FIRST]
+QUICK = [
+    *((RULES[0], *sizes, FIRST[0]) for sizes in SIZES),
+    *((rule, 4, 9, FIRST[0]) for rule in RULES[1:]),
+    (RULES[0], 8, 20, FIRST[1]),
 ]
-QUICK = [case for case in CASES if case[0] == RULES[0] or case[1:] == (4, 9)]
 
 
 @pytest.mark.parametrize(
-    ("rule", "p", "budget"), often(CASES, QUICK, others="e2e", several=True)
+    ("rule", "p", "budget", "first"), often(CASES, QUICK, others="e2e", several=True)
 )
-def test_kept_positions(tiny, rule, p, budget):
+def test_kept_positions(tiny, rule, p, budget, first):
+    """With the first block as printed, and in blocks of p that end where it does."""
     policy = policies.make(rule)
-    config = make_config(
-        tiny.spec, policy, budget, Schedule(prefill_chunk=p, evict_size=p)
-    )
+    schedule = Schedule(prefill_chunk=p, evict_size=p, first_chunk=first)
+    config = make_config(tiny.spec, policy, budget, schedule)
+    assert config.first_chunk == (budget if first == "budget" else budget % p or p)
     rng = np.random.default_rng(budget)
     for length in (budget - 5, budget, 3 * budget + 1):
         prompt = rng.integers(0, tiny.spec.vocab_size, length)

@@ -99,6 +99,18 @@ def test_ways_to_make_room_agree(tiny, name, change):
     same_pairs(cache.kept_positions(a.state), cache.kept_positions(b.state))
 
 
+def test_generate_by_a_gather(tiny):
+    """`eviction="compact"` from the outside: the same tokens and pairs."""
+    how = {"policy": "key_diff", "budget": 16, "max_new_tokens": 6, "memory_gb": 1}
+    plain, moved = (
+        kvjax.generate(tiny, prompts(), eviction=eviction, show_progress=False, **how)
+        for eviction in ("in_place", "compact")
+    )
+    assert [one.tokens for one in plain] == [one.tokens for one in moved]
+    for one, other in zip(plain, moved, strict=True):
+        same_pairs(one.kept_positions, other.kept_positions)
+
+
 IN_PLACE = [
     ("average_attention", "prefill_and_decode"),
     ("streaming", "after_prefill"),
