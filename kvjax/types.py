@@ -269,6 +269,9 @@ class View(NamedTuple):
         rule that calls it says so in `Policy.needs_all_heads`.
       heads: the numbers, in the whole layer, of the heads that this view has; None is
         all of them.
+      budget: pairs that each of these heads may hold, |kv|, one static number; None
+        where nobody says.
+      mean_budget: the same on average over all heads of the model, where they differ.
     """
 
     positions: Int[Array, "B K C"]
@@ -281,6 +284,8 @@ class View(NamedTuple):
     params: PyTree = None
     gather_heads: Callable[[Array], Array] = lambda x: x
     heads: Int[Array, "K"] | None = None
+    budget: int | None = None
+    mean_budget: float | None = None
 
 
 class Observation(NamedTuple):

@@ -39,6 +39,7 @@ class CacheConfig:
       codec: how pairs are stored.
       layout: where they lie.
       budget_rule: what `budget` came from, and may change it once the prompt is read.
+      mean_budget: of `budget` over all heads of the model, where they differ.
       eviction: how a layer makes room. `in_place` marks victims empty and lets new
         pairs move into their slots; `compact` moves the kept pairs to the front. The
         same pairs stay either way.
@@ -61,6 +62,7 @@ class CacheConfig:
     codec: codecs.Codec = codecs.identity
     layout: layouts.Layout = layouts.DEFAULT
     budget_rule: budgets.BudgetRule | None = None
+    mean_budget: float | None = None
     eviction: str = "in_place"
     rope_positions: str = "original"
     rows_per_eviction: int = 4
@@ -211,6 +213,9 @@ def make_config(
     for size in possible:
         check_budget(size, policy, schedule)
     config = CacheConfig(policy, schedule, sizes, budget_rule=rule, **options)
+    if len(parts.different(sizes)) > 1:
+        mean = float(np.mean(config.head_budgets(spec)))
+        config = dataclasses.replace(config, mean_budget=mean)
     _check_options(config)
     _check_heads(config)
     checks.check_rule(policy, spec, min(possible), schedule.evicts_in_decode)

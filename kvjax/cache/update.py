@@ -73,6 +73,7 @@ def step_layer(
             params=policy_params,
             heads=heads,
             of=q.shape[1],
+            budget=size,
         )
         out, state = _step_part(
             *(place, heads, size, view),
@@ -232,6 +233,7 @@ def compact(
                 params=policy_params and policy_params[index],
                 heads=heads,
                 of=count,
+                budget=budget,
             )
             gone, nan = _chosen(stat, view, held - target, config)
             layer = layout.evict(layer, gone)
@@ -337,6 +339,7 @@ def _view(
     params,
     heads: parts.Heads,
     of: int,
+    budget: int | None,
 ) -> View:
     """What a policy sees of these heads, of all `of` that are here."""
     layout = config.layout
@@ -351,6 +354,8 @@ def _view(
         params=params,
         gather_heads=axes.all_heads,
         heads=axes.head_numbers(of, heads),
+        budget=budget,
+        mean_budget=config.mean_budget,
     )
 
 

@@ -36,6 +36,7 @@ from kvjax.policies.base import (
     zeros_per_slot,
 )
 from kvjax.policies.combinators import (
+    by_size,
     chunked,
     mix,
     per_head,
@@ -44,7 +45,7 @@ from kvjax.policies.combinators import (
     smooth,
 )
 from kvjax.policies.expected import expected_attention
-from kvjax.policies.head_profiles import fastgen, simlayerkv
+from kvjax.policies.head_profiles import fastgen, retrieval_heads, simlayerkv
 from kvjax.policies.keys import key_diff, key_norm, lag_kv
 from kvjax.policies.observation_window import chunk_kv, snapkv, tova
 from kvjax.policies.persistence import scissorhands, scissorhands_released
@@ -86,6 +87,7 @@ __all__ = [
     "LayerParams",
     "Policy",
     "average_attention",
+    "by_size",
     "chunk_kv",
     "chunked",
     "criticalkv",
@@ -110,6 +112,7 @@ __all__ = [
     "recency",
     "recent_mask",
     "register",
+    "retrieval_heads",
     "roco",
     "scatter_new",
     "scissorhands",

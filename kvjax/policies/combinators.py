@@ -21,7 +21,7 @@ from kvjax.policies.base import (
     select_evictions,
 )
 from kvjax.policies.ordering import pooled, segments
-from kvjax.types import EMPTY, Stats, UserError, View
+from kvjax.types import EMPTY, Stats, UserError, View, real_number
 
 
 @memoized
@@ -224,6 +224,40 @@ def per_head(policy: Policy, total: float = 0.5, floor: float = 0.2) -> Policy:
 
     name = f"per_head({policy.name}, total={total}, floor={floor})"
     return policy._replace(score=score, name=name, needs_all_heads=True)
+
+
+@memoized
+def by_size(large: Policy, small: Policy, above: float = 1.2) -> Policy:
+    """One rule for heads that keep many pairs, another for those that keep few.
+
+        score = large's in heads with |kv| > above * mean over all heads, else small's
+
+    Where all heads keep alike, or nobody says how many, `large` chooses in all.
+
+    Args:
+      large: of heads that keep many.
+      small: of the others.
+      above: from how many times the mean on they are many.
+
+    Raises:
+      UserError: a negative number.
+    """
+    real_number("by_size(above)", above, 0)
+
+    def index(view: View) -> int:
+        if view.mean_budget is None or view.budget is None:
+            return 0
+        return 0 if view.budget > above * view.mean_budget else 1
+
+    def score(stats, view):
+        which = index(view)
+        rule = (large, small)[which]
+        return rule.score(_part(stats, which), _own_view(view, which))
+
+    both = mix(large, small)
+    return both._replace(
+        score=score, name=f"by_size({large.name}, {small.name}, {above})"
+    )
 
 
 def check_pooling(where: str, kernel: int, pool: str) -> None:

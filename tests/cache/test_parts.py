@@ -111,6 +111,33 @@ def test_kept_positions_are_algorithm_1_s(tiny):
         assert as_lists(cache.kept_positions(state)[0]) == by_hand.kept()
 
 
+def test_large_heads_follow_one_rule_and_small_ones_another(tiny):
+    """Of BUDGET, whose mean is 28, the head with 40; by hand, and layer by layer."""
+    p, policy = 8, policies.retrieval_heads(above=1.2)
+    config = make_config(tiny.spec, policy, BUDGET, Schedule(prefill_chunk=p))
+    large, small = oracle.key_diff(), oracle.streaming()
+
+    def rule(heads, now, keep):
+        scores = zip(
+            keep, large(heads, now, keep), small(heads, now, keep), strict=True
+        )
+        return [by_keys if n == 40 - p else newest for n, by_keys, newest in scores]
+
+    prompt = np.random.default_rng(1).integers(0, tiny.spec.vocab_size, 61)
+    by_hand = oracle.Decoder(tiny.spec, tiny.params, rule, BUDGET, p)
+    logits = by_hand.prefill(prompt)
+    state, found = after_prompt(tiny, config, prompt)
+    assert as_lists(cache.kept_positions(state)[0]) == by_hand.kept()
+    np.testing.assert_allclose(found[0], logits, atol=1e-3)
+    alone = layerwise.read(tiny, config, [prompt.tolist()], 21)
+    kept_alone = cache.kept_positions(layerwise.joined(alone.state))[0]
+    assert as_lists(kept_alone) == by_hand.kept()
+    alike = make_config(tiny.spec, policy, 28, Schedule(prefill_chunk=p))
+    by_keys = make_config(tiny.spec, policies.key_diff(), 28, alike.schedule)
+    states = (after_prompt(tiny, each, prompt)[0] for each in (alike, by_keys))
+    jax.tree.map(np.testing.assert_array_equal, *map(cache.kept_positions, states))
+
+
 def after_prompt(model, config, prompt, room=72):
     tokens = jnp.asarray(np.pad(prompt, (0, room - len(prompt)))[None], jnp.int32)
     lengths = jnp.asarray([len(prompt)], jnp.int32)

@@ -361,3 +361,25 @@ def test_factories_take_arrays():
     for seed in (0, 1):
         found = scorer(weights(seed)).params.layers
         jax.tree.map(np.testing.assert_array_equal, found, tuple(weights(seed)))
+
+
+def test_by_size_tells_heads_apart_by_their_budget():
+    spec = types.SimpleNamespace(num_kv_heads=2, queries_per_kv_head=1, head_dim=4)
+    large, small = policies.key_norm(), policies.recency()
+    rule = policies.by_size(large, small, above=1.5)
+    keys = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 5, 4)))
+    spot = jnp.broadcast_to(jnp.arange(5), (1, 2, 5))
+    seen = View(spot, jnp.asarray([5]), jnp.full((1, 2), 3), lambda: keys, lambda: keys)
+    stats = rule.init(spec, 1, 5)
+    for budget, mean, expected in (
+        (16, 10.0, large),
+        (15, 10.0, small),
+        (10, None, large),
+        (None, 10.0, large),
+    ):
+        view = seen._replace(budget=budget, mean_budget=mean)
+        score = expected.score(expected.init(spec, 1, 5), view)
+        np.testing.assert_array_equal(rule.score(stats, view), score)
+    assert rule is policies.by_size(large, small, above=1.5)
+    with pytest.raises(UserError, match=r"by_size\(above\)"):
+        policies.by_size(large, small, above=-1)
