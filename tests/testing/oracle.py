@@ -164,10 +164,11 @@ def average_attention():
 
 
 def h2o(recent=0.5, sinks=0):
-    """H2O, Algorithm 1: a share of what is kept is the newest, then heavy hitters."""
+    """H2O, Algorithm 1: a share of what is kept, or so many pairs, is the newest, then
+    heavy hitters."""
 
     def score(head, now, keep):
-        window = int(recent * (keep - sinks))
+        window = recent if recent > 1 else int(recent * (keep - sinks))
         pinned = lambda p: p.position < sinks or is_newest(p, now, window)
         return [np.inf if pinned(p) else mass(p) for p in head.pairs]
 
