@@ -158,6 +158,20 @@ def test_layer_by_layer_is_the_whole_model(phases):
 
 
 @pytest.mark.e2e
+def test_a_rule_s_pool_is_its_fixed_batch():
+    """Layers with a window under a rule are as all others, group by group too."""
+    schedule = Schedule("after_prefill", 8)
+    config = make_config(model().spec, policies.h2o(), 20, schedule)
+    job = Job(model().spec, config, 5, 128, NEW)
+    prompts = [prompt for prompt in PROMPTS if prompt]
+    pool = dataclasses.replace(job, prefill_batch=2)
+    one, other = (run_batch(model().params, j, prompts, range(5)) for j in (job, pool))
+    assert one.tokens == other.tokens
+    same = map(cache.kept_positions, (one.state, other.state))
+    jax.tree.map(np.testing.assert_array_equal, *same)
+
+
+@pytest.mark.e2e
 def test_over_a_mesh():
     prompts = [prompt for prompt in PROMPTS if prompt]
     how = {"policy": None, "max_new_tokens": NEW, "memory_gb": 0.1}
