@@ -92,7 +92,7 @@ def kv(asked: Asked) -> Part:
         "2 x layers x KV heads x head dim x 2 bytes. Query heads in the place of KV "
         "heads count too much by their ratio; who writes GB for GiB, too little by 7%.",
         f"Window: what {LONG:,} tokens need where layers see a sliding window only. "
-        "kvjax's own full cache keeps all pairs.",
+        "kvjax's own full cache keeps the window, and room for a block of the prompt.",
     ]
     title = f"Keys and values in 16 bits, sequences of {asked.tokens:,} tokens"
     return Part(title, rows, columns, notes)
@@ -106,7 +106,8 @@ def step(asked: Asked) -> Part:
         weights = arithmetic.weight_bytes(spec, "bfloat16")
         for batch in asked.batches:
             one = arithmetic.decode_step(spec, batch, asked.tokens)
-            held = weights + arithmetic.kv_bytes(spec, batch, asked.tokens)
+            pairs = arithmetic.kv_bytes(spec, batch, asked.tokens, rolling=True)
+            held = weights + pairs
             rows.append(
                 {
                     "model": spec.name,

@@ -55,6 +55,7 @@ def compress(**changes):
             ["evict_size=8", "chunk of 16"],
         ),
         ({"policy": policies.snapkv(window=24)}, ["'snapkv' pins 24", "leaves 24"]),
+        ({"policy": policies.h2o(20, sinks=4)}, ["'h2o' pins 24", "leaves 24"]),
         ({"eviction": "attic"}, ["attic"]),
         ({"rope_positions": "sideways"}, ["'sideways'", "'cache'"]),
         (
@@ -88,7 +89,10 @@ def test_compression(changes, words):
     [
         (lambda: policies.make("oldest"), ["'oldest'", "key_diff"]),
         (lambda: policies.make("h2o", share=0.2), ["h2o", "share"]),
-        (lambda: policies.h2o(recent=1.5), ["1.5"]),
+        (lambda: policies.h2o(recent=1.5), ["recent=1.5", "pairs, 2 or more"]),
+        (lambda: policies.h2o(recent=128.0), ["recent=128.0", "2 or more"]),
+        (lambda: policies.h2o_sinks(recent=-2), ["recent=-2", "0 to 1"]),
+        (lambda: (policies.h2o(1), policies.h2o(True)), ["recent=True", "0 to 1"]),
         (lambda: policies.streaming(sinks=-1), ["streaming(sinks=-1)", "0 or more"]),
         (lambda: policies.snapkv(window=-3), ["snapkv(window=-3)", "1 or more"]),
         (lambda: policies.snapkv(window=8.5), ["8.5", "whole number"]),
@@ -317,6 +321,10 @@ TWINS = [  # what tells them apart is in no table
         ({"methods": [SHARED | {"pinned": 4}]}, ["pinned is 4", "two numbers"]),
         ({"methods": [SHARED | {"pinned": (4, -1)}]}, ["protect", "-1"]),
         ({"methods": [SHARED | {"pinned": (4, 30)}]}, ["pins 34 pairs"]),
+        (
+            {"methods": [SHARED | {"policy": "h2o", "options": {"recent": 30}}]},
+            ["'h2o' pins 30 pairs"],
+        ),
         ({"methods": TWINS}, ["'a' and 'b'", "series 'h2o'", "a series of its own"]),
         ({"methods": [{"name": "a"}, {"name": "a"}]}, ["different names"]),
         ({"num_examples": 0}, ["num_examples 0"]),

@@ -54,6 +54,9 @@ class CacheConfig:
         others.
       implementation: which attention runs, see `kvjax.attention.backends`; None is the
         best there is.
+      windows: newest pairs that each layer of the full cache keeps, because its queries
+        see no others (`ModelSpec.sliding_windows`); 0 for all, empty for all in all
+        layers.
     """
 
     policy: policies.Policy | None
@@ -67,6 +70,7 @@ class CacheConfig:
     rope_positions: str = "original"
     rows_per_eviction: int = 4
     implementation: str | None = None
+    windows: tuple[int, ...] = ()
 
     def required_stats(self, is_prefill: bool) -> frozenset[str]:
         """What attention must hand over; nothing once no more evictions come."""
@@ -95,8 +99,15 @@ class CacheConfig:
 
     def of_layer(self, index: int) -> "CacheConfig":
         """What is kept of a model with that layer alone."""
-        budget = self.budget and self.budget[index : index + 1]
-        return dataclasses.replace(self, budget=budget, budget_rule=None)
+        alone = slice(index, index + 1)
+        budget = self.budget and self.budget[alone]
+        return dataclasses.replace(
+            self, budget=budget, budget_rule=None, windows=self.windows[alone]
+        )
+
+    def window(self, index: int) -> int:
+        """Newest pairs that a layer of the full cache keeps; 0 for all."""
+        return self.windows[index] if self.windows else 0
 
     def head_budgets(self, spec: ModelSpec) -> tuple[int, ...]:
         """[L * K], pairs of every head of every layer."""
@@ -118,7 +129,10 @@ class CacheConfig:
         if self.schedule.evicts_in_prefill:
             return self._slots()
         count = sum(map(len, self.heads(spec)))
-        return (prompt if self.schedule.compacts else prompt + new,) * count
+        most = prompt if self.schedule.compacts else prompt + new
+        chunk = self.schedule.prefill_chunk  # comes in before what it hides goes
+        windows = self.windows or (0,) * count
+        return tuple(min(most, w + chunk) if w else most for w in windows)
 
     def decode_capacity(
         self, spec: ModelSpec, prompt: int, new: int
@@ -192,7 +206,10 @@ def make_config(
                 "policy=None is the full cache, without a budget and with the schedule "
                 f"'none': got budget {budget} and {schedule.phases!r}; name a policy"
             )
-        config = CacheConfig(None, schedule.of_budget(None), None, **options)
+        in_order = options.get("rope_positions") == "cache"  # slots are not reused
+        windows = () if in_order else spec.sliding_windows
+        sizes = schedule.of_budget(None)
+        config = CacheConfig(None, sizes, None, windows=windows, **options)
         _check_options(config)
         return config
     schedule = schedule or Schedule()

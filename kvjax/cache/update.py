@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import attention
 from kvjax.cache import parts
 from kvjax.cache.config import CacheConfig
+from kvjax.cache.layouts import Layout
 from kvjax.cache.state import NAN_SCORE, OVERFLOW, KVState, next_positions
 from kvjax.parallel import axes
 from kvjax.policies import base
@@ -42,7 +43,7 @@ def step_layer(
     Algorithm 1 (Batch-Max): where a head's live pairs and the new ones would exceed the
     budget, it drops all but |kv| - `evict_size` pairs; then the new pairs are appended;
     then the queries see the kept pairs and, causally, their own block; then the policy
-    observes.
+    observes. Layers of the full cache that have a window drop what has left it.
 
     Args:
       index: the layer's place in the state.
@@ -80,6 +81,7 @@ def step_layer(
             *(parts.taken(x, heads) for x in (q, k, v)),
             *(parts.ops_of(ops, heads), state),
             config=config,
+            window=config.window(index),
             n=n,
             tokens=tokens,
             is_prefill=is_prefill,
@@ -100,6 +102,7 @@ def _step_part(
     state: KVState,
     *,
     config: CacheConfig,
+    window: int,
     n: Array,
     tokens: Array | None,
     is_prefill: bool,
@@ -132,6 +135,8 @@ def _step_part(
         now = view(layer, last + n, layout.live(layer))
         seen = seen._replace(is_prefill=is_prefill, **extra)
         stats = config.policy.observe(stats, now, seen)
+    if window:
+        layer = _only_in(window, layer, last + n, layout)
     state = _noted(state, OVERFLOW, overflow, heads).replace(
         layers=_set(state.layers, place, layer),
         stats=_set(state.stats, place, stats),
@@ -154,6 +159,13 @@ def _attended(
     layer = layout.write(layer, k, v, slots, positions)
     turned = functools.partial(_turned, apply_rope=ops.apply_rope, config=config)
     return layer, *layout.attend(layer, q, positions, n, *how, turned)
+
+
+def _only_in(
+    window: int, layer: PyTree, now: Int[Array, "B"], layout: Layout
+) -> PyTree:
+    """The layer with what the newest token sees: later ones see nothing before it."""
+    return layout.evict(layer, layout.positions(layer) <= now[:, None, None] - window)
 
 
 def make_room(

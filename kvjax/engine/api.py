@@ -36,7 +36,8 @@ class Completion:
       tokens: the new token ids, the end token included if there was one.
       kept_positions: positions of the pairs in the cache at the end, in rising order,
         as `kept_positions[layer][head]`; prompt and new tokens count from 0. The last
-        new token has not been read, so it is not among them.
+        new token has not been read, so it is not among them. Under the full cache,
+        layers with a window hold no more than that.
     """
 
     text: str | None

@@ -246,21 +246,32 @@ def memory_model(job: Job) -> dict[str, tuple[float, float]]:
 
 def _estimate(job: Job, batch: int) -> dict[str, int]:
     """`phase_bytes` from those of two layers and the other layers' shapes."""
-    layers = min(2, job.spec.num_layers)
-    spec = dataclasses.replace(job.spec, num_layers=layers)
-    budget = job.config.budget
-    if budget:  # the two largest layers stand for the others' temporaries
-        heads = job.spec.num_kv_heads
-        slots = lambda sizes: sum(parts.each_head(sizes, heads))
-        budget = tuple(sorted(budget, key=slots)[-layers:])
-    config = dataclasses.replace(job.config, budget=budget)
-    short = dataclasses.replace(job, spec=spec, config=config, batch=batch)
+    short = dataclasses.replace(_largest_layers(job, 2), batch=batch)
     whole = dataclasses.replace(job, batch=batch)
     weights = weights_bytes(job) - weights_bytes(short)
     before, after = state_bytes(whole), state_bytes(short)
     more = {phase: weights + before[phase] - after[phase] for phase in before}
     more["compact"] = more["prefill"] + before["decode"] - after["decode"]
     return {phase: peak + more[phase] for phase, peak in _probed(short).items()}
+
+
+def _largest_layers(job: Job, count: int) -> Job:
+    """The job of a model of so few layers: the largest stand for all temporaries."""
+    spec, config = job.spec, job.config
+    count = min(count, spec.num_layers)
+    budget, reach = config.budget, lambda window: window or spec.context_length
+    if budget:
+        slots = lambda sizes: sum(parts.each_head(sizes, spec.num_kv_heads))
+        budget = tuple(sorted(budget, key=slots)[-count:])
+    seen, kept = (
+        tuple(sorted(windows, key=reach)[-count:])
+        for windows in (spec.sliding_windows, config.windows)
+    )
+    return dataclasses.replace(
+        job,
+        spec=dataclasses.replace(spec, num_layers=count, sliding_windows=seen),
+        config=dataclasses.replace(config, budget=budget, windows=kept),
+    )
 
 
 def plan_if_fits(job: Job, limit: str, memory_bytes: int) -> Plan | None:

@@ -238,9 +238,9 @@ def score(
     """Teacher forcing: how likely given continuations are.
 
     Tokens are fed one at a time, as decoding would, or some at once where the schedule
-    has nothing left to evict and nobody wants the logits. A row that is at its end
-    feeds nothing more. The state is not donated: several continuations may follow one
-    prompt.
+    has nothing left to evict and nobody wants the logits; never more than a block of
+    the prompt, for which there is room. A row that is at its end feeds nothing more.
+    The state is not donated: several continuations may follow one prompt.
 
     Args:
       params: the model's weights, see `with_policy`.
@@ -258,7 +258,7 @@ def score(
     """
     batch, most = tokens.shape
     one = config.schedule.evicts_in_decode or keep_logits
-    width = 1 if one else min(_AT_ONCE, most)
+    width = 1 if one else min(_AT_ONCE, most, config.schedule.prefill_chunk)
     steps = jnp.maximum(jnp.max(lengths) - 1 + width - 1, 0) // width
     room = -most % width + width  # for the last step's targets, one token ahead
     padded = jnp.pad(tokens, ((0, 0), (0, room)))

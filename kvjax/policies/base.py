@@ -106,7 +106,7 @@ def memoized(factory: Callable[..., Policy]) -> Callable[..., Policy]:
     part for each, None for one without weights.
     """
     signature = inspect.signature(factory)
-    known = functools.cache(factory)
+    known = functools.lru_cache(maxsize=None, typed=True)(factory)  # True is not 1
 
     @functools.wraps(factory)
     def build(*args, **options):

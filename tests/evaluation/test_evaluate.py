@@ -211,6 +211,12 @@ def test_the_full_cache_is_read_in_the_same_blocks():
     assert full.prefill_chunk == key_diff.prefill_chunk == 16 and full.budget is None
 
 
+def test_h2o_s_window_as_a_count():
+    fields = {"name": "a", "policy": "h2o", "options": {"recent": 12}, "budget": 64}
+    (method,) = from_config(CONFIG | {"methods": [fields]}, {}).methods
+    assert method.cache_config(tiny_spec()).policy is policies.h2o(recent=12)
+
+
 def sweep(quick):
     config = runpy.run_path(str(SWEEP))["get_config"]().to_dict()
     return from_config(config | {"quick": quick}, {})

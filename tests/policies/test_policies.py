@@ -75,15 +75,27 @@ def test_a_rule_in_somebody_elses_code():
     np.testing.assert_array_equal(choose(causal), expected)
 
 
-def test_h2o_splits_what_is_kept():
+@pytest.mark.parametrize(
+    ("recent", "left", "pinned"),
+    [
+        (0.5, [0, 1, 2, 7, 8, 9], 0),
+        (2, [0, 1, 2, 3, 8, 9], 2),
+        (4, [0, 1, 6, 7, 8, 9], 4),
+        (1, [4, 5, 6, 7, 8, 9], 0),
+        (1.0, [4, 5, 6, 7, 8, 9], 0),
+        (0, [0, 1, 2, 3, 4, 5], 0),
+    ],
+)
+def test_h2o_splits_what_is_kept(recent, left, pinned):
+    """By a share, or by a count, which budgets are checked against."""
     pos = np.arange(10)[None, None]
     mass = jnp.asarray(np.arange(10, 0, -1)[None, None], jnp.float32)
+    policy = policies.make("h2o", recent=recent)
     gone = policies.select_evictions(
-        policies.h2o(recent=0.5).score(Stats(mass), view(pos, [[6]])),
-        jnp.asarray(pos),
-        jnp.asarray([4]),
+        policy.score(Stats(mass), view(pos, [[6]])), jnp.asarray(pos), jnp.asarray([4])
     )
-    assert np.flatnonzero(~gone[0, 0]).tolist() == [0, 1, 2, 7, 8, 9]
+    assert np.flatnonzero(~gone[0, 0]).tolist() == left
+    assert policy.num_pinned == pinned
 
 
 def test_key_diff_drops_the_alike():

@@ -164,10 +164,11 @@ def average_attention():
 
 
 def h2o(recent=0.5, sinks=0):
-    """H2O, Algorithm 1: a share of what is kept is the newest, then heavy hitters."""
+    """H2O, Algorithm 1: a share of what is kept, or so many pairs, is the newest, then
+    heavy hitters."""
 
     def score(head, now, keep):
-        window = int(recent * (keep - sinks))
+        window = recent if recent > 1 else int(recent * (keep - sinks))
         pinned = lambda p: p.position < sinks or is_newest(p, now, window)
         return [np.inf if pinned(p) else mass(p) for p in head.pairs]
 
@@ -622,12 +623,21 @@ class Layer:
       theta: base of the rotary angles.
       phases: when pairs go, in the words of `kvjax.Schedule`.
       slots: whether angles are those of positions in the cache (StreamingLLM 3.2).
+      window: tokens that a query sees, itself included; 0 for all.
     """
 
     def __init__(
-        self, rule, budget, evict, out, theta, phases="prefill_and_decode", slots=False
+        self,
+        rule,
+        budget,
+        evict,
+        out,
+        theta,
+        phases="prefill_and_decode",
+        slots=False,
+        window=0,
     ):
-        self.rule, self.evict, self.out = rule, evict, out
+        self.rule, self.evict, self.out, self.window = rule, evict, out, window
         self.phases, self.slots, self.seen = phases, slots, 0
         self.heads = [Head(theta=theta) for _ in out]
         self.budgets = np.broadcast_to(budget, len(out)).tolist()
@@ -697,7 +707,9 @@ class Layer:
             pair.key = rotate(pair.raw, angle, head.theta)
         result = np.zeros_like(q)
         for t in range(len(tokens)):
+            near = self.window or self.seen + t + 1
             visible = head.pairs[: first + t + 1]
+            visible = [p for p in visible if is_newest(p, self.seen + t, near)]
             query = rotate(q[:, t], angles[first + t], head.theta)
             keys = np.array([pair.key for pair in visible])
             logits = query @ keys.T * keys.shape[1] ** -0.5
@@ -721,8 +733,11 @@ class Decoder:
         self.first, self.p = budget and np.min(budget), p
         sizes = budget if np.iterable(budget) else [budget] * spec.num_layers
         self.layers = [
-            Layer(rule, size, p, layer["out"], spec.rope_theta)
-            for size, layer in zip(sizes, self.params["layers"], strict=True)
+            Layer(rule, *how, spec.rope_theta, window=spec.sliding_window(index))
+            for index, how in enumerate(
+                (size, p, layer["out"])
+                for size, layer in zip(sizes, self.params["layers"], strict=True)
+            )
         ]
 
     def prefill(self, tokens):

@@ -1,0 +1,235 @@
+"""Layers with a window keep the window: the full cache, in the window's memory.
+
+What no later query sees is dropped, so logits are those of a cache that keeps all and
+masks. The NumPy decoder keeps all and masks; so do we, with `windows=()`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import often, tiny_model
+from testing import oracle, toys
+from testing.engine import run_batch, score_tokens
+
+import kvjax
+from kvjax import Schedule, cache, policies
+from kvjax.cache.config import make_config
+from kvjax.engine import layerwise, planner, runner, steps
+from kvjax.engine.compiled import Job, programs
+from kvjax.models import placement, presets
+from kvjax.parallel import meshes
+
+WINDOWS = (6, 0, 11)  # local, global, local, as in Gemma 2
+LENGTHS = (3, 6, 7, 23, 0, 40)  # below, at and above the window; one row unused
+PROMPT, NEW = 40, 15
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(0, 50, length).tolist() for length in LENGTHS]
+GIVEN = RNG.integers(0, 50, (len(LENGTHS), NEW))
+
+
+@functools.cache
+def model():
+    return tiny_model(num_layers=len(WINDOWS), sliding_windows=WINDOWS)
+
+
+def full(block, **options):
+    return make_config(model().spec, None, None, Schedule("none", block), **options)
+
+
+def masked(config):
+    return dataclasses.replace(config, windows=())
+
+
+def read(config):
+    """The state after the prompts, and the logits that follow them."""
+    spec, params = model().spec, model().params
+    tokens = np.zeros((len(PROMPTS), PROMPT), np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        tokens[row, : len(prompt)] = prompt
+    capacity = config.prefill_capacity(spec, PROMPT, NEW)
+    state = cache.init(spec, config, len(PROMPTS), capacity)
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+    how = {"spec": spec, "config": config}
+    return steps.prefill(params, state, jnp.asarray(tokens), lengths, **how)
+
+
+def in_reach(count):
+    """Of every layer, the positions that the newest of `count` tokens sees."""
+    return [list(range(max(count - (w or count), 0), count)) for w in WINDOWS]
+
+
+def kept(state, row):
+    heads = cache.kept_positions(state)[row]
+    assert all(np.array_equal(a, b) for a, b in heads), "heads of a layer differ"
+    return [layer[0].tolist() for layer in heads]
+
+
+@pytest.mark.parametrize("block", often((1, 4, 6, 16, 40), (4,), others="e2e"))
+def test_logits_are_those_of_all_pairs_masked(block):
+    """Blocks smaller than, equal to and above the window; decoding far past it."""
+    spec, params, config = model().spec, model().params, full(block)
+    whole = PROMPT + NEW
+    slots = tuple(min(whole, w + block) if w else whole for w in WINDOWS)
+    assert config.prefill_capacity(spec, PROMPT, NEW) == slots
+    state, first = read(config)
+    for row, length in enumerate(LENGTHS):
+        assert kept(state, row) == in_reach(length)
+    given = jnp.asarray(GIVEN, jnp.int32)
+    end, rest = score_tokens(params, state, given, spec=spec, config=config)
+    cache.raise_errors(end)
+    found = np.concatenate([first[None], rest])
+    for row in (0, 2, 5):
+        by_hand = oracle.Decoder(spec, params, None, None, block)
+        expected = [by_hand.prefill(PROMPTS[row])]
+        expected += [by_hand.step([token]) for token in GIVEN[row]]
+        np.testing.assert_allclose(found[:, row], expected, atol=2e-5)
+        assert kept(end, row) == in_reach(LENGTHS[row] + NEW)
+
+
+@pytest.mark.parametrize("block", [4, pytest.param(32, marks=pytest.mark.e2e)])
+def test_given_tokens_at_once(block):
+    """Blocks of them never exceed the prompt's, for which the slots are made."""
+    found = []
+    for config in (full(block), masked(full(block))):
+        how = {"spec": model().spec, "config": config}
+        state, logits = read(config)
+        lengths = jnp.asarray((15, 0, 9, 15, 0, 15), jnp.int32)
+        given = logits, jnp.asarray(GIVEN, jnp.int32), lengths
+        state, scores = steps.score(model().params, state, *given, **how)
+        cache.raise_errors(state)
+        found.append(scores.logprob)
+    np.testing.assert_allclose(*found, atol=2e-5)
+
+
+@pytest.mark.e2e
+def test_batched_is_single_and_masked():
+    """Tokens and, but for what is masked, pairs."""
+    prompts = [prompt for prompt in PROMPTS if prompt]
+    job = Job(model().spec, full(8), len(prompts), 128, NEW)
+    together = run_batch(model().params, job, prompts, range(len(prompts)))
+    all_kept = dataclasses.replace(job, config=masked(job.config))
+    expected = run_batch(model().params, all_kept, prompts, range(len(prompts)))
+    assert together.tokens == expected.tokens
+    assert [len(layer) for layer in kept(expected.state, 4)] == [PROMPT + NEW - 1] * 3
+    one = dataclasses.replace(job, batch=1)
+    for row, prompt in enumerate(prompts):
+        assert kept(together.state, row) == in_reach(len(prompt) + NEW - 1)
+        alone = run_batch(model().params, one, [prompt], [row])
+        assert alone.tokens == [together.tokens[row]]
+        assert kept(alone.state, 0) == kept(together.state, row)
+
+
+STORED = {
+    "halves": {"layout": toys.HALVES},
+    "codec": {"codec": toys.HALVED_BUT_NEWEST},
+}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("stored", STORED)
+def test_other_layouts_and_codecs(stored):
+    """A codec's newest pairs lie elsewhere, and are found by their positions."""
+    config = full(8, **STORED[stored])
+    (state, found), (_, expected) = read(config), read(masked(config))
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert kept(state, 5) == in_reach(PROMPT)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("phases", ["none", "after_prefill"])
+def test_layer_by_layer_is_the_whole_model(phases):
+    """Under a rule, too, whose pairs only go when it says so."""
+    policy, budget = (None, None) if phases == "none" else (policies.recency(), 20)
+    config = make_config(model().spec, policy, budget, Schedule(phases, 8, 8))
+    prompts = [prompt for prompt in PROMPTS if prompt]
+    job = Job(model().spec, config, len(prompts), 128, NEW)
+    whole = run_batch(model().params, job, prompts, range(len(prompts)))
+    readings = layerwise.Readings(model(), [config])
+    found = runner.run_batch(readings.runner(job), prompts, range(len(prompts)))
+    assert found.tokens == whole.tokens
+    slots = 6 + 8 if policy is None else 20 + NEW
+    assert cache.capacities(found.state)[0] == slots
+    for row in range(len(prompts)):
+        assert kept(found.state, row) == kept(whole.state, row)
+
+
+@pytest.mark.e2e
+def test_a_rule_s_pool_is_its_fixed_batch():
+    """Layers with a window under a rule are as all others, group by group too."""
+    schedule = Schedule("after_prefill", 8)
+    config = make_config(model().spec, policies.h2o(), 20, schedule)
+    job = Job(model().spec, config, 5, 128, NEW)
+    prompts = [prompt for prompt in PROMPTS if prompt]
+    pool = dataclasses.replace(job, prefill_batch=2)
+    one, other = (run_batch(model().params, j, prompts, range(5)) for j in (job, pool))
+    assert one.tokens == other.tokens
+    same = map(cache.kept_positions, (one.state, other.state))
+    jax.tree.map(np.testing.assert_array_equal, *same)
+
+
+@pytest.mark.e2e
+def test_over_a_mesh():
+    prompts = [prompt for prompt in PROMPTS if prompt]
+    how = {"policy": None, "max_new_tokens": NEW, "memory_gb": 0.1}
+    how |= {"schedule": Schedule("none", 8)}
+    alone = kvjax.generate(model(), prompts, **how)
+    over = meshes.mesh("data:4,model:2", model().spec.num_kv_heads)
+    params = placement.split(model().spec, model().params, over)
+    spec = placement.fitted(model().spec, over)
+    parted = model()._replace(spec=spec, params=params)
+    for one, other in zip(alone, kvjax.generate(parted, prompts, **how), strict=True):
+        assert one.tokens == other.tokens
+        same = one.kept_positions, other.kept_positions
+        jax.tree.map(np.testing.assert_array_equal, *same)
+
+
+@pytest.mark.e2e
+def test_the_state_lives_in_place():
+    spec = dataclasses.replace(
+        model().spec, head_dim=64, context_length=4096, sliding_windows=(500, 0, 500)
+    )
+    config = make_config(spec, None, None, Schedule("none", 16))
+    job = Job(spec, config, 4, 1024, 16)
+    size = planner.state_bytes(job)["decode"]
+    compiled = programs(job)
+    for program in (compiled.prefill, compiled.decode):
+        memory = program.memory_analysis()
+        assert abs(memory.alias_size_in_bytes - size) < 0.01 * size
+        assert memory.temp_size_in_bytes < 0.25 * size
+
+
+def test_mistral_takes_half():
+    """Batch 32, 8,192 tokens: 4,096 pairs per head and a block of 64."""
+    spec = presets.spec("mistral-7b")
+    job = Job(spec, make_config(spec, None, None), 32, 8192 - 256, 256, "bfloat16")
+    all_kept = dataclasses.replace(job, config=masked(job.config))
+    held, before = (planner.state_bytes(each) for each in (job, all_kept))
+    pair = 2 * 2 * spec.head_dim + 4  # a key, a value and a position
+    slots = 32 * spec.num_layers * spec.num_kv_heads
+    rows = 32 * (4 + 4 * spec.num_kv_heads)
+    assert held["prefill"] == held["decode"] == slots * 4160 * pair + rows
+    assert before["prefill"] == slots * 8192 * pair + rows
+
+
+def test_slots_that_give_positions_stay_put():
+    """Keys that are turned by their slots cannot have these reused."""
+    config = full(8, rope_positions="cache")
+    assert config.prefill_capacity(model().spec, PROMPT, NEW) == (PROMPT + NEW,) * 3
+
+
+def test_short_texts_take_no_more_than_they_need():
+    sizes = full(8).decode_capacity(model().spec, 9, 2)
+    assert sizes == (11, 11, 11)
+
+
+def test_the_largest_layers_stand_for_temporaries():
+    """Two layers are compiled for all; the first of Gemma 3's are all local."""
+    spec = dataclasses.replace(model().spec, sliding_windows=(6, 6, 0))
+    job = Job(spec, make_config(spec, None, None), 1, 128, NEW)
+    short = planner._largest_layers(job, 2)
+    assert short.prefill_capacity == (70, 143)
+    assert short.spec.sliding_windows == short.config.windows == (6, 0)
