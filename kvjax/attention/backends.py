@@ -160,7 +160,7 @@ def _tried(backend: Backend) -> bool:
     return not wrong
 
 
-_TPU = kernels.Kernels("kvjax.pallas.tpu", knows_scoring=True, writes=True)
+_TPU = kernels.Kernels("kvjax.pallas.tpu", writes=True)
 _GPU = kernels.Kernels("kvjax.pallas.gpu")
 
 for _backend in (

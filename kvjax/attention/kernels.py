@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.attention.reference import NO_STATS, PLAIN, plain_only
+from kvjax.attention.reference import NO_STATS, PLAIN
 from kvjax.pallas.common import Scored, device
 from kvjax.types import Observation, Partial, Scoring
 
@@ -29,14 +29,12 @@ class Kernels:
 
     Attributes:
       module: what holds them, by its full name.
-      knows_scoring: whether they know anything but the softmax, see `Scoring`.
       writes: whether decoding is to write the new pair in its kernel. It is on TPU,
         where XLA's own write at a slot that it does not know may copy the cache.
       interpret: whether they are interpreted: on any machine, slowly.
     """
 
     module: str
-    knows_scoring: bool = False
     writes: bool = False
     interpret: bool = False
 
@@ -60,8 +58,6 @@ class Kernels:
         self, q: Array, k: Array, stats: frozenset[str], scoring: Scoring
     ) -> str | None:
         """Why they cannot take these arrays; None where they can."""
-        if not self.knows_scoring and (reason := plain_only(scoring)):
-            return reason
         if "attn_weights" in stats:
             return "no fused kernel hands over all the weights"
         kind = None if self.interpret else device().kind
@@ -98,9 +94,9 @@ class Kernels:
         return importlib.import_module(self.module)
 
     def _run(self, name: str, stats: frozenset[str], scoring: Scoring, *arrays) -> Any:
-        asked = scoring._asdict() if self.knows_scoring else {}
         kernel = getattr(self._load(), name)
-        return kernel(*arrays, stats=stats, interpret=self.interpret, **asked)
+        options = scoring._asdict()
+        return kernel(*arrays, stats=stats, interpret=self.interpret, **options)
 
 
 def _in_words(found: Scored, n: Array, q_pos: Array) -> tuple[Partial, Observation]:

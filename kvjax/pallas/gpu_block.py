@@ -15,6 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from kvjax.pallas.common import LOWEST
+from kvjax.types import Scoring
 
 TILE = 64  # slots, or query rows, per step: the M of one tensor-core instruction
 LANES = 8  # query heads of a KV head in decoding, padded to the narrowest N
@@ -156,9 +157,22 @@ def publish(ops, vector, out, tile, spare):
             plgpu.copy_smem_to_gmem(spare.at[pl.ds(0, rest)], end)
 
 
-def visible(seen_from, now, slots, capacity):
-    """Which slots a query sees: live ones, not after it, inside the cache."""
-    return (seen_from >= 0) & (seen_from <= now) & (slots < capacity)
+def visible(seen_from, now, scoring: Scoring):
+    """Which slots a query sees: live ones, not after it, and in its window if any."""
+    seen = (seen_from >= 0) & (seen_from <= now)
+    if not scoring.local_window:
+        return seen
+    return seen & (seen_from > now - scoring.local_window)
+
+
+def scaled(products, width, scoring: Scoring):
+    """Scores of the products q . k, capped by c tanh(x / c) where there is a c.
+
+    tanh(x) = 1 - 2 / (exp(2 x) + 1): the device's own is right to three digits only.
+    """
+    s = products * width**-0.5
+    cap = scoring.logits_soft_cap
+    return cap - 2 * cap / (jnp.exp(s * (2 / cap)) + 1) if cap else s
 
 
 def decode(
@@ -174,6 +188,7 @@ def decode(
     found,  # "attn_sum" [H, C], or "weights" [H, slots of all segments, 8]
     *,
     ops: Ops,
+    scoring: Scoring,
     tiles: int,  # per segment
     stats: str,  # "", "attn_sum" or "weights"
     q_tile,  # [8, D]
@@ -209,11 +224,13 @@ def decode(
             fetch(v.at[here], ring.at[slot], ready.at[slot])
 
     def keys(i, slot, top):
-        tile = ops.product(ring.at[slot], q_tile, flip_b=True) * width**-0.5
+        tile = ops.product(ring.at[slot], q_tile, flip_b=True)
+        tile = scaled(tile, width, scoring)
         plgpu.barrier_wait(pos_ready.at[slot])
         here = spread(ops.load(seen, slot, layout=ROWS), shape, 0)
         slots = ops.iota(shape, 0) + (first + i) * TILE
-        tile = jnp.where(visible(here, present, slots, capacity), tile, -jnp.inf)
+        live = visible(here, present, scoring) & (slots < capacity)
+        tile = jnp.where(live, tile, -jnp.inf)
         ops.store(scores.at[rows_of(i)], tile)
         return jnp.maximum(top, tile)
 
@@ -272,6 +289,7 @@ def rows(
     denominator,  # [H, G * T]
     *,
     ops: Ops,
+    scoring: Scoring,
     q_tile,  # [TILE, D]
     k_ring,  # [stages, TILE, D]
     v_ring,  # [stages, TILE, D]
@@ -299,10 +317,11 @@ def rows(
     def step(i, slot, carry):
         acc, top, total = carry
         gap = gaps[head, i]  # asked for long before it is needed
-        s = ops.product(q_tile, k_ring.at[slot], flip_b=True) * width**-0.5
+        s = ops.product(q_tile, k_ring.at[slot], flip_b=True)
+        s = scaled(s, width, scoring)
         here = spread(ops.load(seen, slot, layout=COLUMNS), shape, 1)
         slots = ops.iota(shape, 1) + i * TILE
-        s = jnp.where(visible(here, now, slots, capacity), s, -jnp.inf)
+        s = jnp.where(visible(here, now, scoring) & (slots < capacity), s, -jnp.inf)
         higher = jnp.maximum(top, jnp.max(s, axis=1))
         base = jnp.maximum(higher, LOWEST)
         p = jnp.exp(s - spread(base, shape, 0))
@@ -343,6 +362,7 @@ def columns(
     outs,  # of each statistic: [H, C]
     *,
     ops: Ops,
+    scoring: Scoring,
     k_tile,  # [TILE, D]
     seen,  # i32[TILE]
     q_ring,  # [stages, TILE, D]
@@ -373,10 +393,11 @@ def columns(
             fetch(q_pos.at[row, rows_of(block)], now_ring.at[slot], barrier)
 
     def add_head(i, slot, weights):
-        s = ops.product(k_tile, q_ring.at[slot], flip_b=True) * width**-0.5
+        s = ops.product(k_tile, q_ring.at[slot], flip_b=True)
+        s = scaled(s, width, scoring)
         now = spread(ops.load(now_ring, slot, layout=COLUMNS), shape, 1)
         scale = spread(ops.load(lse_ring, slot, layout=COLUMNS), shape, 1)
-        s = jnp.where((here >= 0) & (here <= now), s, -jnp.inf)
+        s = jnp.where(visible(here, now, scoring), s, -jnp.inf)
         return weights + jnp.exp(s - scale)
 
     def add_block(block, sums):

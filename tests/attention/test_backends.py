@@ -68,14 +68,14 @@ def test_what_no_kernel_can_do_gets_the_reference(platform, kind, stats, dtype):
         assert chosen(*arrays(dtype), stats) == "reference"
 
 
-def test_the_gpu_kernels_know_no_windows():
-    window = Scoring(local_window=9)
+@pytest.mark.parametrize("scoring", [Scoring(local_window=9), Scoring(50.0)], ids=str)
+def test_windows_and_caps_are_for_kernels_too(scoring):
     with on("gpu", "NVIDIA H200"):
-        assert chosen(*arrays(), SUMS, window) == "reference"
-        with pytest.raises(UserError, match=r"neither caps logits .*local_window=9"):
-            backends.select_backend(*arrays(), SUMS, "pallas_gpu", window)
+        assert chosen(*arrays(), SUMS, scoring) == "pallas_gpu"
+        with pytest.raises(UserError, match="neither caps logits nor limits"):
+            backends.select_backend(*arrays(), NO_STATS, "cudnn", scoring)
     with on("tpu", "TPU v6 lite"):
-        assert chosen(*arrays(), SUMS, window) == "pallas_tpu"
+        assert chosen(*arrays(), SUMS, scoring) == "pallas_tpu"
 
 
 @pytest.mark.parametrize(

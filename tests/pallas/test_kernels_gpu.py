@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from testing.kernels import by_hand, shapes
 
 from kvjax.attention import attend, normalize
+from kvjax.attention.reference import PLAIN
 from kvjax.pallas import gpu, gpu_launch
 from kvjax.pallas.common import STATS
-from kvjax.types import Partial
+from kvjax.types import Partial, Scoring
 
 pytestmark = pytest.mark.kernels
 
@@ -67,16 +68,16 @@ class Case:
         self.n = self.n.astype(np.int32)
         self.dtype = dtype
 
-    def run(self, stats=ALL):
+    def run(self, stats=ALL, scoring=PLAIN):
         empty = (self.pos < 0)[..., None]
         nan = lambda x: np.where(empty, np.asarray(np.nan, x.dtype), x)
         arrays = (self.q, nan(self.k), nan(self.v), self.pos, self.q_pos, self.n)
-        return interpreted(stats)(*arrays)
+        return interpreted(stats, scoring)(*arrays)
 
-    def check(self):
-        scored = self.run()
+    def check(self, scoring=PLAIN):
+        scored = self.run(scoring=scoring)
         arrays = (self.q, self.k, self.v, self.pos, self.q_pos, self.n)
-        out, stats = by_hand(*arrays)
+        out, stats = by_hand(*arrays, scoring=scoring)
         got = normalize(Partial(scored.out, scored.max_logit, scored.denominator))
         np.testing.assert_allclose(got, out, atol=OUTPUT[self.dtype])
         for name, want in stats.items():
@@ -88,9 +89,10 @@ class Case:
 
 
 @functools.cache
-def interpreted(stats):
+def interpreted(stats, scoring):
     """Waits: the interpreter calls back, and hangs if others dispatch meanwhile."""
-    run = jax.jit(lambda *arrays: gpu.attend(*arrays, stats=stats, interpret=True))
+    options = {"stats": stats, "interpret": True, **scoring._asdict()}
+    run = jax.jit(lambda *arrays: gpu.attend(*arrays, **options))
     return lambda *arrays: jax.block_until_ready(run(*arrays))
 
 
@@ -257,13 +259,40 @@ def test_any_positions_and_lengths(data):
     case.check()
 
 
+SCORINGS = [Scoring(local_window=40), Scoring(0.7, 90), Scoring(logits_soft_cap=50.0)]
+
+
+@pytest.mark.parametrize("t", [1, 64])
+@pytest.mark.parametrize("scoring", often(SCORINGS, SCORINGS[:2]), ids=str)
+def test_capped_scores_and_windows(t, scoring):
+    case = Case(1, 2, 3, t, 136, 64)
+    found = case.check(scoring)
+    if scoring.local_window:  # one that hides nothing would test nothing
+        assert np.any(found.denominator != case.run().denominator)
+
+
+def test_scores_far_beyond_the_cap():
+    """exp(2 x) overflows to infinity on one side, and vanishes on the other."""
+    case = Case(1, 1, 2, 1, 136, 64)
+    case.q = case.q * 1000
+    case.check(Scoring(logits_soft_cap=2.0))
+
+
+def test_a_split_head_knows_its_window():
+    case = Case(1, 2, 3, 1, 776, 64)
+    assert gpu.cut(2, 776, 64, CHIP).segments == 3
+    case.check(Scoring(0.7, 90))
+
+
 @pytest.mark.parametrize("t", often([1, 70], [70]))
-def test_weights_under_a_given_softmax(t):
+@pytest.mark.parametrize("scoring", often([PLAIN, SCORINGS[1]], SCORINGS[1:2]), ids=str)
+def test_weights_under_a_given_softmax(t, scoring):
     """The statistics of two segments are those of one softmax over both."""
     case = Case(2, 2, 3, t, 136, 64)
-    whole = case.run()
+    whole = case.run(scoring=scoring)
     q, q_pos, n = case.q, case.q_pos, case.n
-    run = jax.jit(functools.partial(gpu.attention_stats, stats=ALL, interpret=True))
+    options = {"stats": ALL, "interpret": True, **scoring._asdict()}
+    run = jax.jit(functools.partial(gpu.attention_stats, **options))
     parts = [
         jax.block_until_ready(
             run(
