@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.pallas import gpu_block
 from kvjax.pallas.common import LOWEST, STATS, Scored, device
-from kvjax.pallas.gpu_block import LANES, TILE, tile_type
+from kvjax.pallas.gpu_block import LANES, TILE, swizzle_of, tile_type, whole_width
 from kvjax.pallas.gpu_launch import launch
 from kvjax.types import Scoring
 
@@ -67,7 +67,7 @@ CHIPS = {
     "H100": Chip(processors=132, shared=220 * 1024, decode=4, rows=2, columns=2),
     "H200": Chip(processors=132, shared=220 * 1024, decode=4, rows=2, columns=2),
 }
-WIDTHS = (64, 128, 256)  # head dimensions of whole 128-byte swizzles, N up to 256
+WIDTHS = (64, 80, 96, 128, 256)  # head dims of whole swizzles; N is at most 256
 
 
 def unsupported_reason(
@@ -216,7 +216,7 @@ def cut(heads: int, slots: int, width: int, chip: Chip) -> Cut:
       width: the head dimension.
       chip: the device.
     """
-    count = -(-slots // TILE)
+    count, width = -(-slots // TILE), whole_width(width)
     stage = TILE * (width * 2 + 4)  # a tile of keys or values, and positions
     per_tile = TILE * 4 * LANES  # scores, kept for the whole segment
     fixed = LANES * (width * (2 + 4) + TILE * 2) + TILE * 4  # queries, output, weights
@@ -243,24 +243,25 @@ def _one_query(q, k, v, pos, q_pos, n, stats, how: How) -> Scored:
         "attn_sum": _f32(all_heads, capacity),
         "weights": _f32(all_heads, count * tiles * TILE, LANES),
     }
+    swizzle, filled = swizzle_of(width), whole_width(width)
     run = how.launch(
         gpu_block.decode,
         tiles=tiles,
         stats=way,
         grid={"head": all_heads, "segment": count},
         out=(
-            _f32(all_heads, count, group, width),
+            _f32(all_heads, count, group, filled),
             _f32(all_heads, count, LANES),
             _f32(all_heads, count, LANES),
             found_type[way],
         ),
         scratch={
-            "q_tile": tile_type((LANES, width), q.dtype),
-            "ring": tile_type((stages, TILE, width), k.dtype),
+            "q_tile": tile_type((LANES, width), q.dtype, swizzle),
+            "ring": tile_type((stages, TILE, filled), k.dtype, swizzle),
             "seen": plgpu.SMEM((stages, TILE), jnp.int32),
             "scores": plgpu.SMEM((tiles * TILE, LANES), jnp.float32),
-            "weights": tile_type((LANES, TILE), v.dtype),
-            "out_tile": plgpu.SMEM((LANES, width), jnp.float32),
+            "weights": tile_type((LANES, TILE), v.dtype, swizzle),
+            "out_tile": plgpu.SMEM((LANES, filled), jnp.float32),
             "spare": plgpu.SMEM((TILE,), jnp.float32),
             "ready": plgpu.Barrier(num_barriers=stages),
             "q_ready": plgpu.Barrier(),
@@ -269,7 +270,8 @@ def _one_query(q, k, v, pos, q_pos, n, stats, how: How) -> Scored:
     )
     lanes = rearrange(lanes, "b k g d -> (b k) g d")
     now = jnp.repeat(q_pos[:, 0], heads)
-    *softmax, found = run(lanes, k, v, pos, now, part)
+    out, *sums, found = run(lanes, k, v, pos, now, part)
+    softmax = [out[..., :width], *sums]
     if count == 1:
         softmax = [x[:, 0] for x in softmax]
     else:
@@ -320,15 +322,15 @@ def _block_of_queries(q, k, v, pos, q_pos, n, stats, how: How) -> Scored:
     q, q_pos = _whole_tiles(q, q_pos)
     gaps = jnp.pad(pos, ((0, 0), (0, -capacity % TILE)), constant_values=-1) < 0
     gaps = jnp.any(rearrange(gaps, "h (i c) -> h i c", c=TILE), axis=-1)
-    stages = how.chip.rows
+    stages, swizzle = how.chip.rows, swizzle_of(width)
     run = how.launch(
         gpu_block.rows,
         grid={"head": all_heads, "tile": q.shape[1] // TILE},
         out=(_f32(*q.shape), _f32(*q.shape[:2]), _f32(*q.shape[:2])),
         scratch={
-            "q_tile": tile_type((TILE, width), q.dtype),
-            "k_ring": tile_type((stages, TILE, width), k.dtype),
-            "v_ring": tile_type((stages, TILE, width), v.dtype),
+            "q_tile": tile_type((TILE, width), q.dtype, swizzle),
+            "k_ring": tile_type((stages, TILE, width), k.dtype, swizzle),
+            "v_ring": tile_type((stages, TILE, width), v.dtype, swizzle),
             "seen": plgpu.SMEM((stages, TILE), jnp.int32),
             "ready": plgpu.Barrier(num_arrivals=3, num_barriers=stages),
             "q_ready": plgpu.Barrier(),
@@ -346,7 +348,7 @@ def _block_of_queries(q, k, v, pos, q_pos, n, stats, how: How) -> Scored:
 
 
 def _whole_tiles(q, q_pos):
-    """Queries [H, G * T, D] and positions [B, T], with T width up to whole tiles.
+    """Queries [H, G * T, D] and positions [B, T], with T filled up to whole tiles.
 
     The queries that fill them see nothing.
     """
@@ -368,15 +370,15 @@ def _sums_of_columns(
     seen = real & (denominator > 0)
     lse = max_logit + jnp.log(jnp.where(seen, denominator, 1.0))
     lse = jnp.where(seen, lse, jnp.inf)
-    names = sorted(stats)
+    names, swizzle = sorted(stats), swizzle_of(width)
     run = how.launch(
         gpu_block.columns,
         grid={"head": all_heads, "tile": -(-capacity // TILE)},
         out={name: _f32(all_heads, capacity) for name in names},
         scratch={
-            "k_tile": tile_type((TILE, width), k.dtype),
+            "k_tile": tile_type((TILE, width), k.dtype, swizzle),
             "seen": plgpu.SMEM((TILE,), jnp.int32),
-            "q_ring": tile_type((stages, TILE, width), q.dtype),
+            "q_ring": tile_type((stages, TILE, width), q.dtype, swizzle),
             "now_ring": plgpu.SMEM((stages, TILE), jnp.int32),
             "lse_ring": plgpu.SMEM((stages, TILE), jnp.float32),
             "spare": {name: plgpu.SMEM((TILE,), jnp.float32) for name in names},

@@ -87,10 +87,28 @@ class Ops:
         return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def tile_type(shape, dtype):
-    """Shared memory for operands of the tensor core, in its 128-byte swizzle."""
-    tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
+def swizzle_of(width):
+    """Bytes of the widest swizzle whose pieces a bfloat16 row of `width` is made of."""
+    return next(size for size in (128, 64, 32) if 2 * width % size == 0)
+
+
+def whole_width(width):
+    """The head dim filled up to the tensor core's M, in shared memory alone.
+
+    Copies bring zeros for what lies past the end of a row, without reading it.
+    """
+    return -(-width // TILE) * TILE
+
+
+def tile_type(shape, dtype, swizzle):
+    """Shared memory for operands of the tensor core; those of a product swizzle alike.
+
+    The interpreter's float32 tiles ignore it.
+    """
+    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(
+        shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle))
+    )
 
 
 def rows_of(tile):
@@ -182,7 +200,7 @@ def decode(
     pos,  # [H, C]
     now,  # [H] the query's position
     part,  # [H, 8] what a query head counts for in the average over heads
-    out,  # [H, segments, G, D]
+    out,  # [H, segments, G, W]: W is D filled up, what lies beyond D is not to be read
     max_logit,  # [H, segments, 8]
     denominator,  # [H, segments, 8]
     found,  # "attn_sum" [H, C], or "weights" [H, slots of all segments, 8]
@@ -192,11 +210,11 @@ def decode(
     tiles: int,  # per segment
     stats: str,  # "", "attn_sum" or "weights"
     q_tile,  # [8, D]
-    ring,  # [stages, TILE, D]
+    ring,  # [stages, TILE, W]
     seen,  # i32[stages, TILE]
     scores,  # [segment, 8]
     weights,  # [8, TILE]
-    out_tile,  # [8, D]
+    out_tile,  # [8, W]
     spare,  # [TILE]
     ready,
     q_ready,
@@ -208,6 +226,7 @@ def decode(
     first = segment * tiles
     width, capacity = q_tile.shape[1], k.shape[1]
     shape = (TILE, LANES)
+    across = pl.ds(jnp.int32(0), ring.shape[2])  # W, past the end of D
 
     def refill(i, slot):
         """Tile i of the segment: its keys, and after all keys its values."""
@@ -215,16 +234,16 @@ def decode(
         @pl.when(i < tiles)
         def _():
             here = (head, rows_of(first + i))
-            fetch(k.at[here], ring.at[slot], ready.at[slot])
+            fetch(k.at[(*here, across)], ring.at[slot], ready.at[slot])
             fetch(pos.at[here], seen.at[slot], pos_ready.at[slot])
 
         @pl.when((i >= tiles) & (i < 2 * tiles))
         def _():
-            here = (head, rows_of(first + i - tiles))
+            here = (head, rows_of(first + i - tiles), across)
             fetch(v.at[here], ring.at[slot], ready.at[slot])
 
     def keys(i, slot, top):
-        tile = ops.product(ring.at[slot], q_tile, flip_b=True)
+        tile = ops.product(ring.at[slot, :, pl.ds(0, width)], q_tile, flip_b=True)
         tile = scaled(tile, width, scoring)
         plgpu.barrier_wait(pos_ready.at[slot])
         here = spread(ops.load(seen, slot, layout=ROWS), shape, 0)
@@ -268,7 +287,7 @@ def decode(
         known = jnp.where(total > 0, total, 1.0)
         share = ops.load(part, head, layout=COLUMNS) / known
 
-    acc = ops.full((width, LANES), 0.0)
+    acc = ops.full((ring.shape[2], LANES), 0.0)
     acc = stream(tiles, 2 * tiles, refill, ready, values, acc)
     ops.store_transposed(out_tile, acc)
     plgpu.commit_smem()

@@ -18,7 +18,7 @@ from testing.kernels import by_hand, shapes
 
 from kvjax.attention import attend, normalize
 from kvjax.attention.reference import PLAIN
-from kvjax.pallas import gpu, gpu_launch
+from kvjax.pallas import gpu, gpu_block, gpu_launch
 from kvjax.pallas.common import STATS
 from kvjax.types import Partial, Scoring
 
@@ -39,6 +39,8 @@ DECODE = [
     (2, 1, 4, 200, 64),
     (1, 2, 1, 40, 128),
     (1, 1, 8, 328, 128),
+    (1, 2, 1, 200, 96),
+    (1, 1, 3, 136, 80),
 ]
 #        B  K  G  T    C    D
 BLOCKS = [
@@ -46,6 +48,8 @@ BLOCKS = [
     (1, 2, 4, 100, 200, 64),
     (1, 1, 8, 64, 136, 128),
     (2, 1, 1, 130, 40, 64),
+    (1, 2, 1, 64, 200, 96),
+    (1, 1, 3, 70, 136, 80),
 ]
 
 
@@ -222,7 +226,7 @@ def test_the_cut_covers_the_slots_and_fits(heads, slots, width):
         segments, tiles, stages = gpu.cut(heads, slots, width, chip)
         assert (segments - 1) * tiles * 64 < slots <= segments * tiles * 64
         per_slot = 4 * 8
-        used = stages * 64 * width * 2 + tiles * 64 * per_slot
+        used = stages * 64 * gpu_block.whole_width(width) * 2 + tiles * 64 * per_slot
         assert stages >= 2 and used <= chip.shared
         if segments > 1 and slots <= 2048:
             assert heads * segments <= chip.processors + heads
@@ -323,7 +327,7 @@ def test_refusals():
             assert reason(2, 2, group, 100, 200, width, device="NVIDIA H200") is None
     assert "TF32" in reason(1, 1, 1, 1, 64, 64, dtype=jnp.float32)
     assert "float16" in reason(1, 1, 1, 1, 64, 64, dtype=jnp.float16)
-    assert "head dimension is 80" in reason(1, 1, 1, 1, 64, 80)
+    assert "head dimension is 72" in reason(1, 1, 1, 1, 64, 72)
     assert "9 query heads" in reason(1, 1, 9, 1, 64, 64)
     assert reason(1, 1, 9, 64, 64, 64) is None
     for capacity in (56, 63, 65):
