@@ -18,7 +18,7 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from kvjax.pallas import gpu_block
-from kvjax.pallas.common import LOWEST, STATS, Scored, device
+from kvjax.pallas.common import HOPPER, LOWEST, STATS, Scored, device, not_hopper
 from kvjax.pallas.gpu_block import LANES, TILE, swizzle_of, tile_type, whole_width
 from kvjax.pallas.gpu_launch import launch
 from kvjax.types import Scoring
@@ -63,10 +63,9 @@ class How(NamedTuple):
 # a ring is in use. In the other passes two tiles leave room for two thread blocks on a
 # multiprocessor, which overlap one's products with the other's exponentials. 227 KB are
 # there; the rest is for the compiler's reductions, barriers and alignment, twice.
-CHIPS = {
-    "H100": Chip(processors=132, shared=220 * 1024, decode=4, rows=2, columns=2),
-    "H200": Chip(processors=132, shared=220 * 1024, decode=4, rows=2, columns=2),
-}
+CHIPS = dict.fromkeys(
+    HOPPER, Chip(processors=132, shared=220 * 1024, decode=4, rows=2, columns=2)
+)
 WIDTHS = (64, 80, 96, 128, 256)  # head dims of whole swizzles; N is at most 256
 
 
@@ -88,8 +87,8 @@ def unsupported_reason(
     group, length, width = q.shape[2:]
     if device_kind is None:
         return None
-    if not any(kind in device_kind for kind in CHIPS):
-        return f"the GPU kernels are for {' and '.join(CHIPS)}, not for {device_kind}"
+    if reason := not_hopper(device_kind):
+        return reason
     if unknown := stats - set(STATS):
         return f"the GPU kernels do not add up {', '.join(sorted(unknown))}"
     if q.dtype != k.dtype:

@@ -57,7 +57,6 @@ def test_a_hopper_gpu_gets_its_kernels(kind):
 @pytest.mark.parametrize(
     ("platform", "kind", "stats", "dtype"),
     [
-        ("gpu", "Tesla T4", SUMS, jnp.bfloat16),
         ("gpu", "NVIDIA H200", SUMS, jnp.float32),
         ("tpu", "TPU v6 lite", frozenset({"attn_weights"}), jnp.bfloat16),
         ("tpu", "TPU v6 lite", SUMS, jnp.float16),
@@ -66,6 +65,29 @@ def test_a_hopper_gpu_gets_its_kernels(kind):
 def test_what_no_kernel_can_do_gets_the_reference(platform, kind, stats, dtype):
     with on(platform, kind):
         assert chosen(*arrays(dtype), stats) == "reference"
+
+
+@pytest.mark.parametrize("kind", ["Tesla T4", "NVIDIA A100-SXM4-40GB", "NVIDIA B200"])
+def test_a_gpu_that_is_no_hopper_runs_xla_and_says_so_once(kind):
+    backends._tell_once.cache_clear()
+    message = (
+        rf"'pallas_gpu' cannot run: .*Hopper .*9\.0\), and this is {kind}; plain XLA"
+    )
+    with on("gpu", kind):
+        with pytest.warns(UserWarning, match=message) as told:
+            assert chosen(*arrays(), SUMS) == "reference"
+            assert chosen(*arrays(slots=512), NO_STATS) == "reference"
+        assert len(told) == 1
+        with pytest.raises(UserError, match=f"'pallas_gpu' cannot run: .*{kind}"):
+            backends.select_backend(*arrays(), SUMS, "pallas_gpu")
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H100 PCIe", "NVIDIA GH200 480GB"])
+def test_a_hopper_gpu_is_told_nothing(kind, recwarn):
+    backends._tell_once.cache_clear()
+    with on("gpu", kind):
+        assert chosen(*arrays(jnp.float32), SUMS) == "reference"
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("scoring", [Scoring(local_window=9), Scoring(50.0)], ids=str)
