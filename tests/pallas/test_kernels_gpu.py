@@ -41,6 +41,7 @@ DECODE = [
     (1, 1, 8, 328, 128),
     (1, 2, 1, 200, 96),
     (1, 1, 3, 136, 80),
+    (1, 1, 2, 72, 24),  # the interpreter takes any head dim
 ]
 #        B  K  G  T    C    D
 BLOCKS = [
