@@ -48,8 +48,8 @@ class Backend(NamedTuple):
         Decided from shapes, dtypes and the device alone, while tracing.
       priority: queries -> its rank where nobody is named: of those that can run, the
         highest does. `BY_NAME` is never chosen.
-      self_test: () -> what is wrong with its answers on this device, or None. Asked
-        once a process, before it is chosen without being named.
+      self_test: head dim -> what is wrong with its answers on this device, or None.
+        Asked once a process, before it is chosen without being named.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Backend(NamedTuple):
         [Array, Array, frozenset[str], Scoring], str | None
     ] = lambda *_: None
     priority: Callable[[Array], int] = lambda q: BY_NAME
-    self_test: Callable[[], str | None] = lambda: None
+    self_test: Callable[[int], str | None] = lambda head_dim: None
 
 
 BACKENDS = Registry("attention implementation")
@@ -112,7 +112,7 @@ def select_backend(
             for backend in _by_priority(q)
             if _runs_here(backend)
             and not backend.unsupported_reason(q, k, stats, scoring)
-            and _works(backend)
+            and _works(backend, k.shape[3])
         )
     backend = BACKENDS.make(implementation)
     if reason := _unsupported(backend, q, k, stats, scoring):
@@ -162,26 +162,28 @@ def _tell_once(name: str, reason: str) -> None:
     )
 
 
-def _works(backend: Backend) -> bool:
+def _works(backend: Backend, head_dim: int) -> bool:
     """Whether a backend gives right answers here.
 
     A new compiler or device must cost speed, never a run. Where the program is for a
     device that is not there, nothing can be tried.
     """
-    return bool(jax.sharding.get_abstract_mesh().abstract_device) or _tried(backend)
+    elsewhere = bool(jax.sharding.get_abstract_mesh().abstract_device)
+    return elsewhere or _tried(backend, head_dim)
 
 
 @functools.cache
-def _tried(backend: Backend) -> bool:
+def _tried(backend: Backend, head_dim: int) -> bool:
     try:
         with jax.ensure_compile_time_eval():
-            wrong = backend.self_test()
+            wrong = backend.self_test(head_dim)
     except Exception as error:  # whatever a compiler may say
         wrong = f"{type(error).__name__}: {error}".splitlines()[0]
     if wrong:
         warnings.warn(
             f"attention implementation {backend.name!r} does not work on "
-            f"{jax.devices()[0].device_kind} ({wrong}): another one runs instead",
+            f"{jax.devices()[0].device_kind} with head dim {head_dim} ({wrong}): "
+            "another one runs instead",
             stacklevel=2,
         )
     return not wrong

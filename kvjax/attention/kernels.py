@@ -112,26 +112,28 @@ def _in_words(found: Scored, n: Array, q_pos: Array) -> tuple[Partial, Observati
 
 def self_test(
     attend: Callable[..., tuple[Partial, Observation]],
-    write_attend: Callable[..., tuple] | None = None,
+    write_attend: Callable[..., tuple] | None,
+    head_dim: int,
 ) -> str | None:
     """What is wrong with a backend's functions here, on a small case; None if nothing.
 
     Args:
       attend: of a `Backend`, in bfloat16.
-      write_attend: likewise, where it has one.
+      write_attend: likewise; None where it has none.
+      head_dim: what it is to be tried with.
     """
-    wrong = max(_attend_error(attend, length) for length in (1, 24))
+    wrong = max(_attend_error(attend, length, head_dim) for length in (1, 24))
     if write_attend:
-        wrong = max(wrong, _write_error(write_attend))
+        wrong = max(wrong, _write_error(write_attend, head_dim))
     return None if wrong < TOLERATED else f"it is {wrong:.2g} off"
 
 
-def _attend_error(attend: Callable, length: int) -> float:
+def _attend_error(attend: Callable, length: int, depth: int) -> float:
     """The largest difference from NumPy's output and weights.
 
     The slots are no whole number of tiles, and the empty ones hold NaN.
     """
-    slots, depth, last = 328, 128, 299  # of them 300 are live
+    slots, last = 328, 299  # of them 300 are live
     draw = np.random.default_rng(0).normal
     array = lambda *shape: np.array(jnp.asarray(draw(size=shape), jnp.bfloat16))
     q, k, v = array(2, 4, length, depth), array(2, slots, depth), array(2, slots, depth)
@@ -164,15 +166,15 @@ def _attend_error(attend: Callable, length: int) -> float:
     )
 
 
-def _write_error(write_attend: Callable) -> float:
+def _write_error(write_attend: Callable, depth: int) -> float:
     """How far the caches are from what they should be after a fused write."""
     draw = np.random.default_rng(1).normal
     array = lambda *shape: jnp.asarray(draw(size=shape), jnp.bfloat16)
-    k, v = array(2, 1, 2, 128, 128)
-    new_k, new_v = array(2, 1, 2, 128)
+    k, v = array(2, 1, 2, 128, depth)
+    new_k, new_v = array(2, 1, 2, depth)
     one, zeros = jnp.ones((1,), jnp.int32), jnp.zeros((1, 2, 128), jnp.int32)
     slot = jnp.asarray([[37, 128]], jnp.int32)  # the second head's goes nowhere
-    given = array(1, 2, 4, 1, 128), new_k, new_v, slot, k, v, zeros, one[:, None], one
+    given = array(1, 2, 4, 1, depth), new_k, new_v, slot, k, v, zeros, one[:, None], one
     found = jax.jit(write_attend, static_argnums=(9, 10))(*given, NO_STATS, PLAIN)[2:]
     wanted = k.at[0, 0, 37].set(new_k[0, 0]), v.at[0, 0, 37].set(new_v[0, 0])
     wide = lambda x: np.asarray(x, np.float64)

@@ -21,9 +21,10 @@ from kvjax.types import Scoring, UserError
 SUMS = frozenset({"attn_sum"})
 
 
-def arrays(dtype=jnp.bfloat16, slots=256):
+def arrays(dtype=jnp.bfloat16, slots=256, head_dim=128):
     array = jax.ShapeDtypeStruct
-    return array((2, 8, 4, 1, 128), dtype), array((2, 8, slots, 128), dtype)
+    shapes = (2, 8, 4, 1, head_dim), (2, 8, slots, head_dim)
+    return tuple(array(shape, dtype) for shape in shapes)
 
 
 def on(platform, kind):
@@ -257,6 +258,17 @@ def test_a_kernel_that_does_not_work_is_left_out(table, functions, message):
     assert chosen(*arrays(), SUMS) == "reference"  # and is told so once
 
 
+def test_a_kernel_is_tried_with_the_head_dim_that_it_is_for(table):
+    """What is right with one may be wrong with another, whose tiles are others."""
+    narrow_is_wrong = lambda q, *rest: (over_nan if q.shape[4] > 96 else wrong)(
+        q, *rest
+    )
+    register_kernel(narrow_is_wrong)
+    assert chosen(*arrays(), SUMS) == "fused"
+    with pytest.warns(UserWarning, match=r"'fused' does not work on .* head dim 96"):
+        assert chosen(*arrays(head_dim=96), SUMS) == "reference"
+
+
 def test_a_kernel_that_works_is_taken(table):
     register_kernel()
     found = jax.jit(lambda: jnp.int32(len(chosen(*arrays(), SUMS))))
@@ -269,8 +281,9 @@ INTERPRETED = ["pallas_tpu_interpret", "pallas_gpu_interpret"]
 
 
 @pytest.mark.parametrize("name", often(INTERPRETED, INTERPRETED[:1], others="kernels"))
-def test_our_kernels_pass_their_test(name):
-    assert backends.BACKENDS.make(name).self_test() is None
+@pytest.mark.parametrize("head_dim", often([128, 96], [128], others="kernels"))
+def test_our_kernels_pass_their_test(name, head_dim):
+    assert backends.BACKENDS.make(name).self_test(head_dim) is None
 
 
 @pytest.mark.parametrize("broken", ["attend", "write_attend"])
@@ -278,7 +291,7 @@ def test_our_kernels_are_what_is_tested(monkeypatch, broken):
     monkeypatch.setattr(tpu, broken, raises)
     jax.clear_caches()  # the test above has compiled it whole
     with pytest.raises(RuntimeError, match="no such instruction"):
-        backends.BACKENDS.make("pallas_tpu_interpret").self_test()
+        backends.BACKENDS.make("pallas_tpu_interpret").self_test(128)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
