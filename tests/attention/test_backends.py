@@ -50,9 +50,10 @@ def test_a_tpu_gets_its_kernels():
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
-def test_a_hopper_gpu_gets_its_kernels(kind):
+@pytest.mark.parametrize("head_dim", [80, 96, 128])
+def test_a_hopper_gpu_gets_its_kernels(kind, head_dim):
     with on("gpu", kind):
-        assert chosen(*arrays(), SUMS) == "pallas_gpu"
+        assert chosen(*arrays(head_dim=head_dim), SUMS) == "pallas_gpu"
 
 
 @pytest.mark.parametrize(
