@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from kvjax.attention import kernels, library, reference
 from kvjax.attention.reference import PLAIN
-from kvjax.pallas.common import device
+from kvjax.pallas.common import device, not_hopper
 from kvjax.registry import Registry
 from kvjax.types import Observation, Partial, Scoring, UserError
 
@@ -42,12 +42,14 @@ class Backend(NamedTuple):
       write_grain: head dim -> what the number of slots has to be a multiple of for
         `write_attend`.
       platform: the only one that it runs on: tpu, gpu or cpu; None for any.
+      device_reason: device kind -> why it cannot run on such a device of its platform,
+        or None. Told once a process where another runs instead.
       unsupported_reason: (q, k, stats, scoring) -> why it cannot take them, or None.
         Decided from shapes, dtypes and the device alone, while tracing.
       priority: queries -> its rank where nobody is named: of those that can run, the
         highest does. `BY_NAME` is never chosen.
-      self_test: () -> what is wrong with its answers on this device, or None. Asked
-        once a process, before it is chosen without being named.
+      self_test: head dim -> what is wrong with its answers on this device, or None.
+        Asked once a process, before it is chosen without being named.
     """
 
     name: str
@@ -56,11 +58,12 @@ class Backend(NamedTuple):
     write_attend: Callable[..., tuple] | None = None
     write_grain: Callable[[int], int] = lambda head_dim: 1
     platform: str | None = None
+    device_reason: Callable[[str], str | None] = lambda kind: None
     unsupported_reason: Callable[
         [Array, Array, frozenset[str], Scoring], str | None
     ] = lambda *_: None
     priority: Callable[[Array], int] = lambda q: BY_NAME
-    self_test: Callable[[], str | None] = lambda: None
+    self_test: Callable[[int], str | None] = lambda head_dim: None
 
 
 BACKENDS = Registry("attention implementation")
@@ -107,7 +110,9 @@ def select_backend(
         return next(
             backend
             for backend in _by_priority(q)
-            if not _unsupported(backend, q, k, stats, scoring) and _works(backend)
+            if _runs_here(backend)
+            and not backend.unsupported_reason(q, k, stats, scoring)
+            and _works(backend, k.shape[3])
         )
     backend = BACKENDS.make(implementation)
     if reason := _unsupported(backend, q, k, stats, scoring):
@@ -129,38 +134,62 @@ def _unsupported(
     backend: Backend, q: Array, k: Array, stats: frozenset[str], scoring: Scoring
 ) -> str | None:
     """Why a backend cannot run, or None."""
-    wanted, here = backend.platform, device().platform
-    if wanted and here != wanted:
-        return f"it needs a {wanted.upper()}, and this is a {here.upper()}"
-    return backend.unsupported_reason(q, k, stats, scoring)
+    wanted, here = backend.platform, device()
+    if wanted and here.platform != wanted:
+        return f"it needs a {wanted.upper()}, and this is a {here.platform.upper()}"
+    return backend.device_reason(here.kind) or backend.unsupported_reason(
+        q, k, stats, scoring
+    )
 
 
-def _works(backend: Backend) -> bool:
+def _runs_here(backend: Backend) -> bool:
+    """Whether the device is one of a backend's; tells if but for its kind it were."""
+    platform, kind = device()
+    if backend.platform not in (None, platform):
+        return False
+    reason = backend.device_reason(kind)
+    if reason:
+        _tell_once(backend.name, reason)
+    return not reason
+
+
+@functools.cache
+def _tell_once(name: str, reason: str) -> None:
+    warnings.warn(
+        f"attention implementation {name!r} cannot run: {reason}; plain XLA runs "
+        "instead",
+        stacklevel=2,
+    )
+
+
+def _works(backend: Backend, head_dim: int) -> bool:
     """Whether a backend gives right answers here.
 
     A new compiler or device must cost speed, never a run. Where the program is for a
     device that is not there, nothing can be tried.
     """
-    return bool(jax.sharding.get_abstract_mesh().abstract_device) or _tried(backend)
+    elsewhere = bool(jax.sharding.get_abstract_mesh().abstract_device)
+    return elsewhere or _tried(backend, head_dim)
 
 
 @functools.cache
-def _tried(backend: Backend) -> bool:
+def _tried(backend: Backend, head_dim: int) -> bool:
     try:
         with jax.ensure_compile_time_eval():
-            wrong = backend.self_test()
+            wrong = backend.self_test(head_dim)
     except Exception as error:  # whatever a compiler may say
         wrong = f"{type(error).__name__}: {error}".splitlines()[0]
     if wrong:
         warnings.warn(
             f"attention implementation {backend.name!r} does not work on "
-            f"{jax.devices()[0].device_kind} ({wrong}): another one runs instead",
+            f"{jax.devices()[0].device_kind} with head dim {head_dim} ({wrong}): "
+            "another one runs instead",
             stacklevel=2,
         )
     return not wrong
 
 
-_TPU = kernels.Kernels("kvjax.pallas.tpu", knows_scoring=True, writes=True)
+_TPU = kernels.Kernels("kvjax.pallas.tpu", writes=True)
 _GPU = kernels.Kernels("kvjax.pallas.gpu")
 
 for _backend in (
@@ -173,7 +202,13 @@ for _backend in (
     Backend("xla", **library.functions("xla")),
     Backend("cudnn", platform="gpu", **library.functions("cudnn")),
     Backend("pallas_tpu", platform="tpu", priority=lambda q: 3, **_TPU.functions()),
-    Backend("pallas_gpu", platform="gpu", priority=lambda q: 3, **_GPU.functions()),
+    Backend(
+        "pallas_gpu",
+        platform="gpu",
+        device_reason=not_hopper,
+        priority=lambda q: 3,
+        **_GPU.functions(),
+    ),
     Backend("pallas_tpu_interpret", **_TPU.interpreted().functions()),
     Backend("pallas_gpu_interpret", **_GPU.interpreted().functions()),
 ):

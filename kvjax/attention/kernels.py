@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.attention.reference import NO_STATS, PLAIN, plain_only
+from kvjax.attention.reference import NO_STATS, PLAIN
 from kvjax.pallas.common import Scored, device
 from kvjax.types import Observation, Partial, Scoring
 
@@ -29,14 +29,12 @@ class Kernels:
 
     Attributes:
       module: what holds them, by its full name.
-      knows_scoring: whether they know anything but the softmax, see `Scoring`.
       writes: whether decoding is to write the new pair in its kernel. It is on TPU,
         where XLA's own write at a slot that it does not know may copy the cache.
       interpret: whether they are interpreted: on any machine, slowly.
     """
 
     module: str
-    knows_scoring: bool = False
     writes: bool = False
     interpret: bool = False
 
@@ -60,8 +58,6 @@ class Kernels:
         self, q: Array, k: Array, stats: frozenset[str], scoring: Scoring
     ) -> str | None:
         """Why they cannot take these arrays; None where they can."""
-        if not self.knows_scoring and (reason := plain_only(scoring)):
-            return reason
         if "attn_weights" in stats:
             return "no fused kernel hands over all the weights"
         kind = None if self.interpret else device().kind
@@ -98,9 +94,9 @@ class Kernels:
         return importlib.import_module(self.module)
 
     def _run(self, name: str, stats: frozenset[str], scoring: Scoring, *arrays) -> Any:
-        asked = scoring._asdict() if self.knows_scoring else {}
         kernel = getattr(self._load(), name)
-        return kernel(*arrays, stats=stats, interpret=self.interpret, **asked)
+        options = scoring._asdict()
+        return kernel(*arrays, stats=stats, interpret=self.interpret, **options)
 
 
 def _in_words(found: Scored, n: Array, q_pos: Array) -> tuple[Partial, Observation]:
@@ -116,26 +112,28 @@ def _in_words(found: Scored, n: Array, q_pos: Array) -> tuple[Partial, Observati
 
 def self_test(
     attend: Callable[..., tuple[Partial, Observation]],
-    write_attend: Callable[..., tuple] | None = None,
+    write_attend: Callable[..., tuple] | None,
+    head_dim: int,
 ) -> str | None:
     """What is wrong with a backend's functions here, on a small case; None if nothing.
 
     Args:
       attend: of a `Backend`, in bfloat16.
-      write_attend: likewise, where it has one.
+      write_attend: likewise; None where it has none.
+      head_dim: what it is to be tried with.
     """
-    wrong = max(_attend_error(attend, length) for length in (1, 24))
+    wrong = max(_attend_error(attend, length, head_dim) for length in (1, 24))
     if write_attend:
-        wrong = max(wrong, _write_error(write_attend))
+        wrong = max(wrong, _write_error(write_attend, head_dim))
     return None if wrong < TOLERATED else f"it is {wrong:.2g} off"
 
 
-def _attend_error(attend: Callable, length: int) -> float:
+def _attend_error(attend: Callable, length: int, depth: int) -> float:
     """The largest difference from NumPy's output and weights.
 
     The slots are no whole number of tiles, and the empty ones hold NaN.
     """
-    slots, depth, last = 328, 128, 299  # of them 300 are live
+    slots, last = 328, 299  # of them 300 are live
     draw = np.random.default_rng(0).normal
     array = lambda *shape: np.array(jnp.asarray(draw(size=shape), jnp.bfloat16))
     q, k, v = array(2, 4, length, depth), array(2, slots, depth), array(2, slots, depth)
@@ -168,15 +166,15 @@ def _attend_error(attend: Callable, length: int) -> float:
     )
 
 
-def _write_error(write_attend: Callable) -> float:
+def _write_error(write_attend: Callable, depth: int) -> float:
     """How far the caches are from what they should be after a fused write."""
     draw = np.random.default_rng(1).normal
     array = lambda *shape: jnp.asarray(draw(size=shape), jnp.bfloat16)
-    k, v = array(2, 1, 2, 128, 128)
-    new_k, new_v = array(2, 1, 2, 128)
+    k, v = array(2, 1, 2, 128, depth)
+    new_k, new_v = array(2, 1, 2, depth)
     one, zeros = jnp.ones((1,), jnp.int32), jnp.zeros((1, 2, 128), jnp.int32)
     slot = jnp.asarray([[37, 128]], jnp.int32)  # the second head's goes nowhere
-    given = array(1, 2, 4, 1, 128), new_k, new_v, slot, k, v, zeros, one[:, None], one
+    given = array(1, 2, 4, 1, depth), new_k, new_v, slot, k, v, zeros, one[:, None], one
     found = jax.jit(write_attend, static_argnums=(9, 10))(*given, NO_STATS, PLAIN)[2:]
     wanted = k.at[0, 0, 37].set(new_k[0, 0]), v.at[0, 0, 37].set(new_v[0, 0])
     wide = lambda x: np.asarray(x, np.float64)

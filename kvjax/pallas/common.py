@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 NEVER = 2**31 - 1  # the position of an empty slot, as a query compares it
 LOWEST = -1e30  # stands in for the largest score of a query that sees no key
+HOPPER = ("H100", "H200")  # parts of such devices' names
 # What a kernel can add up on the way.
 STATS = ("attn_sum", "attn_sq_sum", "last_attn")
 
@@ -36,6 +37,19 @@ class Device(NamedTuple):
 
     platform: str
     kind: str
+
+
+def not_hopper(kind: str) -> str | None:
+    """Why the GPU kernels cannot run on a GPU that JAX names `kind`; None if they can.
+
+    Their products are instructions that compute capability 9.0 alone has.
+    """
+    if any(name in kind for name in HOPPER):
+        return None
+    return (
+        f"the GPU kernels need a Hopper GPU ({' or '.join(HOPPER)}; compute capability "
+        f"9.0), and this is {kind}"
+    )
 
 
 def device() -> Device:

@@ -18,9 +18,10 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from kvjax.pallas import gpu_block
-from kvjax.pallas.common import LOWEST, STATS, Scored, device
-from kvjax.pallas.gpu_block import LANES, TILE, tile_type
+from kvjax.pallas.common import HOPPER, LOWEST, STATS, Scored, device, not_hopper
+from kvjax.pallas.gpu_block import LANES, TILE, swizzle_of, tile_type, whole_width
 from kvjax.pallas.gpu_launch import launch
+from kvjax.types import Scoring
 
 
 class Chip(NamedTuple):
@@ -41,16 +42,31 @@ class Chip(NamedTuple):
     columns: int
 
 
+class How(NamedTuple):
+    """What of a call its arrays do not say; static."""
+
+    chip: Chip
+    scoring: Scoring
+    interpret: bool
+
+    def launch(self, body, *, grid, out, scratch, **facts):
+        """A kernel that runs `body`, or interprets it; see `gpu_launch.launch`."""
+        ops = gpu_block.Ops(self.interpret)
+        body = functools.partial(body, ops=ops, scoring=self.scoring, **facts)
+        return launch(
+            body, grid=grid, out=out, scratch=scratch, interpret=self.interpret
+        )
+
+
 # By reckoning: no device has run them. In decoding, 4.8 TB/s times a microsecond over
 # 132 multiprocessors is 36 KB in flight on each; a tile is 16 KB at D = 128, and one of
 # a ring is in use. In the other passes two tiles leave room for two thread blocks on a
 # multiprocessor, which overlap one's products with the other's exponentials. 227 KB are
 # there; the rest is for the compiler's reductions, barriers and alignment, twice.
-CHIPS = {
-    "H100": Chip(processors=132, shared=220 * 1024, decode=4, rows=2, columns=2),
-    "H200": Chip(processors=132, shared=220 * 1024, decode=4, rows=2, columns=2),
-}
-WIDTHS = (64, 128, 256)  # head dimensions of whole 128-byte swizzles, N up to 256
+CHIPS = dict.fromkeys(
+    HOPPER, Chip(processors=132, shared=220 * 1024, decode=4, rows=2, columns=2)
+)
+WIDTHS = (64, 80, 96, 128, 256)  # head dims of whole swizzles; N is at most 256
 
 
 def unsupported_reason(
@@ -71,8 +87,8 @@ def unsupported_reason(
     group, length, width = q.shape[2:]
     if device_kind is None:
         return None
-    if not any(kind in device_kind for kind in CHIPS):
-        return f"the GPU kernels are for {' and '.join(CHIPS)}, not for {device_kind}"
+    if reason := not_hopper(device_kind):
+        return reason
     if unknown := stats - set(STATS):
         return f"the GPU kernels do not add up {', '.join(sorted(unknown))}"
     if q.dtype != k.dtype:
@@ -99,6 +115,8 @@ def attend(
     n: Int[Array, "B"],
     *,
     stats: frozenset[str] = frozenset(),
+    logits_soft_cap: float = 0.0,
+    local_window: int = 0,
     interpret: bool = False,
     device_kind: str | None = None,
 ) -> Scored:
@@ -107,6 +125,8 @@ def attend(
     Args:
       q, k, v, pos, q_pos, n: see there.
       stats: of `common.STATS`.
+      logits_soft_cap: c of c tanh(x / c) on the scaled products; 0 for none.
+      local_window: tokens that a query sees, itself included; 0 for all before it.
       interpret: run on the CPU, float32 included. The interpreter calls back into
         Python and hangs if the caller dispatches other work before its result is ready.
       device_kind: whose tile sizes to use; None is the device's that is there.
@@ -114,11 +134,12 @@ def attend(
     Raises:
       ValueError: where `unsupported_reason` gives a reason, which is the message.
     """
-    chip = _chip(q, k, stats, device_kind, interpret)
+    scoring = Scoring(logits_soft_cap, local_window)
+    how = How(_chip(q, k, stats, device_kind, interpret), scoring, interpret)
     heads = k.shape[1]
     k, v, pos = (rearrange(x, "b k ... -> (b k) ...") for x in (k, v, pos))
     score = _one_query if q.shape[3] == 1 else _block_of_queries
-    scored = score(q, k, v, pos, q_pos, n, stats, chip, interpret)
+    scored = score(q, k, v, pos, q_pos, n, stats, how)
     split = lambda x: rearrange(x, "(b k) c -> b k c", k=heads)
     return scored._replace(
         **{name: split(getattr(scored, name)) for name in stats},
@@ -135,6 +156,8 @@ def attention_stats(
     denominator: Float[Array, "B K G T"],
     *,
     stats: frozenset[str],
+    logits_soft_cap: float = 0.0,
+    local_window: int = 0,
     interpret: bool = False,
     device_kind: str | None = None,
 ) -> dict[str, Float[Array, "B K C"]]:
@@ -143,7 +166,8 @@ def attention_stats(
     For segments of slots, whose weights have one normaliser in common, and for queries
     asked again. See `attend` for the arguments.
     """
-    chip = _chip(q, k, stats, device_kind, interpret)
+    scoring = Scoring(logits_soft_cap, local_window)
+    how = How(_chip(q, k, stats, device_kind, interpret), scoring, interpret)
     heads = k.shape[1]
     q, q_pos = _whole_tiles(q, q_pos)
     fill = ((0, 0), (0, 0), (0, 0), (0, q_pos.shape[1] - max_logit.shape[3]))
@@ -152,7 +176,7 @@ def attention_stats(
         for x in (max_logit, denominator)
     )
     k, pos = (rearrange(x, "b k ... -> (b k) ...") for x in (k, pos))
-    found = _sums_of_columns(q, k, pos, q_pos, n, *known, stats, chip, interpret)
+    found = _sums_of_columns(q, k, pos, q_pos, n, *known, stats, how)
     return {
         name: rearrange(x, "(b k) c -> b k c", k=heads) for name, x in found.items()
     }
@@ -191,7 +215,7 @@ def cut(heads: int, slots: int, width: int, chip: Chip) -> Cut:
       width: the head dimension.
       chip: the device.
     """
-    count = -(-slots // TILE)
+    count, width = -(-slots // TILE), whole_width(width)
     stage = TILE * (width * 2 + 4)  # a tile of keys or values, and positions
     per_tile = TILE * 4 * LANES  # scores, kept for the whole segment
     fixed = LANES * (width * (2 + 4) + TILE * 2) + TILE * 4  # queries, output, weights
@@ -204,11 +228,11 @@ def cut(heads: int, slots: int, width: int, chip: Chip) -> Cut:
     return Cut(segments, tiles, min(half, chip.decode) if shared else chip.decode)
 
 
-def _one_query(q, k, v, pos, q_pos, n, stats, chip, interpret) -> Scored:
+def _one_query(q, k, v, pos, q_pos, n, stats, how: How) -> Scored:
     """Decoding; `k`, `v` and `pos` have all rows' heads as their first axis."""
     heads, group, _, width = q.shape[1:]
     all_heads, capacity = pos.shape
-    count, tiles, stages = cut(all_heads, capacity, width, chip)
+    count, tiles, stages = cut(all_heads, capacity, width, how.chip)
     lanes = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, LANES - group), (0, 0)))
     part = (jnp.arange(LANES) < group)[None] & (n > 0)[:, None]
     part = jnp.repeat(part.astype(jnp.float32) / group, heads, axis=0)
@@ -218,34 +242,35 @@ def _one_query(q, k, v, pos, q_pos, n, stats, chip, interpret) -> Scored:
         "attn_sum": _f32(all_heads, capacity),
         "weights": _f32(all_heads, count * tiles * TILE, LANES),
     }
-    run = launch(
-        functools.partial(
-            gpu_block.decode, ops=gpu_block.Ops(interpret), tiles=tiles, stats=way
-        ),
+    swizzle, filled = swizzle_of(width), whole_width(width)
+    run = how.launch(
+        gpu_block.decode,
+        tiles=tiles,
+        stats=way,
         grid={"head": all_heads, "segment": count},
         out=(
-            _f32(all_heads, count, group, width),
+            _f32(all_heads, count, group, filled),
             _f32(all_heads, count, LANES),
             _f32(all_heads, count, LANES),
             found_type[way],
         ),
         scratch={
-            "q_tile": tile_type((LANES, width), q.dtype),
-            "ring": tile_type((stages, TILE, width), k.dtype),
+            "q_tile": tile_type((LANES, width), q.dtype, swizzle),
+            "ring": tile_type((stages, TILE, filled), k.dtype, swizzle),
             "seen": plgpu.SMEM((stages, TILE), jnp.int32),
             "scores": plgpu.SMEM((tiles * TILE, LANES), jnp.float32),
-            "weights": tile_type((LANES, TILE), v.dtype),
-            "out_tile": plgpu.SMEM((LANES, width), jnp.float32),
+            "weights": tile_type((LANES, TILE), v.dtype, swizzle),
+            "out_tile": plgpu.SMEM((LANES, filled), jnp.float32),
             "spare": plgpu.SMEM((TILE,), jnp.float32),
             "ready": plgpu.Barrier(num_barriers=stages),
             "q_ready": plgpu.Barrier(),
             "pos_ready": plgpu.Barrier(num_barriers=stages),
         },
-        interpret=interpret,
     )
     lanes = rearrange(lanes, "b k g d -> (b k) g d")
     now = jnp.repeat(q_pos[:, 0], heads)
-    *softmax, found = run(lanes, k, v, pos, now, part)
+    out, *sums, found = run(lanes, k, v, pos, now, part)
+    softmax = [out[..., :width], *sums]
     if count == 1:
         softmax = [x[:, 0] for x in softmax]
     else:
@@ -289,26 +314,26 @@ def _merge(out, max_logit, denominator, weights, part):
 # --- a block of queries ---------------------------------------------------------------
 
 
-def _block_of_queries(q, k, v, pos, q_pos, n, stats, chip, interpret) -> Scored:
+def _block_of_queries(q, k, v, pos, q_pos, n, stats, how: How) -> Scored:
     """A block; `k`, `v` and `pos` have all rows' heads as their first axis."""
     heads, group, length, width = q.shape[1:]
     all_heads, capacity = pos.shape
     q, q_pos = _whole_tiles(q, q_pos)
     gaps = jnp.pad(pos, ((0, 0), (0, -capacity % TILE)), constant_values=-1) < 0
     gaps = jnp.any(rearrange(gaps, "h (i c) -> h i c", c=TILE), axis=-1)
-    run = launch(
-        functools.partial(gpu_block.rows, ops=gpu_block.Ops(interpret)),
+    stages, swizzle = how.chip.rows, swizzle_of(width)
+    run = how.launch(
+        gpu_block.rows,
         grid={"head": all_heads, "tile": q.shape[1] // TILE},
         out=(_f32(*q.shape), _f32(*q.shape[:2]), _f32(*q.shape[:2])),
         scratch={
-            "q_tile": tile_type((TILE, width), q.dtype),
-            "k_ring": tile_type((chip.rows, TILE, width), k.dtype),
-            "v_ring": tile_type((chip.rows, TILE, width), v.dtype),
-            "seen": plgpu.SMEM((chip.rows, TILE), jnp.int32),
-            "ready": plgpu.Barrier(num_arrivals=3, num_barriers=chip.rows),
+            "q_tile": tile_type((TILE, width), q.dtype, swizzle),
+            "k_ring": tile_type((stages, TILE, width), k.dtype, swizzle),
+            "v_ring": tile_type((stages, TILE, width), v.dtype, swizzle),
+            "seen": plgpu.SMEM((stages, TILE), jnp.int32),
+            "ready": plgpu.Barrier(num_arrivals=3, num_barriers=stages),
             "q_ready": plgpu.Barrier(),
         },
-        interpret=interpret,
     )
     softmax = run(q, k, v, pos, q_pos, gaps.astype(jnp.int32))
     per_head = lambda x: rearrange(
@@ -318,7 +343,7 @@ def _block_of_queries(q, k, v, pos, q_pos, n, stats, chip, interpret) -> Scored:
     if not stats:
         return scored
     given = (q, k, pos, q_pos, n, *softmax[1:])
-    return scored._replace(**_sums_of_columns(*given, stats, chip, interpret))
+    return scored._replace(**_sums_of_columns(*given, stats, how))
 
 
 def _whole_tiles(q, q_pos):
@@ -333,42 +358,32 @@ def _whole_tiles(q, q_pos):
 
 
 def _sums_of_columns(
-    q,
-    k,
-    pos,
-    q_pos,
-    n,
-    max_logit,
-    denominator,
-    stats,
-    chip,
-    interpret,
+    q, k, pos, q_pos, n, max_logit, denominator, stats, how: How
 ) -> dict[str, Array]:
     """The statistics [H, C] under a softmax whose sums [H, G * T] are known."""
     all_heads, capacity = pos.shape
     heads, group = all_heads // len(n), q.shape[1] // q_pos.shape[1]
-    width = q.shape[2]
+    width, stages = q.shape[2], how.chip.columns
     real = jnp.arange(q_pos.shape[1])[None] < n[:, None]
     real = jnp.tile(jnp.repeat(real, heads, axis=0), (1, group))  # [H, G * T]
     seen = real & (denominator > 0)
     lse = max_logit + jnp.log(jnp.where(seen, denominator, 1.0))
     lse = jnp.where(seen, lse, jnp.inf)
-    names = sorted(stats)
-    run = launch(
-        functools.partial(gpu_block.columns, ops=gpu_block.Ops(interpret)),
+    names, swizzle = sorted(stats), swizzle_of(width)
+    run = how.launch(
+        gpu_block.columns,
         grid={"head": all_heads, "tile": -(-capacity // TILE)},
         out={name: _f32(all_heads, capacity) for name in names},
         scratch={
-            "k_tile": tile_type((TILE, width), k.dtype),
+            "k_tile": tile_type((TILE, width), k.dtype, swizzle),
             "seen": plgpu.SMEM((TILE,), jnp.int32),
-            "q_ring": tile_type((chip.columns, TILE, width), q.dtype),
-            "now_ring": plgpu.SMEM((chip.columns, TILE), jnp.int32),
-            "lse_ring": plgpu.SMEM((chip.columns, TILE), jnp.float32),
+            "q_ring": tile_type((stages, TILE, width), q.dtype, swizzle),
+            "now_ring": plgpu.SMEM((stages, TILE), jnp.int32),
+            "lse_ring": plgpu.SMEM((stages, TILE), jnp.float32),
             "spare": {name: plgpu.SMEM((TILE,), jnp.float32) for name in names},
-            "ready": plgpu.Barrier(num_arrivals=3, num_barriers=chip.columns),
+            "ready": plgpu.Barrier(num_arrivals=3, num_barriers=stages),
             "k_ready": plgpu.Barrier(num_arrivals=2),
         },
-        interpret=interpret,
     )
     return run(q, k, pos, q_pos, lse, n)
 

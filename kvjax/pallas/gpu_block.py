@@ -15,6 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from kvjax.pallas.common import LOWEST
+from kvjax.types import Scoring
 
 TILE = 64  # slots, or query rows, per step: the M of one tensor-core instruction
 LANES = 8  # query heads of a KV head in decoding, padded to the narrowest N
@@ -86,10 +87,31 @@ class Ops:
         return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def tile_type(shape, dtype):
-    """Shared memory for operands of the tensor core, in its 128-byte swizzle."""
-    tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
+def swizzle_of(width):
+    """Bytes of the widest swizzle whose pieces a bfloat16 row of `width` is made of.
+
+    The interpreter, which takes rows that no swizzle divides, does not swizzle.
+    """
+    return next((size for size in (128, 64) if 2 * width % size == 0), 32)
+
+
+def whole_width(width):
+    """The head dim filled up to the tensor core's M, in shared memory alone.
+
+    Copies bring zeros for what lies past the end of a row, without reading it.
+    """
+    return -(-width // TILE) * TILE
+
+
+def tile_type(shape, dtype, swizzle):
+    """Shared memory for operands of the tensor core; those of a product swizzle alike.
+
+    The interpreter's float32 tiles ignore it.
+    """
+    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(
+        shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle))
+    )
 
 
 def rows_of(tile):
@@ -156,9 +178,22 @@ def publish(ops, vector, out, tile, spare):
             plgpu.copy_smem_to_gmem(spare.at[pl.ds(0, rest)], end)
 
 
-def visible(seen_from, now, slots, capacity):
-    """Which slots a query sees: live ones, not after it, inside the cache."""
-    return (seen_from >= 0) & (seen_from <= now) & (slots < capacity)
+def visible(seen_from, now, scoring: Scoring):
+    """Which slots a query sees: live ones, not after it, and in its window if any."""
+    seen = (seen_from >= 0) & (seen_from <= now)
+    if not scoring.local_window:
+        return seen
+    return seen & (seen_from > now - scoring.local_window)
+
+
+def scaled(products, width, scoring: Scoring):
+    """Scores of the products q . k, capped by c tanh(x / c) where there is a c.
+
+    tanh(x) = 1 - 2 / (exp(2 x) + 1): the device's own is right to three digits only.
+    """
+    s = products * width**-0.5
+    cap = scoring.logits_soft_cap
+    return cap - 2 * cap / (jnp.exp(s * (2 / cap)) + 1) if cap else s
 
 
 def decode(
@@ -168,20 +203,21 @@ def decode(
     pos,  # [H, C]
     now,  # [H] the query's position
     part,  # [H, 8] what a query head counts for in the average over heads
-    out,  # [H, segments, G, D]
+    out,  # [H, segments, G, W]: W is D filled up, what lies beyond D is not to be read
     max_logit,  # [H, segments, 8]
     denominator,  # [H, segments, 8]
     found,  # "attn_sum" [H, C], or "weights" [H, slots of all segments, 8]
     *,
     ops: Ops,
+    scoring: Scoring,
     tiles: int,  # per segment
     stats: str,  # "", "attn_sum" or "weights"
     q_tile,  # [8, D]
-    ring,  # [stages, TILE, D]
+    ring,  # [stages, TILE, W]
     seen,  # i32[stages, TILE]
     scores,  # [segment, 8]
     weights,  # [8, TILE]
-    out_tile,  # [8, D]
+    out_tile,  # [8, W]
     spare,  # [TILE]
     ready,
     q_ready,
@@ -193,6 +229,7 @@ def decode(
     first = segment * tiles
     width, capacity = q_tile.shape[1], k.shape[1]
     shape = (TILE, LANES)
+    across = pl.ds(jnp.int32(0), ring.shape[2])  # W, past the end of D
 
     def refill(i, slot):
         """Tile i of the segment: its keys, and after all keys its values."""
@@ -200,20 +237,22 @@ def decode(
         @pl.when(i < tiles)
         def _():
             here = (head, rows_of(first + i))
-            fetch(k.at[here], ring.at[slot], ready.at[slot])
+            fetch(k.at[(*here, across)], ring.at[slot], ready.at[slot])
             fetch(pos.at[here], seen.at[slot], pos_ready.at[slot])
 
         @pl.when((i >= tiles) & (i < 2 * tiles))
         def _():
-            here = (head, rows_of(first + i - tiles))
+            here = (head, rows_of(first + i - tiles), across)
             fetch(v.at[here], ring.at[slot], ready.at[slot])
 
     def keys(i, slot, top):
-        tile = ops.product(ring.at[slot], q_tile, flip_b=True) * width**-0.5
+        tile = ops.product(ring.at[slot, :, pl.ds(0, width)], q_tile, flip_b=True)
+        tile = scaled(tile, width, scoring)
         plgpu.barrier_wait(pos_ready.at[slot])
         here = spread(ops.load(seen, slot, layout=ROWS), shape, 0)
         slots = ops.iota(shape, 0) + (first + i) * TILE
-        tile = jnp.where(visible(here, present, slots, capacity), tile, -jnp.inf)
+        live = visible(here, present, scoring) & (slots < capacity)
+        tile = jnp.where(live, tile, -jnp.inf)
         ops.store(scores.at[rows_of(i)], tile)
         return jnp.maximum(top, tile)
 
@@ -251,7 +290,7 @@ def decode(
         known = jnp.where(total > 0, total, 1.0)
         share = ops.load(part, head, layout=COLUMNS) / known
 
-    acc = ops.full((width, LANES), 0.0)
+    acc = ops.full((ring.shape[2], LANES), 0.0)
     acc = stream(tiles, 2 * tiles, refill, ready, values, acc)
     ops.store_transposed(out_tile, acc)
     plgpu.commit_smem()
@@ -272,6 +311,7 @@ def rows(
     denominator,  # [H, G * T]
     *,
     ops: Ops,
+    scoring: Scoring,
     q_tile,  # [TILE, D]
     k_ring,  # [stages, TILE, D]
     v_ring,  # [stages, TILE, D]
@@ -299,10 +339,11 @@ def rows(
     def step(i, slot, carry):
         acc, top, total = carry
         gap = gaps[head, i]  # asked for long before it is needed
-        s = ops.product(q_tile, k_ring.at[slot], flip_b=True) * width**-0.5
+        s = ops.product(q_tile, k_ring.at[slot], flip_b=True)
+        s = scaled(s, width, scoring)
         here = spread(ops.load(seen, slot, layout=COLUMNS), shape, 1)
         slots = ops.iota(shape, 1) + i * TILE
-        s = jnp.where(visible(here, now, slots, capacity), s, -jnp.inf)
+        s = jnp.where(visible(here, now, scoring) & (slots < capacity), s, -jnp.inf)
         higher = jnp.maximum(top, jnp.max(s, axis=1))
         base = jnp.maximum(higher, LOWEST)
         p = jnp.exp(s - spread(base, shape, 0))
@@ -343,6 +384,7 @@ def columns(
     outs,  # of each statistic: [H, C]
     *,
     ops: Ops,
+    scoring: Scoring,
     k_tile,  # [TILE, D]
     seen,  # i32[TILE]
     q_ring,  # [stages, TILE, D]
@@ -373,10 +415,11 @@ def columns(
             fetch(q_pos.at[row, rows_of(block)], now_ring.at[slot], barrier)
 
     def add_head(i, slot, weights):
-        s = ops.product(k_tile, q_ring.at[slot], flip_b=True) * width**-0.5
+        s = ops.product(k_tile, q_ring.at[slot], flip_b=True)
+        s = scaled(s, width, scoring)
         now = spread(ops.load(now_ring, slot, layout=COLUMNS), shape, 1)
         scale = spread(ops.load(lse_ring, slot, layout=COLUMNS), shape, 1)
-        s = jnp.where((here >= 0) & (here <= now), s, -jnp.inf)
+        s = jnp.where(visible(here, now, scoring), s, -jnp.inf)
         return weights + jnp.exp(s - scale)
 
     def add_block(block, sums):

@@ -21,9 +21,10 @@ from kvjax.types import Scoring, UserError
 SUMS = frozenset({"attn_sum"})
 
 
-def arrays(dtype=jnp.bfloat16, slots=256):
+def arrays(dtype=jnp.bfloat16, slots=256, head_dim=128):
     array = jax.ShapeDtypeStruct
-    return array((2, 8, 4, 1, 128), dtype), array((2, 8, slots, 128), dtype)
+    shapes = (2, 8, 4, 1, head_dim), (2, 8, slots, head_dim)
+    return tuple(array(shape, dtype) for shape in shapes)
 
 
 def on(platform, kind):
@@ -49,15 +50,15 @@ def test_a_tpu_gets_its_kernels():
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
-def test_a_hopper_gpu_gets_its_kernels(kind):
+@pytest.mark.parametrize("head_dim", [80, 96, 128])
+def test_a_hopper_gpu_gets_its_kernels(kind, head_dim):
     with on("gpu", kind):
-        assert chosen(*arrays(), SUMS) == "pallas_gpu"
+        assert chosen(*arrays(head_dim=head_dim), SUMS) == "pallas_gpu"
 
 
 @pytest.mark.parametrize(
     ("platform", "kind", "stats", "dtype"),
     [
-        ("gpu", "Tesla T4", SUMS, jnp.bfloat16),
         ("gpu", "NVIDIA H200", SUMS, jnp.float32),
         ("tpu", "TPU v6 lite", frozenset({"attn_weights"}), jnp.bfloat16),
         ("tpu", "TPU v6 lite", SUMS, jnp.float16),
@@ -68,14 +69,37 @@ def test_what_no_kernel_can_do_gets_the_reference(platform, kind, stats, dtype):
         assert chosen(*arrays(dtype), stats) == "reference"
 
 
-def test_the_gpu_kernels_know_no_windows():
-    window = Scoring(local_window=9)
+@pytest.mark.parametrize("kind", ["Tesla T4", "NVIDIA A100-SXM4-40GB", "NVIDIA B200"])
+def test_a_gpu_that_is_no_hopper_runs_xla_and_says_so_once(kind):
+    backends._tell_once.cache_clear()
+    message = (
+        rf"'pallas_gpu' cannot run: .*Hopper .*9\.0\), and this is {kind}; plain XLA"
+    )
+    with on("gpu", kind):
+        with pytest.warns(UserWarning, match=message) as told:
+            assert chosen(*arrays(), SUMS) == "reference"
+            assert chosen(*arrays(slots=512), NO_STATS) == "reference"
+        assert len(told) == 1
+        with pytest.raises(UserError, match=f"'pallas_gpu' cannot run: .*{kind}"):
+            backends.select_backend(*arrays(), SUMS, "pallas_gpu")
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H100 PCIe", "NVIDIA GH200 480GB"])
+def test_a_hopper_gpu_is_told_nothing(kind, recwarn):
+    backends._tell_once.cache_clear()
+    with on("gpu", kind):
+        assert chosen(*arrays(jnp.float32), SUMS) == "reference"
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("scoring", [Scoring(local_window=9), Scoring(50.0)], ids=str)
+def test_windows_and_caps_are_for_kernels_too(scoring):
     with on("gpu", "NVIDIA H200"):
-        assert chosen(*arrays(), SUMS, window) == "reference"
-        with pytest.raises(UserError, match=r"neither caps logits .*local_window=9"):
-            backends.select_backend(*arrays(), SUMS, "pallas_gpu", window)
+        assert chosen(*arrays(), SUMS, scoring) == "pallas_gpu"
+        with pytest.raises(UserError, match="neither caps logits nor limits"):
+            backends.select_backend(*arrays(), NO_STATS, "cudnn", scoring)
     with on("tpu", "TPU v6 lite"):
-        assert chosen(*arrays(), SUMS, window) == "pallas_tpu"
+        assert chosen(*arrays(), SUMS, scoring) == "pallas_tpu"
 
 
 @pytest.mark.parametrize(
@@ -235,6 +259,17 @@ def test_a_kernel_that_does_not_work_is_left_out(table, functions, message):
     assert chosen(*arrays(), SUMS) == "reference"  # and is told so once
 
 
+def test_a_kernel_is_tried_with_the_head_dim_that_it_is_for(table):
+    """What is right with one may be wrong with another, whose tiles are others."""
+    narrow_is_wrong = lambda q, *rest: (over_nan if q.shape[4] > 96 else wrong)(
+        q, *rest
+    )
+    register_kernel(narrow_is_wrong)
+    assert chosen(*arrays(), SUMS) == "fused"
+    with pytest.warns(UserWarning, match=r"'fused' does not work on .* head dim 96"):
+        assert chosen(*arrays(head_dim=96), SUMS) == "reference"
+
+
 def test_a_kernel_that_works_is_taken(table):
     register_kernel()
     found = jax.jit(lambda: jnp.int32(len(chosen(*arrays(), SUMS))))
@@ -247,8 +282,9 @@ INTERPRETED = ["pallas_tpu_interpret", "pallas_gpu_interpret"]
 
 
 @pytest.mark.parametrize("name", often(INTERPRETED, INTERPRETED[:1], others="kernels"))
-def test_our_kernels_pass_their_test(name):
-    assert backends.BACKENDS.make(name).self_test() is None
+@pytest.mark.parametrize("head_dim", often([128, 96], [128], others="kernels"))
+def test_our_kernels_pass_their_test(name, head_dim):
+    assert backends.BACKENDS.make(name).self_test(head_dim) is None
 
 
 @pytest.mark.parametrize("broken", ["attend", "write_attend"])
@@ -256,7 +292,7 @@ def test_our_kernels_are_what_is_tested(monkeypatch, broken):
     monkeypatch.setattr(tpu, broken, raises)
     jax.clear_caches()  # the test above has compiled it whole
     with pytest.raises(RuntimeError, match="no such instruction"):
-        backends.BACKENDS.make("pallas_tpu_interpret").self_test()
+        backends.BACKENDS.make("pallas_tpu_interpret").self_test(128)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -22,13 +22,16 @@ sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
 
 import model_step
 
+from kvjax.attention.reference import PLAIN
 from kvjax.pallas import gpu
 from kvjax.pallas.common import STATS
+from kvjax.types import Scoring
 
 pytestmark = pytest.mark.compiled
 
 ALL = frozenset(STATS)
 CHIP = gpu.CHIPS["H200"]
+PLUGIN = "jax_plugins.xla_cuda13"
 
 # Every kernel, with and without statistics, whole and split, with and without a tail.
 #   B  K  G  T    C     D
@@ -41,7 +44,12 @@ HARDWARE = [
     (4, 8, 4, 64, 2048, 128),
     (4, 8, 3, 100, 1032, 64),
     (2, 8, 8, 256, 1024, 256),
+    (16, 32, 1, 1, 2048, 96),
+    (1, 8, 4, 1, 4096, 80),
+    (4, 32, 1, 64, 1032, 96),
+    (4, 8, 4, 100, 1032, 80),
 ]
+SCORINGS = [PLAIN, Scoring(logits_soft_cap=50.0, local_window=1024)]
 
 
 @pytest.fixture
@@ -54,14 +62,16 @@ def h200_mesh():
         yield
 
 
-def jitted(stats):
-    return jax.jit(lambda *args: gpu.attend(*args, stats=stats))
+def jitted(stats, scoring=PLAIN):
+    options = {"stats": stats, **scoring._asdict()}
+    return jax.jit(lambda *args: gpu.attend(*args, **options))
 
 
+@pytest.mark.parametrize("scoring", SCORINGS, ids=["softmax", "capped"])
 @pytest.mark.parametrize("stats", [frozenset(), ALL], ids=["plain", "stats"])
 @pytest.mark.parametrize("shape", HARDWARE, ids=str)
-def test_lowers_for_cuda(shape, stats, h200_mesh):
-    traced = jitted(stats).trace(*shapes(*shape))
+def test_lowers_for_cuda(shape, stats, scoring, h200_mesh):
+    traced = jitted(stats, scoring).trace(*shapes(*shape))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     kernels = 2 if shape[3] > 1 and stats else 1
     assert text.count("@mosaic_gpu_v2") == kernels
@@ -71,7 +81,7 @@ def test_lowers_for_cuda(shape, stats, h200_mesh):
 def h200():
     """A device that is not there, and where its compiler is."""
     if importlib.util.find_spec("jax_plugins") is None or (
-        importlib.util.find_spec("jax_plugins.xla_cuda13") is None
+        importlib.util.find_spec(PLUGIN) is None
     ):
         pytest.skip("jax-cuda13-plugin is not installed")
     if (target := os.environ.get("KVJAX_CUDA_TARGET")) is None:
@@ -89,7 +99,7 @@ def h200():
 
 def compiled(traced):
     """What the compiled program takes, with the compiler of the CUDA packages."""
-    site = pathlib.Path(jax.__file__).parents[1]
+    site = pathlib.Path(importlib.util.find_spec(PLUGIN).origin).parents[2]
     options = {
         "xla_gpu_cuda_data_dir": str(site / "nvidia" / "cu13"),
         "xla_gpu_autotune_level": 0,
@@ -97,15 +107,16 @@ def compiled(traced):
     return traced.lower().compile(options).memory_analysis()
 
 
+@pytest.mark.parametrize("scoring", SCORINGS, ids=["softmax", "capped"])
 @pytest.mark.parametrize("stats", [frozenset(), ALL], ids=["plain", "stats"])
 @pytest.mark.parametrize("shape", HARDWARE, ids=str)
-def test_compiles_for_h200(shape, stats, h200, h200_mesh):
+def test_compiles_for_h200(shape, stats, scoring, h200, h200_mesh):
     """No copy of the cache.
 
     Split decoding writes outputs and weights to be merged, and a block that is not a
     multiple of 64 queries is padded.
     """
-    memory = compiled(jitted(stats).trace(*shapes(*shape, sharding=h200)))
+    memory = compiled(jitted(stats, scoring).trace(*shapes(*shape, sharding=h200)))
     b, k, g, t, c, d = shape
     heads = b * k
     allowed = 0.01 * heads * 2 * c * d * 2  # of the cache's bytes

@@ -64,7 +64,7 @@ def copies(compiled, *shape):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("stats", [frozenset(), ALL], ids=["plain", "scored"])
-@pytest.mark.parametrize("depth", [64, 128])
+@pytest.mark.parametrize("depth", [64, 96, 128])
 @pytest.mark.parametrize("length", [1, 64])
 def test_attention(target, stats, depth, length):
     given = arrays(8, length, 1024, depth)
@@ -77,7 +77,7 @@ def test_attention(target, stats, depth, length):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    "shape", [(2, 1, 2000, 96), (2, 40, 300, 256), (1, 1, 32768, 128)]
+    "shape", [(2, 1, 2000, 80), (2, 40, 300, 256), (1, 1, 32768, 128)]
 )
 def test_attention_at_odd_shapes(target, shape):
     """Slots that are no multiple of anything, several tiles, other head dims."""
@@ -85,6 +85,16 @@ def test_attention_at_odd_shapes(target, shape):
     targets.compile_for(target, run, *arrays(*shape, group=3).values())
     shapes = arrays(*shape, dtype=jnp.float32)
     targets.compile_for(target, run, *shapes.values())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("length", "depth"), [(1, 96), (64, 256)])
+def test_capped_scores_and_windows(target, length, depth):
+    given = arrays(8, length, 1024, depth)
+    scoring = {"logits_soft_cap": 50.0, "local_window": 512}
+    run = functools.partial(tpu.attend, stats=ALL, **scoring)
+    compiled = targets.compile_for(target, run, *given.values())
+    assert not copies(compiled, *given["k"].shape)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -101,7 +111,7 @@ def test_weights_under_a_given_softmax(target):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("pick", [None, tpu.Pick(mean=True, recent=8)])
-@pytest.mark.parametrize("depth", [64, 128])
+@pytest.mark.parametrize("depth", [64, 96, 128])
 def test_fused_write(target, pick, depth):
     """The caches are updated where they lie."""
     given = arrays(8, 1, 1024, depth)

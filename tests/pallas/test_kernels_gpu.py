@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from testing.kernels import by_hand, shapes
 
 from kvjax.attention import attend, normalize
-from kvjax.pallas import gpu, gpu_launch
+from kvjax.attention.reference import PLAIN
+from kvjax.pallas import gpu, gpu_block, gpu_launch
 from kvjax.pallas.common import STATS
-from kvjax.types import Partial
+from kvjax.types import Partial, Scoring
 
 pytestmark = pytest.mark.kernels
 
@@ -38,6 +39,9 @@ DECODE = [
     (2, 1, 4, 200, 64),
     (1, 2, 1, 40, 128),
     (1, 1, 8, 328, 128),
+    (1, 2, 1, 200, 96),
+    (1, 1, 3, 136, 80),
+    (1, 1, 2, 72, 24),  # the interpreter takes any head dim
 ]
 #        B  K  G  T    C    D
 BLOCKS = [
@@ -45,6 +49,8 @@ BLOCKS = [
     (1, 2, 4, 100, 200, 64),
     (1, 1, 8, 64, 136, 128),
     (2, 1, 1, 130, 40, 64),
+    (1, 2, 1, 64, 200, 96),
+    (1, 1, 3, 70, 136, 80),
 ]
 
 
@@ -67,16 +73,16 @@ class Case:
         self.n = self.n.astype(np.int32)
         self.dtype = dtype
 
-    def run(self, stats=ALL):
+    def run(self, stats=ALL, scoring=PLAIN):
         empty = (self.pos < 0)[..., None]
         nan = lambda x: np.where(empty, np.asarray(np.nan, x.dtype), x)
         arrays = (self.q, nan(self.k), nan(self.v), self.pos, self.q_pos, self.n)
-        return interpreted(stats)(*arrays)
+        return interpreted(stats, scoring)(*arrays)
 
-    def check(self):
-        scored = self.run()
+    def check(self, scoring=PLAIN):
+        scored = self.run(scoring=scoring)
         arrays = (self.q, self.k, self.v, self.pos, self.q_pos, self.n)
-        out, stats = by_hand(*arrays)
+        out, stats = by_hand(*arrays, scoring=scoring)
         got = normalize(Partial(scored.out, scored.max_logit, scored.denominator))
         np.testing.assert_allclose(got, out, atol=OUTPUT[self.dtype])
         for name, want in stats.items():
@@ -88,9 +94,10 @@ class Case:
 
 
 @functools.cache
-def interpreted(stats):
+def interpreted(stats, scoring):
     """Waits: the interpreter calls back, and hangs if others dispatch meanwhile."""
-    run = jax.jit(lambda *arrays: gpu.attend(*arrays, stats=stats, interpret=True))
+    options = {"stats": stats, "interpret": True, **scoring._asdict()}
+    run = jax.jit(lambda *arrays: gpu.attend(*arrays, **options))
     return lambda *arrays: jax.block_until_ready(run(*arrays))
 
 
@@ -220,7 +227,7 @@ def test_the_cut_covers_the_slots_and_fits(heads, slots, width):
         segments, tiles, stages = gpu.cut(heads, slots, width, chip)
         assert (segments - 1) * tiles * 64 < slots <= segments * tiles * 64
         per_slot = 4 * 8
-        used = stages * 64 * width * 2 + tiles * 64 * per_slot
+        used = stages * 64 * gpu_block.whole_width(width) * 2 + tiles * 64 * per_slot
         assert stages >= 2 and used <= chip.shared
         if segments > 1 and slots <= 2048:
             assert heads * segments <= chip.processors + heads
@@ -257,13 +264,40 @@ def test_any_positions_and_lengths(data):
     case.check()
 
 
+SCORINGS = [Scoring(local_window=40), Scoring(0.7, 90), Scoring(logits_soft_cap=50.0)]
+
+
+@pytest.mark.parametrize("t", [1, 64])
+@pytest.mark.parametrize("scoring", often(SCORINGS, SCORINGS[:2]), ids=str)
+def test_capped_scores_and_windows(t, scoring):
+    case = Case(1, 2, 3, t, 136, 64)
+    found = case.check(scoring)
+    if scoring.local_window:  # one that hides nothing would test nothing
+        assert np.any(found.denominator != case.run().denominator)
+
+
+def test_scores_far_beyond_the_cap():
+    """exp(2 x) overflows to infinity on one side, and vanishes on the other."""
+    case = Case(1, 1, 2, 1, 136, 64)
+    case.q = case.q * 1000
+    case.check(Scoring(logits_soft_cap=2.0))
+
+
+def test_a_split_head_knows_its_window():
+    case = Case(1, 2, 3, 1, 776, 64)
+    assert gpu.cut(2, 776, 64, CHIP).segments == 3
+    case.check(Scoring(0.7, 90))
+
+
 @pytest.mark.parametrize("t", often([1, 70], [70]))
-def test_weights_under_a_given_softmax(t):
+@pytest.mark.parametrize("scoring", often([PLAIN, SCORINGS[1]], SCORINGS[1:2]), ids=str)
+def test_weights_under_a_given_softmax(t, scoring):
     """The statistics of two segments are those of one softmax over both."""
     case = Case(2, 2, 3, t, 136, 64)
-    whole = case.run()
+    whole = case.run(scoring=scoring)
     q, q_pos, n = case.q, case.q_pos, case.n
-    run = jax.jit(functools.partial(gpu.attention_stats, stats=ALL, interpret=True))
+    options = {"stats": ALL, "interpret": True, **scoring._asdict()}
+    run = jax.jit(functools.partial(gpu.attention_stats, **options))
     parts = [
         jax.block_until_ready(
             run(
@@ -294,7 +328,7 @@ def test_refusals():
             assert reason(2, 2, group, 100, 200, width, device="NVIDIA H200") is None
     assert "TF32" in reason(1, 1, 1, 1, 64, 64, dtype=jnp.float32)
     assert "float16" in reason(1, 1, 1, 1, 64, 64, dtype=jnp.float16)
-    assert "head dimension is 80" in reason(1, 1, 1, 1, 64, 80)
+    assert "head dimension is 72" in reason(1, 1, 1, 1, 64, 72)
     assert "9 query heads" in reason(1, 1, 9, 1, 64, 64)
     assert reason(1, 1, 9, 64, 64, 64) is None
     for capacity in (56, 63, 65):

@@ -34,7 +34,7 @@ def run(case, stats=STATS, tiles=SMALL, interpret=True):
     group=st.sampled_from([1, 3, 4, 8]),
     length=st.sampled_from([1, 1, 5, 16, 40]),
     slots=st.sampled_from([1, 7, 128, 200, 300]),
-    depth=st.sampled_from([64, 96, 128, 256]),
+    depth=st.sampled_from([64, 80, 96, 128, 256]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
 def test_agrees_with_float64(seed, heads, group, length, slots, depth, dtype):
@@ -135,7 +135,7 @@ def write_case(seed, depth, dtype="float32", slots=256):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("depth", [64, 128])
+@pytest.mark.parametrize("depth", [64, 96, 128])
 def test_fused_write(depth, dtype):
     """The new pair is in its slot, nothing else has moved, and attention saw it."""
     (q, new_k, new_v, slot, k, v, pos, q_pos, n), hit = write_case(5, depth, dtype)
