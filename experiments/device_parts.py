@@ -22,7 +22,7 @@ from device_runs import (
     METHODS,
     PRECISIONS,
     ROOT,
-    check_weights,
+    check_room,
     precision,
     rivals,
     throughput,
@@ -148,14 +148,14 @@ def model(what: str, implementation: str | None, asked: Asked) -> list[Row]:
     """A step of a model with random weights, as a share of its roofline."""
     sizes, spec = asked.sizes, presets.spec(asked.sizes.model)
     rows, slots, steps = sizes.step
-    limit = planner.device_memory() / 1e9
-    check_weights(spec, "bfloat16", limit)
+    config = model_step.batch_max(spec, slots)
+    job = Job(spec, config, rows, slots, steps, "bfloat16")
+    pairs = planner.state_bytes(job)["decode"]
+    check_room(spec, job.dtype, planner.device_memory() / 1e9, pairs)
     given = spec, rows, slots, steps, implementation, ADVANCES[what]
     seconds, read = model_step.timed(*given)
-    config = model_step.batch_max(spec, slots)
     decoding = what == "decode step"
     tokens = 1 if decoding else config.schedule.prefill_chunk
-    job = Job(spec, config, rows, slots, steps, "bfloat16")
     held = (slots,) * (spec.num_layers * spec.num_kv_heads)
     work = roofline.step(job, rows, tokens, held, logits=decoding)
     known = roofline.measured_rates("bfloat16")
@@ -171,18 +171,20 @@ def model(what: str, implementation: str | None, asked: Asked) -> list[Row]:
             "tokens/s": rows * tokens / seconds,
             "GB read": read / 1e9,
             "of measured roofline": share(known),
-            "of published roofline": share(published_rates()),
+            "of published roofline": share(
+                published_rates(jax.devices()[0].device_kind)
+            ),
             "copy GB/s": known.bytes_per_s / 1e9,
             "product TFLOP/s": known.flops_per_s / 1e12,
         }
     ]
 
 
-def published_rates() -> roofline.Rates | None:
-    """What the device's maker says of it; None where nothing is known."""
-    name, share = KINDS.get(jax.devices()[0].device_kind, (None, 1))
-    if name is None:
+def published_rates(kind: str) -> roofline.Rates | None:
+    """What its maker says of a kind of device; None where nothing is known."""
+    if kind not in KINDS:
         return None
+    name, share = KINDS[kind]
     return roofline.Rates(*(share * rate for rate in roofline.device(name).rates))
 
 
@@ -200,7 +202,7 @@ def peak(method: str, asked: Asked) -> list[Row]:
     """The device's own peak, in a process that did nothing else, and the plan's."""
     sizes, spec = asked.sizes, presets.spec(asked.sizes.model)
     limit = planner.device_memory()
-    check_weights(spec, sizes.dtype, limit / 1e9)
+    check_room(spec, sizes.dtype, limit / 1e9)
     job = _job(method, sizes)
     plan = planner.plan_if_fits(job, "batch_size", limit)
     if plan is None:

@@ -56,7 +56,7 @@ def throughput(name: str, group: str, asked: Asked) -> list[Row]:
     fields = fields_of(comparison, group)
     fields["memory_gb"] = memory_gb(comparison, fields["memory_gb"])
     spec = presets.spec(fields["model"].removeprefix("random:"))
-    check_weights(spec, fields["dtype"], fields["memory_gb"])
+    check_room(spec, fields["dtype"], fields["memory_gb"])
     return shown(_run(fields, _folder(asked, f"{name} {group}")))
 
 
@@ -80,11 +80,11 @@ def memory_gb(comparison: Comparison, wanted: float) -> float:
     raise Absent(f"the device offers {offered:.3g} GB of the setting's {wanted:g}")
 
 
-def check_weights(spec: ModelSpec, dtype: str, gb: float) -> None:
-    """Raises Absent for weights that leave less than a tenth of the memory."""
-    weights = compiled.tree_bytes(decoder.param_shapes(spec, dtype)) / 1e9
-    if weights > 0.9 * gb:
-        raise Absent(f"{spec.name} in {dtype} takes {weights:.3g} GB of {gb:.3g}")
+def check_room(spec: ModelSpec, dtype: str, gb: float, pairs: int = 0) -> None:
+    """Raises Absent where weights and bytes of pairs leave less than a tenth."""
+    weights = compiled.tree_bytes(decoder.param_shapes(spec, dtype))
+    if (taken := (weights + pairs) / 1e9) > 0.9 * gb:
+        raise Absent(f"{spec.name} in {dtype} takes {taken:.3g} GB of {gb:.3g}")
 
 
 def shown(records: list[Record]) -> list[Row]:
@@ -122,7 +122,6 @@ PRECISIONS = {  # dtype, and how exactly products are taken
     "float32": ("float32", None),
     "bfloat16": ("bfloat16", None),
 }
-COMPARED = "Full cache", "Batch-Max", "KeyDiff"
 
 
 def real_model(asked: Asked) -> str:
@@ -140,9 +139,11 @@ def real_model(asked: Asked) -> str:
 def precision(name: str, asked: Asked) -> list[Row]:
     """Needles found in one precision, and how far it is from exact float32."""
     dtype, products = PRECISIONS[name]
-    fields = _config("configs/quickstart.py") | asked.sizes.precision
+    known = _config("configs/quickstart.py")
+    fields = known | asked.sizes.precision
     fields |= {"model": real_model(asked), "dtype": dtype}
-    fields["methods"] = tuple(m for m in fields["methods"] if m["name"] in COMPARED)
+    names = fields["methods"]
+    fields["methods"] = tuple(m for m in known["methods"] if m["name"] in names)
     exactly = jax.default_matmul_precision(products) if products else None
     with exactly or contextlib.nullcontext():
         records = _run(fields, _folder(asked, name))

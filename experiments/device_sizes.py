@@ -46,7 +46,8 @@ class Sizes(NamedTuple):
       planned: rows, prompt tokens, new ones and |kv| where a peak is held against its
         plan.
       comparisons: by what their parts are called.
-      precision, rivals: fields in place of the configs' that SmolLM2 runs.
+      precision, rivals: fields in place of the configs' that SmolLM2 runs; of the
+        first one's methods, the names.
     """
 
     proofs: dict[str, list[kernel_proofs.Case]]
@@ -123,6 +124,7 @@ FULL = Sizes(
         ),
     },
     precision={
+        "methods": ("Full cache", "Batch-Max", "KeyDiff"),
         "memory_gb": 0,
         "num_examples": 48,
         "fidelity": {
@@ -167,6 +169,7 @@ TOY = Sizes(
     planned=(4, 128, 4, 64),
     comparisons={"toy": Comparison((_8B,), _SMALL, prompts=(2, 4))},
     precision={
+        "methods": ("Full cache",),
         "memory_gb": 0.002,
         "num_examples": 2,
         "prompt_tokens": 120,

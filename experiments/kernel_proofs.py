@@ -58,14 +58,14 @@ class Case:
 
 
 class Arrays(NamedTuple):
-    """What `kvjax.attention.attend` takes, in NumPy."""
+    """What `kvjax.attention.attend` takes, in NumPy or on the device."""
 
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    pos: np.ndarray
-    q_pos: np.ndarray
-    n: np.ndarray
+    q: Any
+    k: Any
+    v: Any
+    pos: Any
+    q_pos: Any
+    n: Any
 
 
 def drawn(case: Case, seed: int = 0) -> Arrays:
@@ -140,15 +140,15 @@ def _twice(given: Arrays, stats: frozenset[str], name: str) -> Row:
 
 def _write(given: Arrays, stats: frozenset[str], name: str) -> Row:
     """Every head's pair of slot 5 goes there in the call; the last row's nowhere."""
-    q, k, v, pos, q_pos, n = map(jnp.asarray, given)
+    q, k, v, pos, q_pos, n = given
     if not ops.fuses_write(q, k, stats, name, PLAIN):
         raise UserError(f"{name} leaves the write of these to the layout")
     slot = np.full(pos.shape[:2], 5, np.int32)
     slot[-1] = pos.shape[2]
     empty = [x.at[:-1, :, 5].set(0) for x in (k, v)]
     run = jax.jit(lambda *arrays: ops.write_attend(*arrays, stats, name, PLAIN))
-    new = k[:, :, 5], v[:, :, 5]
-    partial, seen, *written = run(q, *new, slot, *empty, pos, q_pos, n)
+    new = k[:, :, 5], v[:, :, 5], jnp.asarray(slot)
+    partial, seen, *written = run(q, *new, *empty, pos, q_pos, n)
     for what, have, want in zip("kv", written, (k, v), strict=True):
         if np.asarray(have).tobytes() != np.asarray(want).tobytes():
             raise ArithmeticError(f"{what} is not what was to be written")
@@ -176,12 +176,13 @@ def prove(case: Case, name: str) -> Row:
     A case that the kernel does not take, by its own word, says so in `not taken`.
     """
     given, stats = drawn(case), frozenset(case.stats)
+    placed = Arrays(*map(jnp.asarray, given))
     row: Row = {"case": str(case), "dtype": case.dtype, "call": case.way}
     row |= {"statistics": len(stats), "live": case.live}
     try:
-        if reason := refused(given, stats, name):
+        if reason := refused(placed, stats, name):
             return row | {"not taken": reason}
-        found = WAYS[case.way](given, stats, name)
+        found = WAYS[case.way](placed, stats, name)
     except UserError as error:
         return row | {"not taken": str(error)}
     except Exception as error:  # whatever a compiler or a device may say

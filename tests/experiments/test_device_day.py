@@ -159,13 +159,11 @@ def test_the_answer_in_numpy(case):
 def test_a_kernel_that_is_off(monkeypatch):
     """By too much; by little; with a NaN; at all."""
     case = Case(C=40, D=8)
+    answer = kernel_proofs.by_numpy(kernel_proofs.drawn(case))
 
     def proved(what, change):
-        def way(given, stats, name):
-            return {k: change(v) if k == what else v for k, v in answer(given).items()}
-
-        answer = kernel_proofs.by_numpy
-        monkeypatch.setitem(kernel_proofs.WAYS, "attend", way)
+        found = answer | {what: change(answer[what])}
+        monkeypatch.setitem(kernel_proofs.WAYS, "attend", lambda *_: found)
         return kernel_proofs.prove(case, "reference")
 
     assert "error" not in proved("out", lambda x: x + 1e-3)
@@ -173,8 +171,8 @@ def test_a_kernel_that_is_off(monkeypatch):
     assert "last_attn is 0.5 off" in proved("last_attn", lambda x: x + 0.5)["error"]
     nan = proved("attn_sum", lambda x: np.where(x > 0, np.nan, x))
     assert json.loads(json.dumps(nan, allow_nan=False))["statistics off"] == 1e9
-    crashed = proved("out", lambda x: x.no_such_thing)
-    assert crashed["error"].startswith("AttributeError: ")
+    monkeypatch.delitem(kernel_proofs.WAYS, "attend")
+    assert kernel_proofs.prove(case, "reference")["error"] == "KeyError: 'attend'"
 
 
 def test_a_kernel_that_does_not_take_a_case(tmp_path, monkeypatch):
@@ -211,6 +209,19 @@ def test_too_little_memory_is_told(monkeypatch):
     assert device_runs.memory_gb(paper, 24.0) == 24.0
 
 
+def test_too_large_a_model_is_told(tmp_path, monkeypatch):
+    """Before anything is compiled or drawn."""
+    monkeypatch.setattr(planner, "device_memory", lambda: int(30e9))
+    given = Asked(tmp_path)
+    with pytest.raises(Absent, match=r"8b in bfloat16 takes 33.* GB of 30"):
+        device_parts.model("decode step", None, given)
+    monkeypatch.setattr(planner, "device_memory", lambda: int(16e9))
+    with pytest.raises(Absent, match=r"takes 16\.1 GB of 16"):
+        device_parts.peak("FKV", given)
+    with pytest.raises(Absent, match=r"takes 16\.1 GB of 16"):
+        device_runs.throughput("8B, 4,000 tokens", "staggered", given)
+
+
 def test_files_and_packages_that_are_not_there(tmp_path, monkeypatch):
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
     with pytest.raises(Absent, match="with --gguf"):
@@ -222,6 +233,14 @@ def test_files_and_packages_that_are_not_there(tmp_path, monkeypatch):
         device_runs.rivals(Asked(tmp_path))
     with pytest.raises(Absent, match="does not run"):
         device_runs.rivals(Asked(tmp_path, baseline_python=str(tmp_path / "python")))
+
+
+def test_devices_that_are_known():
+    """Each of their names is one that the rooflines have; others have no rates."""
+    assert {name for name, _ in device_parts.KINDS.values()} == set(roofline.DEVICES)
+    assert device_parts.published_rates("a CPU") is None
+    core = device_parts.published_rates("TPU7x")
+    assert 2 * core.bytes_per_s == roofline.device("tpu7x").rates.bytes_per_s
 
 
 # --- all of it ------------------------------------------------------------------------
@@ -286,6 +305,15 @@ def test_the_command(tmp_path):
         command = [sys.executable, str(SCRIPT), *options]
         return subprocess.run(command, capture_output=True, text=True)
 
+    idle = "; ".join(
+        [
+            f"import sys; sys.path.append({str(SCRIPT.parent)!r})",
+            "import device_day",
+            "from jax._src import xla_bridge",
+            "sys.exit(xla_bridge.backends_are_initialized())",
+        ]
+    )  # or the device's memory would not be the steps'
+    assert subprocess.run([sys.executable, "-c", idle]).returncode == 0
     listed = ended("--list")
     assert (
         listed.returncode == 0 and "  1  7 min  Kernels against NumPy" in listed.stdout
