@@ -42,7 +42,10 @@ from kvjax.types import UserError
 FLAGS = flags.FLAGS
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LINES, MACHINE = "device.jsonl", "machine.json"
-GPU_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}  # JAX takes 0.75 by itself
+ENVIRONMENT = {  # of all steps, where the caller's does not say otherwise
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",  # of a GPU; JAX takes 0.75 by itself
+    "HF_HUB_OFFLINE": "1",
+}
 
 # What runs a step: asked, a part's number (0 is the machine itself), its environment,
 # the step's name, and the seconds that it may take. None, or why nothing was written.
@@ -204,7 +207,7 @@ def apart(
     given = [f"--{key}={value}" for key, value in options.items() if value]
     command = [sys.executable, __file__, *given, *(["--toy"] if asked.toy else [])]
     folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = GPU_MEMORY | dict(environment) | os.environ
+    env = ENVIRONMENT | dict(environment) | os.environ
     env["PYTHONPATH"] = os.pathsep.join(folders)
     try:
         done = subprocess.run(command, env=env, stdout=sys.stderr, timeout=limit)

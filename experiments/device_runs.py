@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 from baselines.throughput import joined
-from device_sizes import Absent, Asked, Comparison, Row
+from device_sizes import Absent, Asked, Comparison, Row, Sizes
 
 from kvjax import load
 from kvjax.engine import compiled, planner
@@ -139,11 +139,7 @@ def real_model(asked: Asked) -> str:
 def precision(name: str, asked: Asked) -> list[Row]:
     """Needles found in one precision, and how far it is from exact float32."""
     dtype, products = PRECISIONS[name]
-    known = _config("configs/quickstart.py")
-    fields = known | asked.sizes.precision
-    fields |= {"model": real_model(asked), "dtype": dtype}
-    names = fields["methods"]
-    fields["methods"] = tuple(m for m in known["methods"] if m["name"] in names)
+    fields = precision_fields(asked.sizes, real_model(asked), dtype)
     exactly = jax.default_matmul_precision(products) if products else None
     with exactly or contextlib.nullcontext():
         records = _run(fields, _folder(asked, name))
@@ -160,6 +156,15 @@ def precision(name: str, asked: Asked) -> list[Row]:
         }
         for record in records
     ]
+
+
+def precision_fields(sizes: Sizes, model: str, dtype: str) -> Row:
+    """The quickstart's fields, with some of its methods."""
+    known = _config("configs/quickstart.py")
+    fields = known | sizes.precision | {"model": model, "dtype": dtype}
+    names = fields["methods"]
+    fields["methods"] = tuple(m for m in known["methods"] if m["name"] in names)
+    return fields
 
 
 def divergence(fields: Row, exact: pathlib.Path, other: pathlib.Path) -> Row:
@@ -198,14 +203,20 @@ def rivals(asked: Asked) -> list[Row]:
         raise Absent(
             f"{python} lacks {', '.join(missing)}: name another with --baseline_python"
         )
-    fields = _config("configs/batch_max/smollm2_cpu.py") | asked.sizes.rivals
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    fields |= {"model": real_model(asked), "dtype": dtype}
-    if missing:
-        fields["baselines"] = tuple(b for b in fields["baselines"] if not b["policy"])
+    fields = rival_fields(asked.sizes, real_model(asked), dtype, missing)
     others = joined(python, fields["model"], dtype, fields["baselines"])
     rows = shown(_run(fields, _folder(asked, "rivals"), others))
     return [*rows, *({"method": f"{name} is not installed"} for name in missing)]
+
+
+def rival_fields(sizes: Sizes, model: str, dtype: str, missing: list[str]) -> Row:
+    """The fields of the same comparison on a CPU; without kvpress, no press of it."""
+    fields = _config("configs/batch_max/smollm2_cpu.py") | sizes.rivals
+    fields |= {"model": model, "dtype": dtype}
+    if missing:
+        fields["baselines"] = tuple(b for b in fields["baselines"] if not b["policy"])
+    return fields
 
 
 def lacking(python: str) -> list[str]:

@@ -170,7 +170,7 @@ TOY = Sizes(
     comparisons={"toy": Comparison((_8B,), _SMALL, prompts=(2, 4))},
     precision={
         "methods": ("Full cache",),
-        "memory_gb": 0.002,
+        "memory_gb": 0,
         "num_examples": 2,
         "prompt_tokens": 120,
         "max_new_tokens": 4,
@@ -178,7 +178,15 @@ TOY = Sizes(
         "prefill_chunk": 16,
         "fidelity": {"num_windows": 2, "prompt_tokens": 48, "continuation_tokens": 4},
     },
-    rivals={"memory_gb": 0.5, "num_examples": 2, "max_new_tokens": (4,)},
+    rivals={
+        "methods": ("FKV",),
+        "memory_gb": 0,
+        "num_examples": 2,
+        "prompt_tokens": 120,
+        "max_new_tokens": (4,),
+        "prefill_chunk": 16,
+        **_ONE_BATCH,
+    },
 )
 presets.CONFIGS["toy"] = {
     "architectures": ["LlamaForCausalLM"],

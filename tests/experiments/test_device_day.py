@@ -200,6 +200,18 @@ def test_every_comparison_is_an_experiment(name, monkeypatch):
     assert set(names) == {"FKV", "ED", "Batch-Max", "Staggered SnapKV"}
 
 
+def test_runs_of_the_real_model_are_experiments():
+    """Whatever is missing; on a GPU the dtype is bfloat16."""
+    given = FULL, "smollm2-135m-instruct", "bfloat16"
+    asked = run.from_config(device_runs.precision_fields(*given), {})
+    asked.check()
+    assert [m.name for m in asked.methods] == ["Full cache", "Batch-Max", "KeyDiff"]
+    for missing, count in ([], 2), (["kvpress"], 1):
+        asked = run.from_config(device_runs.rival_fields(*given, missing), {})
+        assert len(asked.baselines) == count
+        asked.check()
+
+
 def test_too_little_memory_is_told(monkeypatch):
     monkeypatch.setattr(planner, "device_memory", lambda: int(30.04e9))
     paper, ours = (FULL.comparisons[n] for n in ("13B, 64 GB", "8B, 4,000 tokens"))
@@ -256,23 +268,37 @@ def model(tmp_path_factory):
     return folder
 
 
+def stand_in(python, model, dtype, asked):
+    """In the place of `joined`: transformers takes a second for every batch."""
+    assert dtype == "float32" and [each["policy"] for each in asked] == [None, None]
+
+    def measure(prompts, new, memory, least, progress):
+        rate = {"batch_size": len(prompts), "decode_tokens_per_s": len(prompts) * new}
+        return {"method": "transformers full cache", "new_tokens": new, **rate}
+
+    return {"transformers full cache": measure}
+
+
 @pytest.mark.e2e
 def test_a_whole_day(tmp_path, monkeypatch, model):
     """Every part at toy size; a second call has nothing to do."""
     monkeypatch.setattr(bench_kernels, "COPIED", 2**16)
     rates = roofline.Rates(1e10, 1e11)
     monkeypatch.setattr(roofline, "measured_rates", lambda dtype="": rates)
-    monkeypatch.setattr(device_runs, "lacking", lambda python: ["torch"])
+    monkeypatch.setattr(device_runs, "lacking", lambda python: ["kvpress"])
+    monkeypatch.setattr(device_runs, "joined", stand_in)
     asked = Asked(tmp_path, toy=True, gguf=str(model))
     told = device_day.day(asked, None, device_day.inside)
     every = device_parts.parts(TOY)
-    assert (told["failed"], told["left"], told["absent"]) == ([], [], [7])
-    assert told["done"] == [i for i in range(1, len(every) + 1) if i != 7]
+    assert (told["failed"], told["left"], told["absent"]) == ([], [], [])
+    assert told["done"] == list(range(1, len(every) + 1))
     text = page(told)
     for number, part in enumerate(every, 1):
         assert f"## {number}. {part.title}" in text
-    for method in ("FKV", "ED", "Batch-Max, KeyDiff", "Staggered SnapKV"):
+    for method in ("ED", "Batch-Max, KeyDiff", "Staggered SnapKV"):
         assert f"| {method} " in text
+    rivals = [row["method"] for row in device_day.lines_of(asked)[7]["rivals"]["rows"]]
+    assert rivals == ["FKV", "transformers full cache", "kvpress is not installed"]
     exact = device_day.lines_of(asked)[6]["float32, exact"]["rows"][0]
     assert exact["nats/token to exact"] == 0 and exact["top-1 as exact"] == 1
     half = device_day.lines_of(asked)[6]["bfloat16"]["rows"][0]
