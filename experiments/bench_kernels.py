@@ -36,16 +36,9 @@ from kvjax.pallas import gpu, tpu
 from kvjax.types import UserError
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("target", "", "here, tpu:GENERATION or cuda:FILE; empty: see above")
-flags.DEFINE_string("workdir", "runs/bench_kernels", "where table and plot go")
-flags.DEFINE_integer("repeats", 30, "timed runs per kernel")
-flags.DEFINE_bool("quick", False, "one shape of each kind")
-flags.DEFINE_bool("step", True, "also time the decode step of a whole model")
-flags.DEFINE_integer("tile_kib", 0, "TPU: bytes of K per tile; 0: the table's")
-flags.DEFINE_integer("tile_rows", 0, "TPU: query rows per tile; 0: the table's")
-
 SCORED = frozenset({"attn_sum"})  # what a policy usually asks for
 COPIED = 2**29  # numbers, 1 GiB, to measure the memory's bandwidth
+REPEATS = 30  # timed runs per kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +91,16 @@ DECODE = [
 BLOCK = [Shape(B=8, T=64), Shape(B=8, T=256), Shape(B=8, T=512), Shape(B=8, T=64, D=64)]
 
 
+def define_flags():
+    flags.DEFINE_string("target", "", "here, tpu:GENERATION or cuda:FILE; see above")
+    flags.DEFINE_string("workdir", "runs/bench_kernels", "where table and plot go")
+    flags.DEFINE_integer("repeats", REPEATS, "timed runs per kernel")
+    flags.DEFINE_bool("quick", False, "one shape of each kind")
+    flags.DEFINE_bool("step", True, "also time the decode step of a whole model")
+    flags.DEFINE_integer("tile_kib", 0, "TPU: bytes of K per tile; 0: the table's")
+    flags.DEFINE_integer("tile_rows", 0, "TPU: query rows per tile; 0: the table's")
+
+
 def main(_):
     if not FLAGS.target and jax.default_backend() == "cpu":
         if not importlib.util.find_spec("libtpu"):
@@ -122,7 +125,8 @@ def main(_):
 def bench(target, shapes):
     """Rows of figures for one target."""
     if target == "here":
-        return timed(shapes)
+        step = {"decode step, 8B": whole_step()} if FLAGS.step else {}
+        return timed(shapes, FLAGS.repeats) | step
     kind, _, detail = target.partition(":")
     if kind == "tpu" and detail in targets.CHIPS:
         return {str(shape): predicted(target, shape) for shape in shapes}
@@ -182,16 +186,16 @@ def _tiles(kind):
 # ---------------------------------------------------------------- on the device
 
 
-def timed(shapes):
+def timed(shapes, repeats=REPEATS):
     """Microseconds of every way at every shape, beside the measured copy bandwidth."""
-    bandwidth = copy_bandwidth()
+    bandwidth = copy_bandwidth(repeats)
     rows = {}
     for shape in shapes:
         arguments = random_arguments(shape)
         row = {"copy GB/s": bandwidth / 1e9}
         for name, way in ways().items():
             try:
-                seconds = median_seconds(jax.jit(way), *arguments)
+                seconds = median_seconds(repeats, jax.jit(way), *arguments)
             except Exception as error:  # a rival that cannot run this shape
                 row[f"{name} failed"] = str(error).splitlines()[0][:120]
                 continue
@@ -203,8 +207,6 @@ def timed(shapes):
             row["scored / plain"] = row["scored us"] / row["plain us"]
         rows[str(shape)] = row
         print(shape, json.dumps(row), flush=True)
-    if FLAGS.step:
-        rows["decode step, 8B"] = whole_step(bandwidth)
     return rows
 
 
@@ -260,19 +262,19 @@ def random_arguments(shape):
     return make()
 
 
-def copy_bandwidth():
+def copy_bandwidth(repeats=REPEATS):
     """Bytes per second, read and written, of a copy of 1 GiB."""
     x = jax.jit(lambda: jnp.ones((COPIED,), jnp.bfloat16))()
-    seconds = median_seconds(jax.jit(lambda x: x + jnp.bfloat16(1)), x)
+    seconds = median_seconds(repeats, jax.jit(lambda x: x + jnp.bfloat16(1)), x)
     return 2 * x.nbytes / seconds
 
 
-def median_seconds(function, *arguments):
+def median_seconds(repeats, function, *arguments):
     """The median of single calls, after compiling; several calls per timing."""
     calls = 10
     jax.block_until_ready(function(*arguments))
     times = []
-    for _ in range(max(FLAGS.repeats // calls, 3)):
+    for _ in range(max(repeats // calls, 3)):
         started = time.perf_counter()
         out = [function(*arguments) for _ in range(calls)]
         jax.block_until_ready(out)
@@ -280,13 +282,14 @@ def median_seconds(function, *arguments):
     return float(np.median(times))
 
 
-def whole_step(bandwidth):
+def whole_step():
     """A decode step of an 8B-shaped model: its share of what its bytes would take."""
     import model_step
 
+    spec, bandwidth = model_step.SPECS["llama-3.1-8b"], copy_bandwidth()
     row = {"copy GB/s": bandwidth / 1e9}
     for name in (None, "reference"):
-        seconds, moved = model_step.timed("llama-3.1-8b", 64, 2048, 32, name)
+        seconds, moved = model_step.timed(spec, 64, 2048, 32, name)
         label = name or "kernels"
         row |= {
             f"{label} ms": seconds * 1e3,
@@ -382,4 +385,5 @@ def run(argv):
 
 
 if __name__ == "__main__":
+    define_flags()
     command_line.run(run)

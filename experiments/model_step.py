@@ -59,20 +59,30 @@ def step(params, state, tokens, *, spec, config):
     )
 
 
-def timed(name, rows, slots, steps, implementation):
+def block(params, state, last, *, spec, config):
+    """The next state once a whole block of a prompt is read, and its next tokens.
+
+    Logits are for a prompt's end, so the largest of the last token's features stands
+    for the token that fills the next block.
+    """
+    tokens = jnp.tile(last[:, None], config.schedule.prefill_chunk)
+    n = jnp.full(last.shape, tokens.shape[1], jnp.int32)
+    hidden, state = forward(params, spec, tokens, n, state, config, is_prefill=True)
+    return state, jnp.argmax(hidden[:, -1], -1).astype(jnp.int32)
+
+
+def timed(spec, rows, slots, steps, implementation, advance=step):
     """Seconds of a step with full caches and random weights, and the bytes it reads.
 
-    The caches start `steps` pairs short of full and evict on the way.
+    The caches start `steps` pairs short of full and evict on the way. `advance` is
+    `step`, or `block` to read prompts.
     """
-    spec = SPECS[name]
     config = batch_max(spec, slots, implementation)
-    params = jax.jit(decoder.random_params, static_argnums=(0, 2))(
-        spec, jax.random.key(0), jnp.bfloat16
-    )
+    params = decoder.random_params(spec, jax.random.key(0), jnp.bfloat16)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def run(params, state, tokens):
-        body = lambda i, carry: step(params, *carry, spec=spec, config=config)
+        body = lambda i, carry: advance(params, *carry, spec=spec, config=config)
         return jax.lax.fori_loop(0, steps, body, (state, tokens))
 
     state, tokens = jax.jit(lambda: nearly_full(spec, config, rows, steps))()

@@ -291,7 +291,11 @@ def _layer_dims(spec: ModelSpec, norm: PyTree) -> dict:
 def random_params(
     spec: ModelSpec, key: Array, dtype: jnp.dtype = jnp.float32
 ) -> PyTree:
-    """Weights drawn at random, for tests and for throughput at shapes without files."""
+    """Weights drawn at random, for tests and for throughput at shapes without files.
+
+    Outside `jit` every array is drawn by a program of its own: one for all of them may
+    take several times their room.
+    """
     leaves, tree = jax.tree.flatten(param_shapes(spec, dtype))
     keys = jax.random.split(key, len(leaves))
 
@@ -299,9 +303,14 @@ def random_params(
         if len(leaf.shape) == 1:
             return jnp.ones(leaf.shape, dtype)
         fan_in = spec.model_dim if leaf.shape[0] != spec.ff_dim else spec.ff_dim
-        return jax.random.normal(key, leaf.shape, dtype) * fan_in**-0.5
+        return _normal(key, leaf.shape, dtype, fan_in**-0.5)
 
     return jax.tree.unflatten(tree, list(map(draw, leaves, keys)))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _normal(key, shape, dtype, scale):
+    return jax.random.normal(key, shape, dtype) * scale
 
 
 def _norm(x, weight, spec: ModelSpec):

@@ -146,6 +146,12 @@ def test_random_models(monkeypatch):
     assert one.spec == presets.spec("small") and one.tokenizer is None
     assert one.params["embed"].shape == (50, 16)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(two.params)} == {"bfloat16"}
+    at_once = jax.jit(decoder.random_params, static_argnums=0)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        one.params,
+        at_once(one.spec, jax.random.key(0)),
+    )
     again = load("random:small")
     jax.tree.map(np.testing.assert_array_equal, one.params, again.params)
     with pytest.raises(UserError, match="no shape of 'medium'"):

@@ -6,7 +6,6 @@ import pathlib
 import sys
 
 import pytest
-from absl import flags
 from conftest import tiny_spec
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
@@ -19,15 +18,13 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(autouse=True)
-def _flags(monkeypatch):
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["bench_kernels", "--repeats=3", "--nostep"])
+def _a_small_copy(monkeypatch):
     monkeypatch.setattr(bench_kernels, "COPIED", 2**16)
 
 
 def test_times_every_way_that_runs(tmp_path):
     shapes = [bench_kernels.Shape(2, 2, 2, length, 64, 16) for length in (1, 8)]
-    rows = bench_kernels.timed(shapes)
+    rows = bench_kernels.timed(shapes, repeats=3)
     for shape in shapes:
         row = rows[str(shape)]
         assert "needs a TPU" in row["scored failed"]  # ours, here
@@ -48,10 +45,10 @@ def test_bytes_are_counted():
     assert shape.bytes(bench_kernels.SCORED) - shape.bytes() == 64 * 8 * 2048 * 4
 
 
-def test_times_a_whole_step(monkeypatch):
+@pytest.mark.parametrize("advance", [model_step.step, model_step.block])
+def test_times_a_whole_step(advance):
     spec = dataclasses.replace(tiny_spec(), tie_embeddings=False)
-    monkeypatch.setitem(model_step.SPECS, "tiny", spec)
-    seconds, read = model_step.timed("tiny", 2, 128, 4, None)
+    seconds, read = model_step.timed(spec, 2, 128, 4, None, advance)
     pairs = 2 * spec.num_layers * 2 * spec.num_kv_heads * 128 * spec.head_dim * 2
     assert seconds > 0 and read > pairs
 

@@ -146,8 +146,9 @@ def _random(name: str, dtype: jnp.dtype, placement: pack.Placement | None) -> Mo
     """A published shape with weights drawn at random, always the same, no tokenizer."""
     spec = presets.spec(name)
     draw = functools.partial(decoder.random_params, spec, dtype=dtype)
-    placed = placement and placement.shardings(spec)
-    return Model(spec, jax.jit(draw, out_shardings=placed)(jax.random.key(0)), None)
+    if placement:  # every device draws its own part
+        draw = jax.jit(draw, out_shardings=placement.shardings(spec))
+    return Model(spec, draw(jax.random.key(0)), None)
 
 
 def _placement(asked: str) -> pack.Placement:

@@ -1,0 +1,258 @@
+"""Attention kernels on the device that is there, held against NumPy in float64.
+
+What `kvjax.attention.kernels` tries before a kernel is used, more widely: group sizes,
+slots, head dims, prefill blocks, dtypes, statistics one by one, empty slots, segments
+under one softmax, repeated runs, and writes fused into the attention.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import attention
+from kvjax.attention import backends, ops
+from kvjax.attention.reference import PLAIN
+from kvjax.pallas.common import STATS
+from kvjax.types import UserError
+
+Row = dict[str, Any]
+NAMES = {"gpu": "pallas_gpu", "tpu": "pallas_tpu", "cpu": "pallas_tpu_interpret"}
+# Of the largest right answer, or of 1 where that is less. Weights are added up in
+# float32, of scores that a matrix unit has added up.
+ALLOWED = {"bfloat16": 2e-2, "float32": 1e-3}
+ALLOWED_STATISTICS = 1e-3
+FAR = 1e9  # JSON has no infinity
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of attention.
+
+    Attributes:
+      B, K, G, T, C, D: its shape; T = 1 is decode, more a prefill block.
+      dtype: of queries, keys and values.
+      stats: that are asked for.
+      live: share of the slots that hold a pair; the others hold NaN.
+      real: of the T queries of a row; None is drawn, from none to all.
+      way: how attention is called, of `WAYS`.
+    """
+
+    B: int = 2
+    K: int = 2
+    G: int = 4
+    T: int = 1
+    C: int = 328
+    D: int = 128
+    dtype: str = "bfloat16"
+    stats: tuple[str, ...] = STATS
+    live: float = 0.8
+    real: int | None = None
+    way: str = "attend"
+
+    def __str__(self):
+        return " ".join(f"{axis}={getattr(self, axis)}" for axis in "BKGTCD")
+
+
+class Arrays(NamedTuple):
+    """What `kvjax.attention.attend` takes, in NumPy or on the device."""
+
+    q: Any
+    k: Any
+    v: Any
+    pos: Any
+    q_pos: Any
+    n: Any
+
+
+def drawn(case: Case, seed: int = 0) -> Arrays:
+    """Random pairs in slots in random order, and queries that see a part of them."""
+    rng = np.random.default_rng(seed)
+    kv = case.B, case.K, case.C
+    shapes = (case.B, case.K, case.G, case.T, case.D), (*kv, case.D), (*kv, case.D)
+    q, k, v = (np.asarray(rng.normal(size=s), jnp.dtype(case.dtype)) for s in shapes)
+    pos = np.argsort(rng.random(kv), -1)
+    pos[rng.random(kv) >= case.live] = -1
+    k[pos < 0], v[pos < 0] = np.nan, np.nan
+    start = rng.integers(case.C // 2, case.C, case.B)
+    q_pos = start[:, None] + np.arange(case.T)
+    most = rng.integers(0, case.T + 1, case.B)
+    n = most if case.real is None else np.full(case.B, case.real)
+    return Arrays(q, k, v, *(x.astype(np.int32) for x in (pos, q_pos, n)))
+
+
+def by_numpy(given: Arrays) -> dict[str, np.ndarray]:
+    """The output and all statistics in float64; zeros where a query sees no pair."""
+    live = given.pos >= 0
+    k, v = (np.where(live[..., None], x, 0).astype(np.float64) for x in given[1:3])
+    logits = np.einsum("bkgtd,bkcd->bkgtc", given.q.astype(np.float64), k)
+    seen = live[:, :, None] & (given.pos[:, :, None] <= given.q_pos[:, None, :, None])
+    logits = np.where(seen[:, :, None], logits / np.sqrt(k.shape[-1]), -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True, initial=-1e30))
+    weights /= np.maximum(weights.sum(-1, keepdims=True), np.finfo(float).tiny)
+    mean = weights.mean(2)  # [B, K, T, C]
+    query, count = np.arange(mean.shape[2])[:, None], given.n[:, None, None, None]
+    real = np.where(query < count, mean, 0)
+    return {
+        "out": np.einsum("bkgtc,bkcd->bkgtd", weights, v),
+        "attn_sum": real.sum(2),
+        "attn_sq_sum": (real**2).sum(2),
+        "last_attn": np.where(query == count - 1, mean, 0).sum(2),
+    }
+
+
+# --- ways to call ---------------------------------------------------------------------
+
+
+def _attend(given: Arrays, stats: frozenset[str], name: str) -> Row:
+    run = jax.jit(lambda *arrays: ops.attend(*arrays, stats, name))
+    return _found(*run(*given), stats)
+
+
+def _segments(given: Arrays, stats: frozenset[str], name: str) -> Row:
+    """The slots in two places."""
+    half = given.pos.shape[2] // 2 // 8 * 8
+
+    @jax.jit
+    def run(q, k, v, pos, q_pos, n):
+        cut = [
+            tuple(x[:, :, at] for x in (k, v, pos))
+            for at in (slice(half), slice(half, None))
+        ]
+        return ops.attend_segments(q, cut, q_pos, n, stats, name)
+
+    whole, seen = run(*given)
+    join = lambda stat: np.concatenate([getattr(each, stat) for each in seen], 2)
+    return {"out": attention.normalize(whole), **{s: join(s) for s in stats}}
+
+
+def _twice(given: Arrays, stats: frozenset[str], name: str) -> Row:
+    """The same call again, for the same bits."""
+    first, second = (_attend(given, stats, name) for _ in range(2))
+    for what, value in first.items():
+        if np.asarray(value).tobytes() != np.asarray(second[what]).tobytes():
+            raise ArithmeticError(f"{what} of two equal calls differs")
+    return first
+
+
+def _write(given: Arrays, stats: frozenset[str], name: str) -> Row:
+    """Every head's pair of slot 5 goes there in the call; the last row's nowhere."""
+    q, k, v, pos, q_pos, n = given
+    if not ops.fuses_write(q, k, stats, name, PLAIN):
+        raise UserError(f"{name} leaves the write of these to the layout")
+    slot = np.full(pos.shape[:2], 5, np.int32)
+    slot[-1] = pos.shape[2]
+    empty = [x.at[:-1, :, 5].set(0) for x in (k, v)]
+    run = jax.jit(lambda *arrays: ops.write_attend(*arrays, stats, name, PLAIN))
+    new = k[:, :, 5], v[:, :, 5], jnp.asarray(slot)
+    partial, seen, *written = run(q, *new, *empty, pos, q_pos, n)
+    for what, have, want in zip("kv", written, (k, v), strict=True):
+        if np.asarray(have).tobytes() != np.asarray(want).tobytes():
+            raise ArithmeticError(f"{what} is not what was to be written")
+    return _found(partial, seen, stats)
+
+
+def _found(partial, seen, stats) -> Row:
+    return {"out": attention.normalize(partial), **{s: getattr(seen, s) for s in stats}}
+
+
+WAYS: dict[str, Callable[[Arrays, frozenset[str], str], Row]] = {
+    "attend": _attend,
+    "segments": _segments,
+    "twice": _twice,
+    "write": _write,
+}
+
+
+# --- verdicts -------------------------------------------------------------------------
+
+
+def prove(case: Case, name: str) -> Row:
+    """A row of the table: how far a kernel is off; `error` where that is too far.
+
+    A case that the kernel does not take, by its own word, says so in `not taken`.
+    """
+    given, stats = drawn(case), frozenset(case.stats)
+    placed = Arrays(*map(jnp.asarray, given))
+    row: Row = {"case": str(case), "dtype": case.dtype, "call": case.way}
+    row |= {"statistics": len(stats), "live": case.live}
+    try:
+        if reason := refused(placed, stats, name):
+            return row | {"not taken": reason}
+        found = WAYS[case.way](placed, stats, name)
+    except UserError as error:
+        return row | {"not taken": str(error)}
+    except Exception as error:  # whatever a compiler or a device may say
+        return row | {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    wanted = by_numpy(given)
+    off = {what: _off(found[what], wanted[what]) for what in found}
+    row["output off"] = off.pop("out")
+    row["statistics off"] = max(off.values(), default=None)
+    if row["output off"] > ALLOWED[case.dtype]:
+        row["error"] = f"the output is {row['output off']:.2g} off"
+    elif off and row["statistics off"] > ALLOWED_STATISTICS:
+        row["error"] = f"{max(off, key=off.get)} is {row['statistics off']:.2g} off"
+    return row
+
+
+def refused(given: Arrays, stats: frozenset[str], name: str) -> str | None:
+    """Why the kernel does not take these; None where it does."""
+    try:
+        backends.select_backend(given.q, given.k, stats, name)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _off(have: Any, want: np.ndarray) -> float:
+    """The largest difference, of the largest right answer; `FAR` where it is NaN."""
+    difference = np.abs(np.asarray(have, np.float64) - want)
+    scale = max(1.0, float(np.abs(want).max()))
+    return min(float(np.nan_to_num(difference, nan=np.inf).max()) / scale, FAR)
+
+
+# --- the cases ------------------------------------------------------------------------
+
+BLOCK = Case(B=1, T=64)
+SUBSETS = ((), ("attn_sum",), ("attn_sq_sum", "last_attn"))
+_of = dataclasses.replace
+
+
+def _each(**changes) -> list[Case]:
+    """A decode step and a block with these changes."""
+    return [_of(base, **changes) for base in (Case(), BLOCK)]
+
+
+GROUPS: dict[str, list[Case]] = {
+    "decode": [
+        *(Case(G=g) for g in (1, 3, 4, 8)),
+        *(Case(C=c) for c in (64, 72, 2048, 8192)),
+        *(Case(D=d, C=512) for d in (64, 256)),
+        Case(B=16, K=8, C=1024),
+    ],
+    "prefill block": [
+        *(_of(BLOCK, G=g) for g in (1, 3, 4, 8)),
+        *(_of(BLOCK, T=t) for t in (100, 128, 512)),
+        *(_of(BLOCK, C=c) for c in (64, 136, 2048)),
+        *(_of(BLOCK, D=d, C=512) for d in (64, 256)),
+        _of(BLOCK, B=4, K=8, C=1024),
+    ],
+    "statistics": [case for stats in SUBSETS for case in _each(stats=stats)],
+    "empty slots": [
+        *(case for live in (0.0, 0.01, 1.0) for case in _each(live=live)),
+        *_each(real=0),
+    ],
+    "float32": [*_each(dtype="float32"), *_each(dtype="float32", D=64, C=512)],
+    "calls": [
+        *(case for way in ("segments", "twice") for case in _each(way=way, C=776)),
+        *(Case(way="write", C=c, live=1.0) for c in (128, 2048)),
+    ],
+}
+TOY_GROUPS = {
+    "decode": [Case(C=128, K=1, G=2, live=1.0, way="write")],
+    "prefill block": [_of(BLOCK, K=1, G=2, T=8, C=72)],
+    "calls": [Case(C=128, K=1, G=2, way=way) for way in ("segments", "twice")],
+}
