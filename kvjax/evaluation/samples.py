@@ -51,6 +51,50 @@ class Samples(NamedTuple):
         return [self.prompts[i].tokens for i in rows]
 
 
+class Mixed(NamedTuple):
+    """Examples of several tasks, which may run in one batch.
+
+    Attributes:
+      parts: the tasks' samples.
+      rows: of every example the part, and which of its examples: the first of each
+        task, the second of each, and so on, so that few rows show all tasks.
+    """
+
+    parts: tuple[Samples, ...]
+    rows: tuple[tuple[int, int], ...]
+
+    @property
+    def name(self) -> str:
+        return ", ".join(part.name for part in self.parts)
+
+    @property
+    def lengths(self) -> list[int]:
+        return list(map(len, self.tokens(range(len(self.rows)))))
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def mean_length(self) -> float:
+        return sum(self.lengths) / len(self.rows)
+
+    @property
+    def graded(self) -> bool:
+        """Whether answers are worth something: not those to random tokens."""
+        return None not in [part.task for part in self.parts]
+
+    def tokens(self, rows: Iterable[int]) -> list[Sequence[int]]:
+        places = (self.rows[row] for row in rows)
+        return [self.parts[part].prompts[i].tokens for part, i in places]
+
+
+def mixed(parts: Sequence[Samples]) -> Mixed:
+    """The examples of all of them, by turns."""
+    rows = [(n, i) for n, part in enumerate(parts) for i in range(len(part.prompts))]
+    return Mixed(tuple(parts), tuple(sorted(rows, key=lambda row: row[1])))
+
+
 def samples_of(
     experiment: Experiment, run: TaskRun, model: Model, new: int | None = None
 ) -> Samples:
@@ -101,6 +145,19 @@ def graded(
         for i, text in zip(rows, texts, strict=True)
     ]
     return {"texts": texts, "scores": scores}
+
+
+def mixed_graded(
+    samples: Mixed, model: Model, rows: Sequence[int], new: Sequence[Sequence[int]]
+) -> Record:
+    """`graded`, each answer by its own task."""
+    if not samples.graded:
+        return {"texts": None, "scores": None}
+    told = [
+        graded(samples.parts[part], model, [i], [tokens])
+        for (part, i), tokens in zip([samples.rows[r] for r in rows], new, strict=True)
+    ]
+    return {key: [each[key][0] for each in told] for key in ("texts", "scores")}
 
 
 def interval(scores: Sequence[float]) -> Record:
@@ -171,3 +228,16 @@ def summary(samples: Samples, batches: Sequence[Record]) -> Record | None:
         ],
         "survivors": maps[0] if maps else None,
     }
+
+
+def summaries(samples: Mixed, batches: Sequence[Record]) -> dict[str, Record]:
+    """`summary` of every task of which some examples ran; nothing without grades."""
+    if not samples.graded:
+        return {}
+    lines: list[list[Record]] = [[] for _ in samples.parts]
+    for batch in batches:
+        for row, score in zip(batch["examples"], batch["scores"], strict=True):
+            part, i = samples.rows[row]
+            lines[part].append({"examples": [i], "scores": [score]})
+    ran = zip(samples.parts, lines, strict=True)
+    return {part.name: summary(part, each) for part, each in ran if each}

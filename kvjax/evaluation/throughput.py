@@ -4,7 +4,7 @@ Source: Metel et al. 2024, arXiv 2412.05693, section 4.1. Every method generates
 number of tokens for the same prompts, whatever ends a text. What differs is the batch,
 see `batch_rules`: whether one fits is read off its compiled programs, and confirmed by
 running it. A device that runs out of memory all the same sends the method one batch
-back. The prompts are a task's, so the very tokens that are timed are graded too, up to
+back. The prompts are of tasks, so the very tokens that are timed are graded too, up to
 the one that ends the text.
 """
 
@@ -23,9 +23,16 @@ from kvjax.engine.compiled import Job
 from kvjax.engine.memory import peak_memory
 from kvjax.engine.planner import Plan, out_of_memory
 from kvjax.evaluation import batch_rules, config, roofline
-from kvjax.evaluation.config import Experiment, Method
+from kvjax.evaluation.config import Experiment, Method, TaskRun
 from kvjax.evaluation.report.records import Record
-from kvjax.evaluation.samples import Samples, graded, samples_of, summary
+from kvjax.evaluation.samples import (
+    Mixed,
+    Samples,
+    mixed,
+    mixed_graded,
+    samples_of,
+    summaries,
+)
 from kvjax.evaluation.setting import Baseline, Progress, Row, Setting, described
 from kvjax.evaluation.tasks.base import Encoded
 from kvjax.types import Model, UserError
@@ -60,7 +67,7 @@ class Throughput(Experiment):
     """See `configs/batch_max/smollm2_cpu.py` for the fields.
 
     Attributes:
-      tasks: the one whose prompts every method works through.
+      tasks: whose prompts every method works through, those of several by turns.
       max_new_tokens: generated per prompt; each number is a measurement of its own.
       min_timed_batches: batches that are timed, at least; see `batch_rules.turns`.
       baselines: fields of other libraries' methods, for whoever can run them. Where
@@ -79,18 +86,19 @@ class Throughput(Experiment):
 
     def check(self) -> None:
         super().check()
-        if len(self.tasks) > 1 or self.tasks[0].max_new_tokens:
-            raise UserError(
-                "throughput is of one task, without max_new_tokens of its own: give "
-                "the experiment's, one number or more"
-            )
+        for task in self.tasks:
+            if task.max_new_tokens:
+                raise UserError(
+                    f"task {task.name}: max_new_tokens {task.max_new_tokens} of its "
+                    "own: in throughput give the experiment's, one number or more"
+                )
         if not self.max_new_tokens:
             raise UserError("max_new_tokens is empty: give one number or more")
         config.at_least(1, min_timed_batches=self.min_timed_batches)
         for new in self.max_new_tokens:
             config.at_least(1, max_new_tokens=new)
         for method in self.methods:
-            _check_batch_size(method, self.tasks[0].num_examples)
+            _check_batch_size(method, sum(t.num_examples for t in self.tasks))
 
 
 def from_config(fields: config.Fields, overrides: config.Fields) -> Throughput:
@@ -185,9 +193,12 @@ def needed(line: Record) -> tuple[str, ...]:
     return (*_PLACE, *(_OF_BATCH if ran else ()))
 
 
-def _samples(experiment: Throughput, model: Model) -> Samples:
-    """The task's; random tokens for a model without a tokenizer."""
-    (run,) = experiment.tasks
+def _samples(experiment: Throughput, model: Model) -> Mixed:
+    """The tasks'; random tokens for a model without a tokenizer."""
+    return mixed([_task_samples(experiment, run, model) for run in experiment.tasks])
+
+
+def _task_samples(experiment: Throughput, run: TaskRun, model: Model) -> Samples:
     new = max(experiment.max_new_tokens)
     if model.tokenizer is not None:
         samples = samples_of(experiment, run, model, new)
@@ -227,10 +238,10 @@ def _job(model: Model, method: Method, longest: int, new: int) -> Job:
 
 
 def _measured(
-    setting: Setting, samples: Samples, method: Method, job: Job, say: Progress
+    setting: Setting, samples: Mixed, method: Method, job: Job, say: Progress
 ) -> Record:
     """One method's record: its batch found, run, and stepped back from if need be."""
-    rule, count, stepped_back = method.batch_rule, len(samples.prompts), []
+    rule, count, stepped_back = method.batch_rule, len(samples.rows), []
     say("planning and compiling", 0)
     most = _most(setting, method, job.max_new_tokens, count)
     planned = batch_rules.find_batch(rule, job, setting.memory, count, most)
@@ -254,7 +265,7 @@ def _most(setting: Setting, method: Method, new: int, count: int) -> int:
 
 
 def _timed(
-    setting: Setting, samples: Samples, method: Method, planned: Plan, say: Progress
+    setting: Setting, samples: Mixed, method: Method, planned: Plan, say: Progress
 ) -> list[Record] | None:
     """The lines of its batches, see `batch_rules.turns`; None where memory ran out.
 
@@ -269,7 +280,7 @@ def _timed(
     }
     if setting.batches.where(**place, out_of_memory=True):
         return None
-    count, least = len(samples.prompts), setting.experiment.min_timed_batches
+    count, least = len(samples.rows), setting.experiment.min_timed_batches
     turns = batch_rules.turns(count, planned.batch, least)
     done = [line["examples"] for line in setting.batches.where(**place)]
     for rows in _left(turns, done):
@@ -293,9 +304,7 @@ def _left(turns: list[list[int]], done: list[list[int]]) -> Iterator[list[int]]:
             yield rows
 
 
-def _batch(
-    setting: Setting, samples: Samples, planned: Plan, rows: list[int]
-) -> Record:
+def _batch(setting: Setting, samples: Mixed, planned: Plan, rows: list[int]) -> Record:
     """The line of one batch; its state is gone by then: the next one needs the room."""
     model, prompts = setting.model, samples.tokens(rows)
     with peak_memory(planned.weights_bytes) as measured:
@@ -304,7 +313,7 @@ def _batch(
     return {
         "task": samples.name,
         "examples": rows,
-        **graded(samples, model, rows, _until_end(model, result.tokens)),
+        **mixed_graded(samples, model, rows, _until_end(model, result.tokens)),
         "prompt_tokens": sum(map(len, prompts)),
         "new_tokens": sum(map(len, result.tokens)),
         "prefill_seconds": result.prefill_seconds,
@@ -321,7 +330,7 @@ def _until_end(model: Model, answers: list[list[int]]) -> list[list[int]]:
 
 
 def _figures(
-    setting: Setting, samples: Samples, planned: Plan, batches: list[Record]
+    setting: Setting, samples: Mixed, planned: Plan, batches: list[Record]
 ) -> Record:
     """What the batches come to; seconds are their medians."""
     new, length = planned.job.max_new_tokens, samples.mean_length
@@ -334,7 +343,7 @@ def _figures(
     measured = [b["measured_bytes"] for b in batches if b["measured_bytes"]]
     return {
         **_scores(samples, batches),
-        "prompts": len(samples.prompts),
+        "prompts": len(samples.rows),
         "prompt_tokens": samples.longest,
         "new_tokens": new,
         "max_new_tokens": new,
@@ -351,12 +360,14 @@ def _figures(
     }
 
 
-def _scores(samples: Samples, batches: list[Record]) -> Record:
-    found = summary(samples, batches)
+def _scores(samples: Mixed, batches: list[Record]) -> Record:
+    """Of the examples that ran: the mean over tasks, as quality has it."""
+    found = summaries(samples, batches)
+    scores = [each["score"] for each in found.values()]
     return {
-        "tasks": {samples.name: found} if found else None,
-        "score": found["score"] if found else None,
-        "num_examples": found["num_examples"] if found else 0,
+        "tasks": found or None,
+        "score": sum(scores) / len(scores) if scores else None,
+        "num_examples": sum(each["num_examples"] for each in found.values()),
     }
 
 
@@ -392,17 +403,17 @@ def _roofline(
 
 
 def _baseline(
-    setting: Setting, samples: Samples, measure: Baseline, new: int, say: Progress
+    setting: Setting, samples: Mixed, measure: Baseline, new: int, say: Progress
 ) -> Record:
     """A baseline's record, with what its answers are worth in their place."""
-    prompts = samples.tokens(range(len(samples.prompts)))
+    prompts = samples.tokens(range(len(samples.rows)))
     least = setting.experiment.min_timed_batches
     record = measure(prompts, new, setting.memory, least, say)
     answers = record.pop("tokens", None)
-    if answers is not None and samples.task is not None:
+    if answers is not None and samples.graded:
         rows = range(len(answers))
         given = _until_end(setting.model, answers)
-        line = {"examples": rows, **graded(samples, setting.model, rows, given)}
+        line = {"examples": rows, **mixed_graded(samples, setting.model, rows, given)}
         record |= _scores(samples, [line])
     say("finished", 1)
     return record
