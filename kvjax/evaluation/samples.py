@@ -89,6 +89,26 @@ class Mixed(NamedTuple):
         return [self.parts[part].prompts[i].tokens for part, i in places]
 
 
+def mixed_of(
+    experiment: Experiment, model: Model, new: int, even: bool = False
+) -> Mixed:
+    """The examples of all tasks; random tokens for a model without a tokenizer.
+
+    Args:
+      experiment: with the tasks.
+      model: which reads them.
+      new: most tokens of an answer.
+      even: whether a task's prompts are all made as long as its shortest.
+
+    Raises:
+      UserError: see `samples_of`.
+    """
+    if model.tokenizer is None:
+        return mixed([_random(experiment, run, model, new) for run in experiment.tasks])
+    found = [samples_of(experiment, run, model, new) for run in experiment.tasks]
+    return mixed(list(map(_of_one_length, found)) if even else found)
+
+
 def mixed(parts: Sequence[Samples]) -> Mixed:
     """The examples of all of them, by turns."""
     rows = [(n, i) for n, part in enumerate(parts) for i in range(len(part.prompts))]
@@ -129,6 +149,34 @@ def samples_of(
             f"prompt_tokens of {room} or less"
         )
     return Samples(run, task, examples, prompts, new)
+
+
+def _random(experiment: Experiment, run: TaskRun, model: Model, new: int) -> Samples:
+    """Tokens that nobody can grade, as long as asked."""
+    size = run.num_examples, run.prompt_tokens or model.spec.context_length - new
+    rng = np.random.default_rng(experiment.seed)
+    drawn = rng.integers(model.spec.vocab_size, size=size).tolist()
+    return Samples(run, None, [], [Encoded(tuple(row), 0) for row in drawn], new)
+
+
+def _of_one_length(samples: Samples) -> Samples:
+    """All as long as the shortest: a few tokens go from the text, far from the key.
+
+    Libraries that pad are not to pay for padding. Where examples do not say at what
+    depth the key is, they stay as they are.
+    """
+    depths = [dict(example.details).get("depth") for example in samples.examples]
+    if None in depths:
+        return samples
+    least = min(samples.lengths)
+
+    def shortened(prompt, depth):
+        cut = least // 4 if depth >= 0.5 else 3 * least // 4
+        rest = cut + len(prompt.tokens) - least
+        kept = prompt.tokens[:cut] + prompt.tokens[rest:]
+        return Encoded(kept, prompt.cut + rest - cut)
+
+    return samples._replace(prompts=list(map(shortened, samples.prompts, depths)))
 
 
 def graded(

@@ -12,29 +12,20 @@ import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from kvjax.engine import api, compiled, runner
 from kvjax.engine.compiled import Job
 from kvjax.engine.memory import peak_memory
 from kvjax.engine.planner import Plan, out_of_memory
-from kvjax.evaluation import batch_rules, config, roofline
-from kvjax.evaluation.config import Experiment, Method, TaskRun
+from kvjax.evaluation import batch_rules, config, roofline, search
+from kvjax.evaluation.config import Experiment, Method
 from kvjax.evaluation.report.records import Record
-from kvjax.evaluation.samples import (
-    Mixed,
-    Samples,
-    mixed,
-    mixed_graded,
-    samples_of,
-    summaries,
-)
+from kvjax.evaluation.samples import Mixed, mixed_graded, mixed_of, summaries
 from kvjax.evaluation.setting import Baseline, Progress, Row, Setting, described
-from kvjax.evaluation.tasks.base import Encoded
 from kvjax.types import Model, UserError
 
 METHODS: dict[str, dict[str, Any]] = {  # that a config asks for by name
@@ -49,8 +40,11 @@ _COMMON: dict[str, dict[str, Any]] = {
     "ed": {"policy": "recency", "phases": "decode_only", "budget": 2, "evict_size": 1},
     "batch_max": {"phases": "prefill_and_decode"},
     "fixed": {},
+    "search": {"phases": "prefill_and_decode", "budget": None},
     "staggered": {"phases": "after_prefill"},
 }
+# Which is measured first: ED's batch bounds the full cache's, whose score is sought.
+_RANKS = {"ed": 0, "full": 1, "search": 2}
 # What a line of batches.jsonl holds that a method's record is made of.
 _PLACE = ("method", "max_new_tokens", "batch_size", "prefill_batch")
 _OF_BATCH = (
@@ -59,6 +53,14 @@ _OF_BATCH = (
     "prefill_seconds",
     "decode_seconds",
     "measured_bytes",
+)
+_OF_TRIED = (  # of the record of a |kv| that was tried, for that of the method
+    "budget",
+    "batch_size",
+    "score",
+    "num_examples",
+    "output_tokens_per_s",
+    "predicted_tokens_per_s",
 )
 
 
@@ -70,6 +72,10 @@ class Throughput(Experiment):
       tasks: whose prompts every method works through, those of several by turns.
       max_new_tokens: generated per prompt; each number is a measurement of its own.
       min_timed_batches: batches that are timed, at least; see `batch_rules.turns`.
+      tolerance: how far below the full cache's the score may be of methods whose |kv|
+        is sought (`batch_rule` "search"): 0.02 is two points of 100.
+      budget_steps: |kv| is sought among the multiples of the first, then between two
+        of these among the multiples of the next; see `search.fewest`.
       baselines: fields of other libraries' methods, for whoever can run them. Where
         there are any, prompts that hide something are all made as long as the shortest.
     """
@@ -77,6 +83,8 @@ class Throughput(Experiment):
     experiment: str = "throughput"
     max_new_tokens: tuple[int, ...]
     min_timed_batches: int
+    tolerance: float = 0.02
+    budget_steps: tuple[int, ...] = (128, 64)
     baselines: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -99,6 +107,7 @@ class Throughput(Experiment):
             config.at_least(1, max_new_tokens=new)
         for method in self.methods:
             _check_batch_size(method, sum(t.num_examples for t in self.tasks))
+        search.check(self.methods, self.tolerance, self.budget_steps)
 
 
 def from_config(fields: config.Fields, overrides: config.Fields) -> Throughput:
@@ -162,13 +171,15 @@ def _check_batch_size(method: Method, prompts: int) -> None:
 
 
 def rows(setting: Setting) -> list[Row]:
-    """One per method and number of new tokens; ED's is measured before the full cache.
+    """One per method and number of new tokens, in the order of `_RANKS`.
 
     Raises:
       UserError: what does not fit, before long work.
     """
     experiment, model = setting.experiment, setting.model
-    samples, found = _samples(experiment, model), []
+    new = max(experiment.max_new_tokens)
+    samples = mixed_of(experiment, model, new, bool(experiment.baselines))
+    found = []
     if setting.baselines and len(set(samples.lengths)) > 1:
         raise UserError(
             f"baselines read prompts of one length, and those of {samples.name} "
@@ -176,14 +187,12 @@ def rows(setting: Setting) -> list[Row]:
         )
     for place, new in enumerate(experiment.max_new_tokens):
         for method in experiment.methods:
-            job = _job(model, method, samples.longest, new)
-            batch_rules.check(method.batch_rule, job, setting.memory)
-            measure = functools.partial(_measured, setting, samples, method, job)
-            rank = 2 * place + (method.batch_rule != "ed")
+            measure = _measure(setting, samples, method, new)
+            rank = len(_RANKS) * place + _RANKS.get(method.batch_rule, 1)
             found.append(Row(method.name, new, 1, measure, rank))
         for name, baseline in setting.baselines.items():
             measure = functools.partial(_baseline, setting, samples, baseline, new)
-            found.append(Row(name, new, 1, measure, 2 * place + 1))
+            found.append(Row(name, new, 1, measure, len(_RANKS) * place + 1))
     return found
 
 
@@ -191,42 +200,6 @@ def needed(line: Record) -> tuple[str, ...]:
     """The fields of a line of `batches.jsonl`."""
     ran = not line.get("out_of_memory")
     return (*_PLACE, *(_OF_BATCH if ran else ()))
-
-
-def _samples(experiment: Throughput, model: Model) -> Mixed:
-    """The tasks'; random tokens for a model without a tokenizer."""
-    return mixed([_task_samples(experiment, run, model) for run in experiment.tasks])
-
-
-def _task_samples(experiment: Throughput, run: TaskRun, model: Model) -> Samples:
-    new = max(experiment.max_new_tokens)
-    if model.tokenizer is not None:
-        samples = samples_of(experiment, run, model, new)
-        return _of_one_length(samples) if experiment.baselines else samples
-    size = run.num_examples, run.prompt_tokens or model.spec.context_length - new
-    rng = np.random.default_rng(experiment.seed)
-    drawn = rng.integers(model.spec.vocab_size, size=size).tolist()
-    return Samples(run, None, [], [Encoded(tuple(row), 0) for row in drawn], new)
-
-
-def _of_one_length(samples: Samples) -> Samples:
-    """All as long as the shortest: a few tokens go from the text, far from the key.
-
-    Libraries that pad are not to pay for padding. Where examples do not say at what
-    depth the key is, they stay as they are.
-    """
-    depths = [dict(example.details).get("depth") for example in samples.examples]
-    if None in depths:
-        return samples
-    least = min(samples.lengths)
-
-    def shortened(prompt, depth):
-        cut = least // 4 if depth >= 0.5 else 3 * least // 4
-        rest = cut + len(prompt.tokens) - least
-        kept = prompt.tokens[:cut] + prompt.tokens[rest:]
-        return Encoded(kept, prompt.cut + rest - cut)
-
-    return samples._replace(prompts=list(map(shortened, samples.prompts, depths)))
 
 
 def _job(model: Model, method: Method, longest: int, new: int) -> Job:
@@ -237,23 +210,109 @@ def _job(model: Model, method: Method, longest: int, new: int) -> Job:
     return dataclasses.replace(job, batch=method.batch_size or job.batch)
 
 
-def _measured(
-    setting: Setting, samples: Mixed, method: Method, job: Job, say: Progress
-) -> Record:
+class _Trial(NamedTuple):
+    """A method at work.
+
+    Attributes:
+      setting, samples, method: who works, and on what.
+      least: batches that are timed, at least.
+      gives_up: whether batches tell enough before all prompts were run.
+    """
+
+    setting: Setting
+    samples: Mixed
+    method: Method
+    least: int
+    gives_up: Callable[[list[Record]], bool] = lambda lines: False
+
+    def job(self, new: int) -> Job:
+        return _job(self.setting.model, self.method, self.samples.longest, new)
+
+    def check(self, new: int) -> None:
+        """Raises UserError where no batch can be found; instant."""
+        rule = self.method.batch_rule
+        batch_rules.check(rule, self.job(new), self.setting.memory)
+
+
+def _measure(
+    setting: Setting, samples: Mixed, method: Method, new: int
+) -> Callable[[Progress], Record]:
+    """What makes a method's record.
+
+    Raises:
+      UserError: what does not fit, before long work.
+    """
+    asked = setting.experiment
+    trial = _Trial(setting, samples, method, asked.min_timed_batches)
+    if method.batch_rule != "search":
+        trial.check(new)
+        return functools.partial(_measured, trial, new)
+    if not samples.graded:
+        raise UserError(
+            f"method {method.name!r}: batch_rule 'search' needs scores, and "
+            f"{asked.model} cannot read: name a folder of real weights"
+        )
+    steps, spec = asked.budget_steps, setting.model.spec
+    least, most = search.bounds(method, spec, samples.longest, steps)
+    trial._replace(method=search.at(method, most)).check(new)
+    return functools.partial(_searched, trial, new, least, most)
+
+
+def _measured(trial: _Trial, new: int, say: Progress) -> Record:
+    record = _ran(trial, new, say)
+    say("finished", 1)
+    return record
+
+
+def _ran(trial: _Trial, new: int, say: Progress) -> Record:
     """One method's record: its batch found, run, and stepped back from if need be."""
+    setting, samples, method = trial[:3]
     rule, count, stepped_back = method.batch_rule, len(samples.rows), []
     say("planning and compiling", 0)
-    most = _most(setting, method, job.max_new_tokens, count)
-    planned = batch_rules.find_batch(rule, job, setting.memory, count, most)
-    while (batches := _timed(setting, samples, method, planned, say)) is None:
+    most = _most(setting, method, new, count)
+    planned = batch_rules.find_batch(rule, trial.job(new), setting.memory, count, most)
+    while (batches := _timed(trial, planned, say)) is None:
         stepped_back.append(planned.batch)
         planned = batch_rules.step_back(rule, planned, count)
-    say("finished", 1)
     return {
         **described(method, planned),
         "stepped_back": stepped_back,
         **_figures(setting, samples, planned, batches),
     }
+
+
+def _searched(trial: _Trial, new: int, least: int, most: int, say: Progress) -> Record:
+    """The record of the smallest |kv| that does, and what all that were tried came to.
+
+    Of those, prompts run once, and no further than they may still do. Where none does,
+    the largest stands, and `chosen` of none is true.
+    """
+    setting, samples, method = trial[:3]
+    asked, tried = setting.experiment, {}
+    full, *_ = setting.records.where(batch_rule="full", new_tokens=new)
+    wanted = search.lowest_score(full, asked.tolerance)
+
+    def ran(size: int, trial: _Trial) -> Record:
+        compiled.clear()  # of the last one
+        at = trial._replace(method=search.at(method, size))
+        return _ran(at, new, lambda what, units: say(f"|kv| {size}, {what}", units))
+
+    def hopeless(lines: list[Record]) -> bool:
+        return search.best_score(samples, lines) < wanted
+
+    def keeps(size: int) -> bool:
+        tried[size] = ran(size, trial._replace(least=1, gives_up=hopeless))
+        whole = tried[size]["num_examples"] == len(samples.rows)
+        return whole and tried[size]["score"] >= wanted
+
+    found = search.fewest(least, most, asked.budget_steps, keeps)
+    record = ran(found or max(tried), trial)
+    told = [
+        {key: each[key] for key in _OF_TRIED} | {"chosen": size == found}
+        for size, each in sorted((tried | {record["budget"]: record}).items())
+    ]
+    say("finished", 1)
+    return record | {"tolerance": asked.tolerance, "tried": told[::-1]}
 
 
 def _most(setting: Setting, method: Method, new: int, count: int) -> int:
@@ -264,26 +323,28 @@ def _most(setting: Setting, method: Method, new: int, count: int) -> int:
     return min((record["batch_size"] for record in eds), default=count)
 
 
-def _timed(
-    setting: Setting, samples: Mixed, method: Method, planned: Plan, say: Progress
-) -> list[Record] | None:
+def _timed(trial: _Trial, planned: Plan, say: Progress) -> list[Record] | None:
     """The lines of its batches, see `batch_rules.turns`; None where memory ran out.
 
     None is thrown away: programs are compiled by then, and medians of three or more
     forgive the first. Those of an earlier run count.
     """
+    setting, samples, method = trial[:3]
     place = {
         "method": method.name,
         "max_new_tokens": planned.job.max_new_tokens,
         "batch_size": planned.batch,
         "prefill_batch": planned.prefill_groups[0],
     }
+    if method.batch_rule == "search":  # one name for many
+        place["budget"] = method.budget
     if setting.batches.where(**place, out_of_memory=True):
         return None
-    count, least = len(samples.rows), setting.experiment.min_timed_batches
-    turns = batch_rules.turns(count, planned.batch, least)
-    done = [line["examples"] for line in setting.batches.where(**place)]
-    for rows in _left(turns, done):
+    turns = batch_rules.turns(len(samples.rows), planned.batch, trial.least)
+    done = setting.batches.where(**place)
+    for rows in _left(turns, [line["examples"] for line in done]):
+        if trial.gives_up(done):
+            break
         say(f"{planned.batch} prompts at once", 0)
         try:
             setting.batches.add(place | _batch(setting, samples, planned, rows))
@@ -292,7 +353,8 @@ def _timed(
                 raise
             setting.batches.add(place | {"out_of_memory": True})
             return None
-    return setting.batches.where(**place)
+        done = setting.batches.where(**place)
+    return done
 
 
 def _left(turns: list[list[int]], done: list[list[int]]) -> Iterator[list[int]]:
