@@ -57,6 +57,7 @@ _OF_BATCH = (
 _OF_TRIED = (  # of the record of a |kv| that was tried, for that of the method
     "budget",
     "batch_size",
+    "limited_by",
     "score",
     "num_examples",
     "output_tokens_per_s",

@@ -7,8 +7,9 @@ from conftest import tiny_model
 from testing.prose import HAYSTACK, make_tokenizer
 
 from kvjax.engine import runner
-from kvjax.evaluation import run, search, tasks
+from kvjax.evaluation import report, run, search, tasks
 from kvjax.evaluation.config import TaskRun
+from kvjax.evaluation.report import tables
 from kvjax.evaluation.report.records import read_records
 from kvjax.evaluation.samples import Samples, mixed
 from kvjax.evaluation.tasks import base
@@ -252,3 +253,39 @@ def test_a_model_that_cannot_read(model, monkeypatch, tmp_path):
     monkeypatch.setattr(run, "load", lambda name, dtype, mesh: bare)
     with pytest.raises(UserError, match="'search' needs scores, and tiny cannot read"):
         measured(SEARCH | {"prompt_tokens": 60}, tmp_path)
+
+
+TRIED = [(768, 3, 0.9, 12), (640, 4, 0.89, 12), (512, 6, 0.5, 6)]
+
+
+def test_table_of_what_was_tried(tmp_path):
+    """The paper's columns; the chosen row stands out, and is told how it was chosen."""
+    common = {
+        "experiment": "throughput",
+        "format": 2,
+        "new_tokens": 8,
+        "engine": "kvjax",
+    }
+    full = {"method": "FKV", "batch_rule": "full", "budget": None, "batch_size": 2}
+    full |= {"score": 0.9, "num_examples": 12, "output_tokens_per_s": 5.0}
+    tried = [
+        {"budget": size, "batch_size": batch, "score": score, "num_examples": ran}
+        | {"output_tokens_per_s": 10.0 * batch, "chosen": size == 640}
+        for size, batch, score, ran in TRIED
+    ]
+    found = {"method": "Batch-Max", "batch_rule": "search", "tolerance": 0.02}
+    found |= tried[1] | {"tried": tried}
+    records = [common | full, common | found]
+    rows = {tuple(row[:6]) for row in tables.search_table(records).rows}
+    assert rows == {
+        ("FKV", "8", "2", "all", "0.900", "12"),
+        ("Batch-Max", "8", "3", "768", "0.900", "12"),
+        ("Batch-Max", "8", "4", "640", "0.890", "12"),
+        ("Batch-Max", "8", "6", "512", "0.500", "6"),
+    }
+    lines = report.overview(records).splitlines()
+    (bold,) = [" ".join(line.split()) for line in lines if "**" in line]
+    assert "| **Batch-Max** | **8** | **4** | **640** | **0.890** |" in bold
+    page = report.write_report(records, tmp_path).read_text()
+    assert "at most\n  0.02 below the full cache's" in page
+    assert "was tried" not in report.write_report([common | full], tmp_path).read_text()

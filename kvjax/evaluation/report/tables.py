@@ -1,5 +1,6 @@
 """Tables of records, and a table as Markdown, in a terminal and in LaTeX."""
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -170,6 +171,7 @@ _CELLS: Columns = {  # what a column says of a record
     "Planned MB": _of("planned_bytes", megabytes),
     "Predicted": _of("predicted_tokens_per_s", rate),
     "Prefill tok/s": _of("prefill_tokens_per_s", rate),
+    "Prompts": _of("num_examples", text),
     "Read at once": _of("prefill_batch", text),
     "Seconds": _of("seconds", rate),
     "Seed": _of("seed", text),
@@ -246,6 +248,24 @@ def throughput_table(records: Sequence[Record]) -> Table:
     columns |= _cells("Predicted") | _scores(records)
     columns |= _cells("Planned MB", "Measured MB")
     return _table(records, columns, [text(r.get("method")) for r in records])
+
+
+def search_table(records: Sequence[Record]) -> Table:
+    """Batch-Max's: every |kv| that was tried, the chosen one in bold, and all others.
+
+    An end-to-end rate is of what ran, which for a |kv| that could no longer keep the
+    score is not all prompts.
+    """
+    shown = [
+        record | each for record in records for each in record.get("tried") or [{}]
+    ]
+    columns = _cells("New", "Batch (limited by)") | {"KV slots": groups.slots}
+    columns |= {"Score": _of("score", "{:.3f}")} | _cells("Prompts")
+    columns |= _cells("End-to-end tok/s", "Predicted")
+    made = _table(shown, columns, [text(record.get("method")) for record in shown])
+    chosen = [row for row, record in enumerate(shown) if record.get("chosen")]
+    bold = itertools.product(chosen, range(len(made.head)))
+    return made._replace(bold=frozenset(bold))
 
 
 def _scores(records: Sequence[Record]) -> Columns:
