@@ -104,6 +104,11 @@ def kl(value: float | None) -> str:
     return "<0.001" if value and 0 < value < 0.001 else number(value, "{:.3f}")
 
 
+def perplexity(loss: float | None) -> str:
+    """Of a mean loss in nats per token."""
+    return "-" if groups.finite(loss) is None else rate(math.exp(min(loss, 700)))
+
+
 def versions(records: Sequence[Record]) -> str:
     """Names and versions of the software that made records."""
     made = [record.get("provenance", {}).get("versions") or {} for record in records]
@@ -168,6 +173,7 @@ _CELLS: Columns = {  # what a column says of a record
     "Loss of full cache": _of("reference_loss", "{:.3f}"),
     "Measured MB": _measured,
     "New": _of("new_tokens", text),
+    "Perplexity": lambda r: perplexity(r.get("loss")),
     "Planned MB": _of("planned_bytes", megabytes),
     "Predicted": _of("predicted_tokens_per_s", rate),
     "Prefill tok/s": _of("prefill_tokens_per_s", rate),
@@ -229,8 +235,32 @@ def memory_table(records: Sequence[Record]) -> Table:
     """Bytes as planned and measured, losses, time."""
     columns = _methods(records) if groups.is_sweep(records) else {}
     columns |= _cells("KV MB live / allocated", "Planned MB", "Measured MB", "Limit MB")
-    columns |= _cells("Loss", "Loss of full cache", "Seconds", "Seed")
+    columns |= _cells("Loss", "Loss of full cache", "Perplexity", "Seconds", "Seed")
     return _table(records, columns, _row_names(records))
+
+
+def perplexity_table(records: Sequence[Record]) -> Table:
+    """Perplexities of a sweep: a row per method, a column per budget, rising."""
+    ran = sorted((r for r in records if r.get("loss") is not None), key=_slots)
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for record in sorted(ran, key=records.index):
+        row = found.setdefault((series(record), groups.setting(record)), {})
+        row[_budget(record)] = perplexity(record["loss"])
+    budgets = list(dict.fromkeys(map(_budget, ran)))
+    rows = [
+        [*names, *(row.get(b, "-") for b in budgets)] for names, row in found.items()
+    ]
+    return Table(["Method", "Schedule", *budgets], rows, frozenset({0, 1}))
+
+
+def _slots(record: Record) -> float:
+    """What budgets are sorted by; all pairs come last."""
+    return groups.mean_slots(record) or math.inf
+
+
+def _budget(record: Record) -> str:
+    share = record.get("budget_share")
+    return groups.slots(record) if share is None else f"{share:.0%}"
 
 
 def throughput_table(records: Sequence[Record]) -> Table:
