@@ -3,7 +3,9 @@
     python experiments/run.py --config=configs/batch_max/paper.py:cnn_dm_llama2_13b \\
         --workdir=runs/batch_max_cnn_dm_llama2_13b
 
-What follows the colon is a task and a model, one of `SIZES` below.
+What follows the colon is a task and a model, one of `SIZES` below. With `,search` after
+it (`paper.py:cnn_dm_llama2_13b,search`) Batch-Max's |kv| and batch are not the paper's
+but sought on the device that is there, which takes real weights.
 
 From the paper (Metel et al. 2024, arXiv 2412.05693): 960 test samples of at most 3,584
 tokens, and 512 new tokens, whatever ends a text; CNN/DailyMail with one shot and
@@ -45,12 +47,19 @@ SIZES = {  # GB, and Batch-Max's |kv| and batch
     "narrativeqa_phi35": (48.0, ((1984, 6),)),
     "gsm8k_phi35": (48.0, ((1664, 8),)),
 }
+_SOUGHT = (
+    {"name": "Batch-Max", "batch_rule": "search", "policy": "average_attention"},
+)
 
 
 def get_config(which: str = "cnn_dm_llama2_13b") -> ConfigDict:
-    """The fields of `throughput.Throughput` for one of `SIZES`."""
-    if which not in SIZES:
-        raise OSError(f"no {which!r}: write paper.py:NAME, one of {', '.join(SIZES)}")
+    """The fields of `throughput.Throughput` for one of `SIZES`, ",search" behind it."""
+    which, _, how = which.partition(",")
+    if which not in SIZES or how not in ("", "search"):
+        raise OSError(
+            f"no {which!r}{how and f' with {how!r}'}: write paper.py:NAME, or "
+            f"paper.py:NAME,search; NAME is one of {', '.join(SIZES)}"
+        )
     memory, sizes = SIZES[which]
     model = next(name for name in _MODELS if which.endswith(name))
     task, shots = _TASKS[which.removesuffix(f"_{model}")]
@@ -72,16 +81,7 @@ def get_config(which: str = "cnn_dm_llama2_13b") -> ConfigDict:
                     "budget": 65,
                     "evict_size": 64,
                 },
-                *(
-                    {
-                        "name": f"Batch-Max, {budget} pairs",
-                        "batch_rule": "fixed",
-                        "batch_size": batch,
-                        "policy": "average_attention",
-                        "budget": budget,
-                    }
-                    for budget, batch in sizes
-                ),
+                *(_SOUGHT if how else map(_fixed, sizes)),
             ),
             "tasks": ({"name": task, "options": {"shots": shots}},),
             "data_dir": "",
@@ -91,3 +91,15 @@ def get_config(which: str = "cnn_dm_llama2_13b") -> ConfigDict:
             "min_timed_batches": 3,
         }
     )
+
+
+def _fixed(sizes: tuple[int, int]) -> dict:
+    """Batch-Max at a |kv| and a batch."""
+    budget, batch = sizes
+    return {
+        "name": f"Batch-Max, {budget} pairs",
+        "batch_rule": "fixed",
+        "batch_size": batch,
+        "policy": "average_attention",
+        "budget": budget,
+    }

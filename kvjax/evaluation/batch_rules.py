@@ -6,6 +6,7 @@ Source: Metel et al. 2024, arXiv 2412.05693, section 4.1::
                 the newest pair only) no longer fits
     full        the same, or the largest that fits if that is less
     batch_max   the largest of D that fits, see `divisors`
+    search      the same, at the smallest |kv| that does, see `kvjax.evaluation.search`
     fixed       the method's `batch_size`, such as a paper's, which has to fit
     staggered   the largest pool, then the largest groups, see `kvjax.engine.staggered`
 
@@ -28,7 +29,7 @@ from kvjax.engine.planner import (
 )
 from kvjax.types import UserError
 
-BATCH_RULES = ("full", "ed", "batch_max", "fixed", "staggered")
+BATCH_RULES = ("full", "ed", "batch_max", "search", "fixed", "staggered")
 
 
 def divisors(count: int) -> list[int]:
@@ -70,9 +71,10 @@ def find_batch(rule: str, job: Job, memory_bytes: int, count: int, most: int) ->
     if rule == "staggered":
         return staggered.plan_job(job, memory_bytes, most)
     planned = plan_job(job, memory_bytes, most)
-    sizes = divisors(count) if rule == "batch_max" else range(1, count + 1)
-    even = [s for s in sizes if s <= most and s % job.data_parallel == 0]
-    planned = _largest(planned, even)
+    even = rule in ("batch_max", "search")
+    sizes = divisors(count) if even else range(1, count + 1)
+    sizes = [s for s in sizes if s <= most and s % job.data_parallel == 0]
+    planned = _largest(planned, sizes)
     if planned.batch < most:
         return planned
     limit = "prompts" if most == count else "ED"

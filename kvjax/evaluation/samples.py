@@ -51,6 +51,70 @@ class Samples(NamedTuple):
         return [self.prompts[i].tokens for i in rows]
 
 
+class Mixed(NamedTuple):
+    """Examples of several tasks, which may run in one batch.
+
+    Attributes:
+      parts: the tasks' samples.
+      rows: of every example the part, and which of its examples: the first of each
+        task, the second of each, and so on, so that few rows show all tasks.
+    """
+
+    parts: tuple[Samples, ...]
+    rows: tuple[tuple[int, int], ...]
+
+    @property
+    def name(self) -> str:
+        return ", ".join(part.name for part in self.parts)
+
+    @property
+    def lengths(self) -> list[int]:
+        return list(map(len, self.tokens(range(len(self.rows)))))
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def mean_length(self) -> float:
+        return sum(self.lengths) / len(self.rows)
+
+    @property
+    def graded(self) -> bool:
+        """Whether answers are worth something: not those to random tokens."""
+        return None not in [part.task for part in self.parts]
+
+    def tokens(self, rows: Iterable[int]) -> list[Sequence[int]]:
+        places = (self.rows[row] for row in rows)
+        return [self.parts[part].prompts[i].tokens for part, i in places]
+
+
+def mixed_of(
+    experiment: Experiment, model: Model, new: int, even: bool = False
+) -> Mixed:
+    """The examples of all tasks; random tokens for a model without a tokenizer.
+
+    Args:
+      experiment: with the tasks.
+      model: which reads them.
+      new: most tokens of an answer.
+      even: whether a task's prompts are all made as long as its shortest.
+
+    Raises:
+      UserError: see `samples_of`.
+    """
+    if model.tokenizer is None:
+        return mixed([_random(experiment, run, model, new) for run in experiment.tasks])
+    found = [samples_of(experiment, run, model, new) for run in experiment.tasks]
+    return mixed(list(map(_of_one_length, found)) if even else found)
+
+
+def mixed(parts: Sequence[Samples]) -> Mixed:
+    """The examples of all of them, by turns."""
+    rows = [(n, i) for n, part in enumerate(parts) for i in range(len(part.prompts))]
+    return Mixed(tuple(parts), tuple(sorted(rows, key=lambda row: row[1])))
+
+
 def samples_of(
     experiment: Experiment, run: TaskRun, model: Model, new: int | None = None
 ) -> Samples:
@@ -87,6 +151,34 @@ def samples_of(
     return Samples(run, task, examples, prompts, new)
 
 
+def _random(experiment: Experiment, run: TaskRun, model: Model, new: int) -> Samples:
+    """Tokens that nobody can grade, as long as asked."""
+    size = run.num_examples, run.prompt_tokens or model.spec.context_length - new
+    rng = np.random.default_rng(experiment.seed)
+    drawn = rng.integers(model.spec.vocab_size, size=size).tolist()
+    return Samples(run, None, [], [Encoded(tuple(row), 0) for row in drawn], new)
+
+
+def _of_one_length(samples: Samples) -> Samples:
+    """All as long as the shortest: a few tokens go from the text, far from the key.
+
+    Libraries that pad are not to pay for padding. Where examples do not say at what
+    depth the key is, they stay as they are.
+    """
+    depths = [dict(example.details).get("depth") for example in samples.examples]
+    if None in depths:
+        return samples
+    least = min(samples.lengths)
+
+    def shortened(prompt, depth):
+        cut = least // 4 if depth >= 0.5 else 3 * least // 4
+        rest = cut + len(prompt.tokens) - least
+        kept = prompt.tokens[:cut] + prompt.tokens[rest:]
+        return Encoded(kept, prompt.cut + rest - cut)
+
+    return samples._replace(prompts=list(map(shortened, samples.prompts, depths)))
+
+
 def graded(
     samples: Samples, model: Model, rows: Sequence[int], new: Sequence[Sequence[int]]
 ) -> Record:
@@ -101,6 +193,19 @@ def graded(
         for i, text in zip(rows, texts, strict=True)
     ]
     return {"texts": texts, "scores": scores}
+
+
+def mixed_graded(
+    samples: Mixed, model: Model, rows: Sequence[int], new: Sequence[Sequence[int]]
+) -> Record:
+    """`graded`, each answer by its own task."""
+    if not samples.graded:
+        return {"texts": None, "scores": None}
+    told = [
+        graded(samples.parts[part], model, [i], [tokens])
+        for (part, i), tokens in zip([samples.rows[r] for r in rows], new, strict=True)
+    ]
+    return {key: [each[key][0] for each in told] for key in ("texts", "scores")}
 
 
 def interval(scores: Sequence[float]) -> Record:
@@ -171,3 +276,16 @@ def summary(samples: Samples, batches: Sequence[Record]) -> Record | None:
         ],
         "survivors": maps[0] if maps else None,
     }
+
+
+def summaries(samples: Mixed, batches: Sequence[Record]) -> dict[str, Record]:
+    """`summary` of every task of which some examples ran; nothing without grades."""
+    if not samples.graded:
+        return {}
+    lines: list[list[Record]] = [[] for _ in samples.parts]
+    for batch in batches:
+        for row, score in zip(batch["examples"], batch["scores"], strict=True):
+            part, i = samples.rows[row]
+            lines[part].append({"examples": [i], "scores": [score]})
+    ran = zip(samples.parts, lines, strict=True)
+    return {part.name: summary(part, each) for part, each in ran if each}

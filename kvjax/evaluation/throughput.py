@@ -4,7 +4,7 @@ Source: Metel et al. 2024, arXiv 2412.05693, section 4.1. Every method generates
 number of tokens for the same prompts, whatever ends a text. What differs is the batch,
 see `batch_rules`: whether one fits is read off its compiled programs, and confirmed by
 running it. A device that runs out of memory all the same sends the method one batch
-back. The prompts are a task's, so the very tokens that are timed are graded too, up to
+back. The prompts are of tasks, so the very tokens that are timed are graded too, up to
 the one that ends the text.
 """
 
@@ -12,22 +12,20 @@ import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from kvjax.engine import api, compiled, runner
 from kvjax.engine.compiled import Job
 from kvjax.engine.memory import peak_memory
 from kvjax.engine.planner import Plan, out_of_memory
-from kvjax.evaluation import batch_rules, config, roofline
+from kvjax.evaluation import batch_rules, config, roofline, search
 from kvjax.evaluation.config import Experiment, Method
 from kvjax.evaluation.report.records import Record
-from kvjax.evaluation.samples import Samples, graded, samples_of, summary
+from kvjax.evaluation.samples import Mixed, mixed_graded, mixed_of, summaries
 from kvjax.evaluation.setting import Baseline, Progress, Row, Setting, described
-from kvjax.evaluation.tasks.base import Encoded
 from kvjax.types import Model, UserError
 
 METHODS: dict[str, dict[str, Any]] = {  # that a config asks for by name
@@ -42,8 +40,11 @@ _COMMON: dict[str, dict[str, Any]] = {
     "ed": {"policy": "recency", "phases": "decode_only", "budget": 2, "evict_size": 1},
     "batch_max": {"phases": "prefill_and_decode"},
     "fixed": {},
+    "search": {"phases": "prefill_and_decode", "budget": None},
     "staggered": {"phases": "after_prefill"},
 }
+# Which is measured first: ED's batch bounds the full cache's, whose score is sought.
+_RANKS = {"ed": 0, "full": 1, "search": 2}
 # What a line of batches.jsonl holds that a method's record is made of.
 _PLACE = ("method", "max_new_tokens", "batch_size", "prefill_batch")
 _OF_BATCH = (
@@ -53,6 +54,15 @@ _OF_BATCH = (
     "decode_seconds",
     "measured_bytes",
 )
+_OF_TRIED = (  # of the record of a |kv| that was tried, for that of the method
+    "budget",
+    "batch_size",
+    "limited_by",
+    "score",
+    "num_examples",
+    "output_tokens_per_s",
+    "predicted_tokens_per_s",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,9 +70,13 @@ class Throughput(Experiment):
     """See `configs/batch_max/smollm2_cpu.py` for the fields.
 
     Attributes:
-      tasks: the one whose prompts every method works through.
+      tasks: whose prompts every method works through, those of several by turns.
       max_new_tokens: generated per prompt; each number is a measurement of its own.
       min_timed_batches: batches that are timed, at least; see `batch_rules.turns`.
+      tolerance: how far below the full cache's the score may be of methods whose |kv|
+        is sought (`batch_rule` "search"): 0.02 is two points of 100.
+      budget_steps: |kv| is sought among the multiples of the first, then between two
+        of these among the multiples of the next; see `search.fewest`.
       baselines: fields of other libraries' methods, for whoever can run them. Where
         there are any, prompts that hide something are all made as long as the shortest.
     """
@@ -70,6 +84,8 @@ class Throughput(Experiment):
     experiment: str = "throughput"
     max_new_tokens: tuple[int, ...]
     min_timed_batches: int
+    tolerance: float = 0.02
+    budget_steps: tuple[int, ...] = (128, 64)
     baselines: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -79,18 +95,20 @@ class Throughput(Experiment):
 
     def check(self) -> None:
         super().check()
-        if len(self.tasks) > 1 or self.tasks[0].max_new_tokens:
-            raise UserError(
-                "throughput is of one task, without max_new_tokens of its own: give "
-                "the experiment's, one number or more"
-            )
+        for task in self.tasks:
+            if task.max_new_tokens:
+                raise UserError(
+                    f"task {task.name}: max_new_tokens {task.max_new_tokens} of its "
+                    "own: in throughput give the experiment's, one number or more"
+                )
         if not self.max_new_tokens:
             raise UserError("max_new_tokens is empty: give one number or more")
         config.at_least(1, min_timed_batches=self.min_timed_batches)
         for new in self.max_new_tokens:
             config.at_least(1, max_new_tokens=new)
         for method in self.methods:
-            _check_batch_size(method, self.tasks[0].num_examples)
+            _check_batch_size(method, sum(t.num_examples for t in self.tasks))
+        search.check(self.methods, self.tolerance, self.budget_steps)
 
 
 def from_config(fields: config.Fields, overrides: config.Fields) -> Throughput:
@@ -154,13 +172,15 @@ def _check_batch_size(method: Method, prompts: int) -> None:
 
 
 def rows(setting: Setting) -> list[Row]:
-    """One per method and number of new tokens; ED's is measured before the full cache.
+    """One per method and number of new tokens, in the order of `_RANKS`.
 
     Raises:
       UserError: what does not fit, before long work.
     """
     experiment, model = setting.experiment, setting.model
-    samples, found = _samples(experiment, model), []
+    new = max(experiment.max_new_tokens)
+    samples = mixed_of(experiment, model, new, bool(experiment.baselines))
+    found = []
     if setting.baselines and len(set(samples.lengths)) > 1:
         raise UserError(
             f"baselines read prompts of one length, and those of {samples.name} "
@@ -168,14 +188,12 @@ def rows(setting: Setting) -> list[Row]:
         )
     for place, new in enumerate(experiment.max_new_tokens):
         for method in experiment.methods:
-            job = _job(model, method, samples.longest, new)
-            batch_rules.check(method.batch_rule, job, setting.memory)
-            measure = functools.partial(_measured, setting, samples, method, job)
-            rank = 2 * place + (method.batch_rule != "ed")
+            measure = _measure(setting, samples, method, new)
+            rank = len(_RANKS) * place + _RANKS.get(method.batch_rule, 1)
             found.append(Row(method.name, new, 1, measure, rank))
         for name, baseline in setting.baselines.items():
             measure = functools.partial(_baseline, setting, samples, baseline, new)
-            found.append(Row(name, new, 1, measure, 2 * place + 1))
+            found.append(Row(name, new, 1, measure, len(_RANKS) * place + 1))
     return found
 
 
@@ -183,39 +201,6 @@ def needed(line: Record) -> tuple[str, ...]:
     """The fields of a line of `batches.jsonl`."""
     ran = not line.get("out_of_memory")
     return (*_PLACE, *(_OF_BATCH if ran else ()))
-
-
-def _samples(experiment: Throughput, model: Model) -> Samples:
-    """The task's; random tokens for a model without a tokenizer."""
-    (run,) = experiment.tasks
-    new = max(experiment.max_new_tokens)
-    if model.tokenizer is not None:
-        samples = samples_of(experiment, run, model, new)
-        return _of_one_length(samples) if experiment.baselines else samples
-    size = run.num_examples, run.prompt_tokens or model.spec.context_length - new
-    rng = np.random.default_rng(experiment.seed)
-    drawn = rng.integers(model.spec.vocab_size, size=size).tolist()
-    return Samples(run, None, [], [Encoded(tuple(row), 0) for row in drawn], new)
-
-
-def _of_one_length(samples: Samples) -> Samples:
-    """All as long as the shortest: a few tokens go from the text, far from the key.
-
-    Libraries that pad are not to pay for padding. Where examples do not say at what
-    depth the key is, they stay as they are.
-    """
-    depths = [dict(example.details).get("depth") for example in samples.examples]
-    if None in depths:
-        return samples
-    least = min(samples.lengths)
-
-    def shortened(prompt, depth):
-        cut = least // 4 if depth >= 0.5 else 3 * least // 4
-        rest = cut + len(prompt.tokens) - least
-        kept = prompt.tokens[:cut] + prompt.tokens[rest:]
-        return Encoded(kept, prompt.cut + rest - cut)
-
-    return samples._replace(prompts=list(map(shortened, samples.prompts, depths)))
 
 
 def _job(model: Model, method: Method, longest: int, new: int) -> Job:
@@ -226,23 +211,109 @@ def _job(model: Model, method: Method, longest: int, new: int) -> Job:
     return dataclasses.replace(job, batch=method.batch_size or job.batch)
 
 
-def _measured(
-    setting: Setting, samples: Samples, method: Method, job: Job, say: Progress
-) -> Record:
+class _Trial(NamedTuple):
+    """A method at work.
+
+    Attributes:
+      setting, samples, method: who works, and on what.
+      least: batches that are timed, at least.
+      gives_up: whether batches tell enough before all prompts were run.
+    """
+
+    setting: Setting
+    samples: Mixed
+    method: Method
+    least: int
+    gives_up: Callable[[list[Record]], bool] = lambda lines: False
+
+    def job(self, new: int) -> Job:
+        return _job(self.setting.model, self.method, self.samples.longest, new)
+
+    def check(self, new: int) -> None:
+        """Raises UserError where no batch can be found; instant."""
+        rule = self.method.batch_rule
+        batch_rules.check(rule, self.job(new), self.setting.memory)
+
+
+def _measure(
+    setting: Setting, samples: Mixed, method: Method, new: int
+) -> Callable[[Progress], Record]:
+    """What makes a method's record.
+
+    Raises:
+      UserError: what does not fit, before long work.
+    """
+    asked = setting.experiment
+    trial = _Trial(setting, samples, method, asked.min_timed_batches)
+    if method.batch_rule != "search":
+        trial.check(new)
+        return functools.partial(_measured, trial, new)
+    if not samples.graded:
+        raise UserError(
+            f"method {method.name!r}: batch_rule 'search' needs scores, and "
+            f"{asked.model} cannot read: name a folder of real weights"
+        )
+    steps, spec = asked.budget_steps, setting.model.spec
+    least, most = search.bounds(method, spec, samples.longest, steps)
+    trial._replace(method=search.at(method, most)).check(new)
+    return functools.partial(_searched, trial, new, least, most)
+
+
+def _measured(trial: _Trial, new: int, say: Progress) -> Record:
+    record = _ran(trial, new, say)
+    say("finished", 1)
+    return record
+
+
+def _ran(trial: _Trial, new: int, say: Progress) -> Record:
     """One method's record: its batch found, run, and stepped back from if need be."""
-    rule, count, stepped_back = method.batch_rule, len(samples.prompts), []
+    setting, samples, method = trial[:3]
+    rule, count, stepped_back = method.batch_rule, len(samples.rows), []
     say("planning and compiling", 0)
-    most = _most(setting, method, job.max_new_tokens, count)
-    planned = batch_rules.find_batch(rule, job, setting.memory, count, most)
-    while (batches := _timed(setting, samples, method, planned, say)) is None:
+    most = _most(setting, method, new, count)
+    planned = batch_rules.find_batch(rule, trial.job(new), setting.memory, count, most)
+    while (batches := _timed(trial, planned, say)) is None:
         stepped_back.append(planned.batch)
         planned = batch_rules.step_back(rule, planned, count)
-    say("finished", 1)
     return {
         **described(method, planned),
         "stepped_back": stepped_back,
         **_figures(setting, samples, planned, batches),
     }
+
+
+def _searched(trial: _Trial, new: int, least: int, most: int, say: Progress) -> Record:
+    """The record of the smallest |kv| that does, and what all that were tried came to.
+
+    Of those, prompts run once, and no further than they may still do. Where none does,
+    the largest stands, and `chosen` of none is true.
+    """
+    setting, samples, method = trial[:3]
+    asked, tried = setting.experiment, {}
+    full, *_ = setting.records.where(batch_rule="full", new_tokens=new)
+    wanted = search.lowest_score(full, asked.tolerance)
+
+    def ran(size: int, trial: _Trial) -> Record:
+        compiled.clear()  # of the last one
+        at = trial._replace(method=search.at(method, size))
+        return _ran(at, new, lambda what, units: say(f"|kv| {size}, {what}", units))
+
+    def hopeless(lines: list[Record]) -> bool:
+        return search.best_score(samples, lines) < wanted
+
+    def keeps(size: int) -> bool:
+        tried[size] = ran(size, trial._replace(least=1, gives_up=hopeless))
+        whole = tried[size]["num_examples"] == len(samples.rows)
+        return whole and tried[size]["score"] >= wanted
+
+    found = search.fewest(least, most, asked.budget_steps, keeps)
+    record = ran(found or max(tried), trial)
+    told = [
+        {key: each[key] for key in _OF_TRIED} | {"chosen": size == found}
+        for size, each in sorted((tried | {record["budget"]: record}).items())
+    ]
+    say("finished", 1)
+    return record | {"tolerance": asked.tolerance, "tried": told[::-1]}
 
 
 def _most(setting: Setting, method: Method, new: int, count: int) -> int:
@@ -253,26 +324,28 @@ def _most(setting: Setting, method: Method, new: int, count: int) -> int:
     return min((record["batch_size"] for record in eds), default=count)
 
 
-def _timed(
-    setting: Setting, samples: Samples, method: Method, planned: Plan, say: Progress
-) -> list[Record] | None:
+def _timed(trial: _Trial, planned: Plan, say: Progress) -> list[Record] | None:
     """The lines of its batches, see `batch_rules.turns`; None where memory ran out.
 
     None is thrown away: programs are compiled by then, and medians of three or more
     forgive the first. Those of an earlier run count.
     """
+    setting, samples, method = trial[:3]
     place = {
         "method": method.name,
         "max_new_tokens": planned.job.max_new_tokens,
         "batch_size": planned.batch,
         "prefill_batch": planned.prefill_groups[0],
     }
+    if method.batch_rule == "search":  # one name for many
+        place["budget"] = method.budget
     if setting.batches.where(**place, out_of_memory=True):
         return None
-    count, least = len(samples.prompts), setting.experiment.min_timed_batches
-    turns = batch_rules.turns(count, planned.batch, least)
-    done = [line["examples"] for line in setting.batches.where(**place)]
-    for rows in _left(turns, done):
+    turns = batch_rules.turns(len(samples.rows), planned.batch, trial.least)
+    done = setting.batches.where(**place)
+    for rows in _left(turns, [line["examples"] for line in done]):
+        if trial.gives_up(done):
+            break
         say(f"{planned.batch} prompts at once", 0)
         try:
             setting.batches.add(place | _batch(setting, samples, planned, rows))
@@ -281,7 +354,8 @@ def _timed(
                 raise
             setting.batches.add(place | {"out_of_memory": True})
             return None
-    return setting.batches.where(**place)
+        done = setting.batches.where(**place)
+    return done
 
 
 def _left(turns: list[list[int]], done: list[list[int]]) -> Iterator[list[int]]:
@@ -293,9 +367,7 @@ def _left(turns: list[list[int]], done: list[list[int]]) -> Iterator[list[int]]:
             yield rows
 
 
-def _batch(
-    setting: Setting, samples: Samples, planned: Plan, rows: list[int]
-) -> Record:
+def _batch(setting: Setting, samples: Mixed, planned: Plan, rows: list[int]) -> Record:
     """The line of one batch; its state is gone by then: the next one needs the room."""
     model, prompts = setting.model, samples.tokens(rows)
     with peak_memory(planned.weights_bytes) as measured:
@@ -304,7 +376,7 @@ def _batch(
     return {
         "task": samples.name,
         "examples": rows,
-        **graded(samples, model, rows, _until_end(model, result.tokens)),
+        **mixed_graded(samples, model, rows, _until_end(model, result.tokens)),
         "prompt_tokens": sum(map(len, prompts)),
         "new_tokens": sum(map(len, result.tokens)),
         "prefill_seconds": result.prefill_seconds,
@@ -321,7 +393,7 @@ def _until_end(model: Model, answers: list[list[int]]) -> list[list[int]]:
 
 
 def _figures(
-    setting: Setting, samples: Samples, planned: Plan, batches: list[Record]
+    setting: Setting, samples: Mixed, planned: Plan, batches: list[Record]
 ) -> Record:
     """What the batches come to; seconds are their medians."""
     new, length = planned.job.max_new_tokens, samples.mean_length
@@ -334,7 +406,7 @@ def _figures(
     measured = [b["measured_bytes"] for b in batches if b["measured_bytes"]]
     return {
         **_scores(samples, batches),
-        "prompts": len(samples.prompts),
+        "prompts": len(samples.rows),
         "prompt_tokens": samples.longest,
         "new_tokens": new,
         "max_new_tokens": new,
@@ -351,12 +423,14 @@ def _figures(
     }
 
 
-def _scores(samples: Samples, batches: list[Record]) -> Record:
-    found = summary(samples, batches)
+def _scores(samples: Mixed, batches: list[Record]) -> Record:
+    """Of the examples that ran: the mean over tasks, as quality has it."""
+    found = summaries(samples, batches)
+    scores = [each["score"] for each in found.values()]
     return {
-        "tasks": {samples.name: found} if found else None,
-        "score": found["score"] if found else None,
-        "num_examples": found["num_examples"] if found else 0,
+        "tasks": found or None,
+        "score": sum(scores) / len(scores) if scores else None,
+        "num_examples": sum(each["num_examples"] for each in found.values()),
     }
 
 
@@ -392,17 +466,17 @@ def _roofline(
 
 
 def _baseline(
-    setting: Setting, samples: Samples, measure: Baseline, new: int, say: Progress
+    setting: Setting, samples: Mixed, measure: Baseline, new: int, say: Progress
 ) -> Record:
     """A baseline's record, with what its answers are worth in their place."""
-    prompts = samples.tokens(range(len(samples.prompts)))
+    prompts = samples.tokens(range(len(samples.rows)))
     least = setting.experiment.min_timed_batches
     record = measure(prompts, new, setting.memory, least, say)
     answers = record.pop("tokens", None)
-    if answers is not None and samples.task is not None:
+    if answers is not None and samples.graded:
         rows = range(len(answers))
         given = _until_end(setting.model, answers)
-        line = {"examples": rows, **graded(samples, setting.model, rows, given)}
+        line = {"examples": rows, **mixed_graded(samples, setting.model, rows, given)}
         record |= _scores(samples, [line])
     say("finished", 1)
     return record

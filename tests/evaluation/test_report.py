@@ -335,6 +335,29 @@ def test_a_sweeps_report_has_its_pictures(tmp_path):
     report.write_report([r | {"kl": None} for r in records[1:]], tmp_path)
 
 
+def test_perplexities_of_a_sweep(tmp_path):
+    """Budgets rise, all pairs come last, and what did not run is a dash."""
+    runs = [
+        make_record("Full cache", budget=None, schedule="none", loss=0.0),
+        make_record("A, 50%", series="A", budget=500, budget_share=0.5, loss=1.0),
+        make_record("B, 50%", series="B", budget=500, budget_share=0.5, loss=2.0),
+        make_record("A, 20%", series="A", budget=200, budget_share=0.2, loss=6.0),
+        make_record("B, 20%", series="B", budget=200, budget_share=0.2, loss=None),
+    ]
+    made = tables.perplexity_table(runs)
+    assert made.head == ["Method", "Schedule", "20%", "50%", "all"]
+    assert [row[2:] for row in made.rows] == [
+        ["-", "-", "1.00"],
+        ["403", "2.72", "-"],
+        ["-", "7.39", "-"],
+    ]
+    page = report.write_report(runs, tmp_path).read_text()
+    assert tables.markdown(made) in page
+    assert "Perplexity" in tables.memory_table(runs).head
+    bare = [record | {"loss": None} for record in runs]
+    assert "## Perplexity" not in report.write_report(bare, tmp_path).read_text()
+
+
 def test_pareto_fronts():
     points = np.array([[1, 0.5], [1, 0.5], [2, 0.4], [3, 0.9], [3, 0.2], [np.nan, 1]])
     assert scatters.front(points, 1) == [0, 1, 3]

@@ -85,6 +85,21 @@ def test_rules_of_the_comparison_share_out_as_much(percent):
     assert len(set(budgets.values())) == 6  # the rules differ, the policies do not
 
 
+def test_rules_of_the_survey():
+    """`configs/perplexity.py`: every rule at every share, all heads alike."""
+    experiment = from_config(load_config("perplexity.py")().to_dict(), {})
+    experiment.check()
+    spec = tiny_spec(num_layers=30, num_kv_heads=3, name="smollm2-135m-instruct")
+    full, *methods = experiment.methods
+    assert full.policy is None and len(methods) == 9 * 5
+    for method in methods:
+        config = method.cache_config(spec, 1000)
+        assert set(config.head_budgets(spec)) == {round(1000 * method.share)}
+        assert (config.schedule.evict_size, config.schedule.prefill_chunk) == (32, 32)
+    assert {m.share for m in methods} == {0.2, 0.3, 0.4, 0.5, 0.6}
+    assert experiment.fidelity.num_windows and len({m.policy for m in methods}) == 9
+
+
 def records(folder, fields):
     return run.run(from_config(fields, {}), folder / "out", lambda *step: None)
 

@@ -1,5 +1,6 @@
 """Throughput's configs, the shapes that they name, the report and the command."""
 
+import dataclasses
 import os
 import pathlib
 import runpy
@@ -12,7 +13,7 @@ import pytest
 
 from kvjax import load
 from kvjax.engine import compiled, planner
-from kvjax.evaluation import batch_rules, report, run, tasks, throughput
+from kvjax.evaluation import batch_rules, report, run, search, tasks, throughput
 from kvjax.evaluation.batch_rules import divisors
 from kvjax.models import decoder, presets
 from kvjax.types import Model, UserError
@@ -94,6 +95,41 @@ def test_the_papers_settings(task, model):
             assert (schedule.phases, schedule.evict_size) == ("prefill_and_decode", P)
 
 
+@pytest.mark.filterwarnings(ONE_STAYS)
+def test_the_papers_procedure():
+    """Its |kv| sought in the place of its |kv|; all else is as it was."""
+    path = CONFIGS / "batch_max" / "paper.py"
+    for task, model in PAPER:
+        fixed, sought = (
+            run.from_config(config_of(path, f"{task}_{model}{how}").to_dict(), {})
+            for how in ("", ",search")
+        )
+        sought.check()
+        (own,) = of_rule(sought, "search")
+        assert (own.policy, own.budget) == ("average_attention", None)
+        rest = [method for method in fixed.methods if method.batch_rule != "fixed"]
+        again = dataclasses.replace(sought, methods=fixed.methods)
+        assert again == fixed and sought.methods == (*rest, own)
+
+
+@pytest.mark.model
+def test_the_search_on_a_cpu(smollm2):
+    """Room for three prompts of the full cache; one row's heads differ."""
+    path, spec = CONFIGS / "batch_max" / "search.py", smollm2.spec
+    asked = run.from_config(config_of(path).to_dict(), {})
+    sought = of_rule(asked, "search")
+    told = [search.bounds(method, spec, 3000, (64,)) for method in sought]
+    assert told == [(128, 2999)] * 3
+    kept = search.at(sought[-1], 1024).cache_config(spec, 3000)
+    assert len(set(kept.head_budgets(spec))) > 2 and kept.policy.num_pinned == 20
+    job = throughput._job(smollm2, asked.methods[0], 3000, 128)
+    row, weights = max(planner.state_bytes(job).values()), planner.weights_bytes(job)
+    assert weights + 3 * row < asked.memory_gb * 1e9 < weights + 4 * row
+    more = run.from_config(config_of(path, "multi_news").to_dict(), {})
+    assert more.tasks == (*asked.tasks, more.tasks[-1])
+    assert more.tasks[-1].name == "multi_news"
+
+
 def test_the_papers_batches():
     assert divisors(SAMPLES) == D
 
@@ -110,7 +146,7 @@ def test_configs(path):
     asked.check()
     assert of_rule(asked, "ed") and of_rule(asked, "full")
     assert path.stem in runpy.run_path(str(path))["__doc__"]
-    assert len(divisors(asked.tasks[0].num_examples)) >= 6
+    assert len(divisors(sum(task.num_examples for task in asked.tasks))) >= 6
     if asked.model.startswith("random:"):
         spec = presets.spec(asked.model.removeprefix("random:"))
         bare = Model(spec, decoder.param_shapes(spec), None)

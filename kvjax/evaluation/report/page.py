@@ -155,9 +155,14 @@ def _kind(records: Sequence[Record]) -> str:
 
 
 def overview(records: Sequence[Record]) -> str:
-    """The table that fits on a screen, in Markdown: of a sweep, the best methods."""
+    """The table that fits on a screen, in Markdown: of a sweep, the best methods.
+
+    A second one where |kv| was searched.
+    """
     table, _ = _REPORTS[_kind(records)]
     shown = tables.markdown(table(records))
+    if any(record.get("tried") for record in records):
+        shown += "\n\n" + tables.markdown(tables.search_table(records))
     return shown + (tables.note(records) if groups.is_throughput(records) else "")
 
 

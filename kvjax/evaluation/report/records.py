@@ -20,6 +20,9 @@ file. What it may hold; a missing value counts as unknown and shows as "-":
     engine                      "kvjax", or whose else it is
     batch_size, limited_by      prompts at a time, and what limits them
     prefill_batch, batch_rule   prompts read at a time, and how the batch was found
+    tolerance, tried            of a method whose |kv| was sought: how far its score may
+                                be below the full cache's; and of every |kv| tried,
+                                {budget, batch_size, score, num_examples, ..., chosen}
     score, num_examples         the mean of the tasks' scores, among how many prompts
     tasks                       {name: {metric, score, metrics, num_examples, interval,
                                 interval_method, breakdown, survivors, ...}};

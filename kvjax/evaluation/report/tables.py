@@ -1,5 +1,6 @@
 """Tables of records, and a table as Markdown, in a terminal and in LaTeX."""
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -103,6 +104,11 @@ def kl(value: float | None) -> str:
     return "<0.001" if value and 0 < value < 0.001 else number(value, "{:.3f}")
 
 
+def perplexity(loss: float | None) -> str:
+    """Of a mean loss in nats per token."""
+    return "-" if groups.finite(loss) is None else rate(math.exp(min(loss, 700)))
+
+
 def versions(records: Sequence[Record]) -> str:
     """Names and versions of the software that made records."""
     made = [record.get("provenance", {}).get("versions") or {} for record in records]
@@ -167,9 +173,11 @@ _CELLS: Columns = {  # what a column says of a record
     "Loss of full cache": _of("reference_loss", "{:.3f}"),
     "Measured MB": _measured,
     "New": _of("new_tokens", text),
+    "Perplexity": lambda r: perplexity(r.get("loss")),
     "Planned MB": _of("planned_bytes", megabytes),
     "Predicted": _of("predicted_tokens_per_s", rate),
     "Prefill tok/s": _of("prefill_tokens_per_s", rate),
+    "Prompts": _of("num_examples", text),
     "Read at once": _of("prefill_batch", text),
     "Seconds": _of("seconds", rate),
     "Seed": _of("seed", text),
@@ -227,8 +235,32 @@ def memory_table(records: Sequence[Record]) -> Table:
     """Bytes as planned and measured, losses, time."""
     columns = _methods(records) if groups.is_sweep(records) else {}
     columns |= _cells("KV MB live / allocated", "Planned MB", "Measured MB", "Limit MB")
-    columns |= _cells("Loss", "Loss of full cache", "Seconds", "Seed")
+    columns |= _cells("Loss", "Loss of full cache", "Perplexity", "Seconds", "Seed")
     return _table(records, columns, _row_names(records))
+
+
+def perplexity_table(records: Sequence[Record]) -> Table:
+    """Perplexities of a sweep: a row per method, a column per budget, rising."""
+    ran = sorted((r for r in records if r.get("loss") is not None), key=_slots)
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for record in sorted(ran, key=records.index):
+        row = found.setdefault((series(record), groups.setting(record)), {})
+        row[_budget(record)] = perplexity(record["loss"])
+    budgets = list(dict.fromkeys(map(_budget, ran)))
+    rows = [
+        [*names, *(row.get(b, "-") for b in budgets)] for names, row in found.items()
+    ]
+    return Table(["Method", "Schedule", *budgets], rows, frozenset({0, 1}))
+
+
+def _slots(record: Record) -> float:
+    """What budgets are sorted by; all pairs come last."""
+    return groups.mean_slots(record) or math.inf
+
+
+def _budget(record: Record) -> str:
+    share = record.get("budget_share")
+    return groups.slots(record) if share is None else f"{share:.0%}"
 
 
 def throughput_table(records: Sequence[Record]) -> Table:
@@ -246,6 +278,24 @@ def throughput_table(records: Sequence[Record]) -> Table:
     columns |= _cells("Predicted") | _scores(records)
     columns |= _cells("Planned MB", "Measured MB")
     return _table(records, columns, [text(r.get("method")) for r in records])
+
+
+def search_table(records: Sequence[Record]) -> Table:
+    """Batch-Max's: every |kv| that was tried, the chosen one in bold, and all others.
+
+    An end-to-end rate is of what ran, which for a |kv| that could no longer keep the
+    score is not all prompts.
+    """
+    shown = [
+        record | each for record in records for each in record.get("tried") or [{}]
+    ]
+    columns = _cells("New", "Batch (limited by)") | {"KV slots": groups.slots}
+    columns |= {"Score": _of("score", "{:.3f}")} | _cells("Prompts")
+    columns |= _cells("End-to-end tok/s", "Predicted")
+    made = _table(shown, columns, [text(record.get("method")) for record in shown])
+    chosen = [row for row, record in enumerate(shown) if record.get("chosen")]
+    bold = itertools.product(chosen, range(len(made.head)))
+    return made._replace(bold=frozenset(bold))
 
 
 def _scores(records: Sequence[Record]) -> Columns:
