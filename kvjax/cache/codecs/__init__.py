@@ -6,34 +6,22 @@ codecs.register("half", lambda: codecs.Codec("half", halved, halved))
 kvjax.generate(model, prompts, policy=policy, codec="half")
 """
 
-from kvjax.cache.codecs.base import Codec, TensorCodec, identity, pair_bytes, plain
-from kvjax.registry import Registry
-from kvjax.types import UserError
-
-_REGISTRY = Registry("codec")
-register, names = _REGISTRY.register, _REGISTRY.names
+from kvjax.cache.codecs.base import (
+    Codec,
+    TensorCodec,
+    check,
+    identity,
+    pair_bytes,
+    plain,
+)
+from kvjax.cache.codecs.registry import make, names, register
 
 register("identity", lambda: identity)
-
-
-def make(codec: Codec | str, **options) -> Codec:
-    """The codec of that name, or `module:function` of the user's own; or as it is.
-
-    Raises:
-      UserError: an unknown name, or something that is no codec.
-    """
-    found = _REGISTRY.make(codec, **options) if isinstance(codec, str) else codec
-    if not isinstance(found, Codec) or found.residual_length < 0:
-        raise UserError(
-            f"codec {codec!r} is no kvjax.cache.codecs.Codec whose residual_length is "
-            f"0 or more: got {found!r}"
-        )
-    return found
-
 
 __all__ = [
     "Codec",
     "TensorCodec",
+    "check",
     "identity",
     "make",
     "names",
