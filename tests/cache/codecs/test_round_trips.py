@@ -1,6 +1,8 @@
 """What comes back of stored bits: the formulas' values, as exact as bits allow."""
 
 import functools
+import pathlib
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -231,6 +233,17 @@ def test_bytes_by_hand(codec, at_64, at_128):
     codec = codecs.make(codec)
     assert codecs.pair_bytes(codec, 64, "float32") == at_64
     assert codecs.pair_bytes(codec, 128, "float32") == at_128
+
+
+def test_the_page_lists_them_with_their_bytes():
+    page = (pathlib.Path(__file__).parents[3] / "docs" / "codecs.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    for name, *told in rows:
+        codec = codecs.make(name)
+        assert [codecs.pair_bytes(codec, d, "float32") for d in (64, 128)] == [
+            int(each) for each in told
+        ]
+    assert {name for name, *_ in rows} == {*NAMES} - {"identity", "pair", "rotated"}
 
 
 def test_pairs():
