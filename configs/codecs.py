@@ -3,7 +3,7 @@
     python experiments/run.py --config=configs/codecs.py --workdir=runs/codecs
 
 SmolLM2-135M-Instruct reads prompts of 768 tokens and predicts the 64 that follow, with
-all pairs kept and stored by each of the codecs: perplexity, divergence from the full
+all pairs kept and stored by each of the codecs: the loss, divergence from the full
 cache's predictions, agreement of the likeliest token. Beside it, whether a pass key in
 a prompt of 1,000 tokens is found. Nothing is evicted: what is lost, the bits have lost.
 
