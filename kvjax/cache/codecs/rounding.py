@@ -31,8 +31,8 @@ def sixteen_bits(x: Float32[Array, "..."]) -> BFloat16[Array, "..."]:
 def in_steps(x: Float32[Array, "*axes S"], scale: BFloat16[Array, "*axes 1"]) -> Array:
     """How many steps of its group's scale each value is; none where that is 0.
 
-    Of steps above 2^126 too, which int2 alone can have: compilers multiply by the
-    reciprocal, which is flushed to 0 then.
+    Steps above 2^126, which `int2` alone can have, count none either: compilers
+    multiply by the reciprocal, which is flushed to 0.
     """
     step = scale.astype(jnp.float32)
     return x / jnp.where(step == 0, 1.0, step)
