@@ -176,6 +176,7 @@ def test_build_time(make, words):
         ([[1]], {**RULE, "schedule": {"phases": "none"}}, ["schedule is", "Schedule("]),
         ([[1]], {**RULE, "codec": "zip"}, ["codec 'zip'", "identity"]),
         ([[1]], {**RULE, "codec": 4}, ["codec 4"]),
+        ([[1]], {**RULE, "codec": "int4"}, ["'int4'", "head_dim of 8", "group=8"]),
         ([[1]], {**RULE, "budget_rule": "steep"}, ["budget rule 'steep'", "uniform"]),
         ([[1]], {**RULE, "budget_rule": 4}, ["budget rule 4"]),
         ([[1]], {**RULE, "implementation": "magic"}, ["'magic'", "reference"]),
@@ -345,6 +346,15 @@ TWINS = [  # what tells them apart is in no table
         ({"tasks": [{"name": "needel"}]}, ["'needel'", "did you mean 'needle'"]),
         ({"fidelity": {"windows": 2}}, ["fidelity", "'windows'", "num_windows"]),
         ({"codec": "zip"}, ["codec 'zip'", "identity"]),
+        ({"methods": [SHARED | {"codec": {"b": 8}}]}, ["codec {'b': 8}", "no name"]),
+        (
+            {"methods": [SHARED | {"codec": {"name": "int4", "group": 0}}]},
+            ["group 0", "at least 1"],
+        ),
+        (
+            {"methods": [SHARED | {"codec": {"name": "int4", "size": 8}}]},
+            ["codec 'int4'", "'size'"],
+        ),
         (
             {"methods": [{"name": "a", "policy": "recency", "batch_rule": "ed"}]},
             ["batch_rule", "throughput"],
@@ -377,7 +387,8 @@ def test_throughput_s_methods_are_names_or_dicts():
 
 def test_methods_of_one_series_may_differ_in_what_reports_show():
     squeezed = {"phases": "after_prefill", "budget_rule": {"name": "squeeze", "p": 0.3}}
-    for change in ({"budget": 16}, {"phases": "after_prefill"}, squeezed):
+    stored = {"codec": {"name": "int4", "group": 16}}
+    for change in ({"budget": 16}, {"phases": "after_prefill"}, squeezed, stored):
         methods = [TWINS[0], TWINS[1] | change]
         from_config(config(methods=methods), {}).check()
 

@@ -191,13 +191,14 @@ def make_config(
         number of budgets other than the layers or heads; heads that differ under a
         policy that looks across them; a policy without a budget, or with
         functions that do not go together, see `kvjax.policies.checks`; a codec that
-        does not fit the layout; a rule that looks at past queries with
-        `rope_positions="cache"`, which turns the keys under them.
+        does not fit the layout or the model's heads; a rule that looks at past queries
+        with `rope_positions="cache"`, which turns the keys under them.
     """
     if options.get("rope_positions") == "cache":
         options = {"eviction": "compact"} | options
     options |= {"codec": codecs.make(codec), "layout": layouts.make(layout)}
     options["layout"].check(options["codec"])
+    codecs.check(options["codec"], spec.head_dim)
     policy, schedule = _policy(policy), _schedule(schedule)
     if policy is None:
         schedule = schedule or Schedule("none")

@@ -42,7 +42,9 @@ class Method:
       budget_rule: shares out the budget between layers: a name, or `module:function`;
         in a config also a dict of `name` and the rule's parameters.
       rule_options: the budget rule's parameters.
-      codec: how pairs are stored: a name, or `module:function`.
+      codec: how pairs are stored: a name, or `module:function`; in a config also a dict
+        of `name` and the codec's parameters.
+      codec_options: the codec's parameters.
       rope_positions, eviction: where a key stands for its rotary angle, and how a
         layer makes room, see `CacheConfig`; an eviction of None is the default.
       implementation: which attention runs, see `CacheConfig`.
@@ -66,6 +68,7 @@ class Method:
     budget_rule: str | None = None
     rule_options: tuple[tuple[str, Any], ...] = ()
     codec: str = "identity"
+    codec_options: tuple[tuple[str, Any], ...] = ()
     rope_positions: str = "original"
     eviction: str | None = None
     implementation: str | None = None
@@ -87,7 +90,7 @@ class Method:
             schedule,
             budget_rule=self.made_rule(),
             length=length,
-            codec=self.codec,
+            codec=self.made_codec(),
             rope_positions=self.rope_positions,
             implementation=self.implementation,
             **({"eviction": self.eviction} if self.eviction else {}),
@@ -95,7 +98,7 @@ class Method:
 
     def check(self) -> tuple[policies.Policy | None, Schedule]:
         """Policy and schedule, or a UserError for what is wrong in any model."""
-        codecs.make(self.codec)
+        self.made_codec()
         rule = self.made_rule() or budgets.uniform()
         if self.policy is None:
             return None, Schedule("none", self.prefill_chunk, self.evict_size)
@@ -131,6 +134,14 @@ class Method:
             return None
         return budgets.make(self.budget_rule, **dict(self.rule_options))
 
+    def made_codec(self) -> codecs.Codec:
+        """How pairs are stored.
+
+        Raises:
+          UserError: an unknown name, or options that it does not take.
+        """
+        return codecs.make(self.codec, **dict(self.codec_options))
+
     @property
     def share(self) -> float | None:
         """The share of a prompt that the budget is; None where it is none."""
@@ -140,8 +151,18 @@ class Method:
     @property
     def rule(self) -> str | None:
         """The budget rule as reports name it: `squeeze(p=0.3)`."""
-        told = ", ".join(f"{key}={value}" for key, value in self.rule_options)
-        return f"{self.budget_rule}({told})" if told else self.budget_rule
+        return _called(self.budget_rule, self.rule_options)
+
+    @property
+    def stored(self) -> str:
+        """The codec as reports name it: `int4(group=16)`."""
+        return _called(self.codec, self.codec_options)
+
+
+def _called(name: str | None, options: tuple[tuple[str, Any], ...]) -> str | None:
+    """A name, and parameters if there are any."""
+    told = ", ".join(f"{key}={value}" for key, value in options)
+    return f"{name}({told})" if told else name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +241,7 @@ class Experiment(abc.ABC):
         seen: dict[tuple, Method] = {}
         for method, schedule in zip(self.methods, schedules, strict=True):
             series = method.series or method.name
-            place = series, schedule.phases, method.budget, method.rule, method.codec
+            place = series, schedule.phases, method.budget, method.rule, method.stored
             if (first := seen.setdefault(place, method)) is not method:
                 raise UserError(
                     f"methods {first.name!r} and {method.name!r} share series "
@@ -288,22 +309,25 @@ def method(fields: Fields, shared: Fields) -> Method:
     if not as_dict(fields, "method").get("policy"):
         shared = {key: value for key, value in shared.items() if key == "prefill_chunk"}
     what = f"method {fields.get('name')!r}"
-    fields = _with_rule({**shared, **fields}, what)
+    fields = _with_options_aside({**shared, **fields}, what)
     return with_options(Method, fields, what)
 
 
-def _with_rule(fields: Fields, what: str) -> Fields:
-    """The fields with a budget rule's parameters aside from its name.
+_NAMED = {"budget_rule": "rule_options", "codec": "codec_options"}
+
+
+def _with_options_aside(fields: Fields, what: str) -> Fields:
+    """The fields with the parameters of a budget rule and a codec aside from its name.
 
     A dict of them stands for both, as in `{"name": "squeeze", "p": 0.3}`.
     """
-    given = fields.get("budget_rule")
-    if not isinstance(given, Mapping):
-        return fields
-    options = dict(given)
-    if not isinstance(name := options.pop("name", None), str):
-        raise UserError(f"{what}: budget_rule {given} has no name: give one")
-    return {**fields, "budget_rule": name, "rule_options": _as_pairs(options)}
+    for field, aside in _NAMED.items():
+        if isinstance(given := fields.get(field), Mapping):
+            options = dict(given)
+            if not isinstance(name := options.pop("name", None), str):
+                raise UserError(f"{what}: {field} {given} has no name: give one")
+            fields = {**fields, field: name, aside: _as_pairs(options)}
+    return fields
 
 
 def task(fields: Fields, shared: Fields) -> TaskRun:

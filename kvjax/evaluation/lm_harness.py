@@ -57,7 +57,8 @@ class Requests:
       max_batch_size: the most at once.
       device: the harness's, `cuda:0` unless told; not looked at. JAX decides where it
         runs, and the environment's JAX_PLATFORMS says otherwise.
-      **options: the policy's, `policy.NAME`, and the rule's, `budget_rule.NAME`.
+      **options: the policy's, `policy.NAME`, the rule's, `budget_rule.NAME`, and the
+        codec's, `codec.NAME`.
 
     Raises:
       UserError: what does not fit, most of it before the model is loaded.
@@ -88,7 +89,7 @@ class Requests:
         **options: Any,
     ):
         super().__init__()
-        of_policy, of_rule = _options(options)
+        of_policy, of_rule, of_codec = _options(options)
         method = Method(
             name="kvjax",
             policy=None if policy in ("full", "none") else policy,
@@ -100,6 +101,7 @@ class Requests:
             budget_rule=budget_rule,
             rule_options=of_rule,
             codec=codec,
+            codec_options=of_codec,
             rope_positions=rope_positions,
             implementation=implementation,
         )
@@ -310,6 +312,7 @@ class Requests:
             "kv_policy": self.config.policy.name if self.config.policy else None,
             "kv_budget": self.config.budget,
             "kv_budget_rule": rule.name if rule else None,
+            "kv_codec": self.config.codec.name,
             "kv_schedule": f"{phases}, {chunk}, {evict_size}",
         }
 
@@ -442,14 +445,15 @@ def _budget(given: Any) -> Any:
 
 
 def _options(given: dict[str, Any]) -> tuple[tuple[tuple[str, Any], ...], ...]:
-    """The policy's options, and the budget rule's."""
-    options = {"policy": [], "budget_rule": []}
+    """The policy's options, the budget rule's and the codec's."""
+    options = {"policy": [], "budget_rule": [], "codec": []}
     for name, value in sorted(given.items()):
         where, _, option = name.partition(".")
         if where not in options or not option:
             raise UserError(
                 f"model_args: {name!r} is unknown; an option of the policy is written "
-                f"policy.{name.rpartition('.')[2]}=..., the rule's budget_rule.NAME=..."
+                f"policy.{name.rpartition('.')[2]}=..., the rule's "
+                "budget_rule.NAME=..., the codec's codec.NAME=..."
             )
         options[where].append((option, value))
     return tuple(map(tuple, options.values()))

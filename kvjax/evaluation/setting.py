@@ -102,7 +102,7 @@ def described(method: Method, planned: Plan) -> Record:
         "series": method.series or method.name,
         "engine": "kvjax",
         "policy": config.policy.name if config.policy else None,
-        "codec": method.codec,
+        "codec": method.stored,
         "schedule": config.schedule.phases,
         **_sizes(method, planned.job),
         "rope_positions": method.rope_positions,

@@ -38,6 +38,7 @@ STORED = {  # how and where pairs are kept
     "halves": {"layout": toys.HALVES},
     "halved": {"codec": toys.HALVED},
     "halved_but_newest": {"codec": toys.HALVED_BUT_NEWEST},
+    **{name: {"codec": codec} for name, codec in toys.OF_8_CHANNELS.items()},
 }
 CASES = [(name, phases, "dense") for name in policies.names() for phases in SCHEDULES]
 CASES += [(name, SCHEDULES[0], "dense") for name in VARIANTS]
@@ -50,9 +51,19 @@ CASES = often(
 CASES += [pytest.param(each, marks=pytest.mark.slow) for each in SLOW]
 CASES += [
     pytest.param((name, SCHEDULES[i % 2], stored), marks=pytest.mark.e2e)
-    for stored in ("halves", "halved_but_newest")
+    for stored in ("halves", "halved_but_newest", "int8")
     for i, name in enumerate(POLICIES)
 ]
+CASES += often(  # one that looks at keys, and one that looks at attention
+    [
+        (name, SCHEDULES[i % 2], stored)
+        for stored in toys.OF_8_CHANNELS
+        for i, name in enumerate(("key_diff", "h2o"))
+        if stored != "int8"
+    ],
+    [("key_diff", SCHEDULES[0], "int4_rotated")],
+    others="e2e",
+)
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from testing.asking import (
 from testing.engine import run_batch
 
 from kvjax import Schedule, policies
+from kvjax.cache import codecs
 from kvjax.cache.config import make_config
 from kvjax.engine import api, compiled, stop_texts
 from kvjax.engine.sampling import Sampling
@@ -227,6 +228,8 @@ def test_arguments(model):
     assert answering(model, "h2o", **share).config.budget == (30, 30)
     told = {"budget_rule": "pyramid", "budget_rule.beta": 1.5}
     assert answering(model, "h2o", **told).config.budget == (32, 16)
+    few_bits = {"codec": "int4", "codec.group": 4}
+    assert answering(model, "h2o", **few_bits).config.codec == codecs.int4(4)
     for size, most in (
         (1, None),
         ("auto", None),
@@ -254,6 +257,7 @@ def test_arguments(model):
         ({"policy": "h2o", "budget": 24, "budget_rule": "ada"}, "give prompt_tokens"),
         ({"budget_rule.even": 1, "budget_rule": "pyramid"}, "'even'"),
         ({"policy": "h2o", "budget": 24, "schedule": "never"}, "never"),
+        ({"codec": "int4", "codec.groups": 4}, "codec 'int4': .*'groups'"),
         ({"memory_gb": -1}, "memory_gb -1"),
     ],
 )

@@ -21,6 +21,18 @@ ROUNDED = codecs.TensorCodec(
 )
 HALVED = codecs.Codec("halved", ROUNDED, ROUNDED)
 HALVED_BUT_NEWEST = HALVED._replace(name="halved_but_newest", residual_length=6)
+OF_8_CHANNELS = {  # the package's, for heads as small as those of the tests
+    "int8": codecs.int8(),
+    "int4": codecs.int4(8),
+    "int4_centred": codecs.int4(4, symmetric=False),
+    "int4_outliers": codecs.int4_outliers(1, 8),
+    "int4_rotated": codecs.int4_rotated(8),
+    "int2": codecs.int2(8),
+    "int2_rotated": codecs.int2_rotated(8),
+    "fp8": codecs.fp8(),
+    "k8v4": codecs.k8v4(8),
+    "k8v4_but_newest": codecs.pair("int8", codecs.int4(8), residual_length=6),
+}
 
 
 @flax.struct.dataclass
@@ -120,17 +132,16 @@ HALVES = layouts.Layout(
 def spoiled(state):
     """The state with junk in every empty slot, statistics included."""
 
-    def fill(leaf, positions):
+    def fill(positions, leaf):
         mask = (positions < 0).reshape(positions.shape + (1,) * (leaf.ndim - 3))
         return jnp.where(mask, jnp.ones((), leaf.dtype) * 77, leaf)
 
     def layer(held):
-        junk = lambda leaves: jax.tree.map(fill, leaves, held.positions)
+        junk = functools.partial(jax.tree.map, functools.partial(fill, held.positions))
         return held.replace(k=junk(held.k), v=junk(held.v))
 
     def stat(stats, held):
-        positions = state.layout.positions(held)
-        junk = functools.partial(fill, positions=positions)
+        junk = functools.partial(fill, state.layout.positions(held))
         return stats._replace(per_slot=jax.tree.map(junk, stats.per_slot))
 
     pairs = zip(state.stats, state.layers, strict=True)

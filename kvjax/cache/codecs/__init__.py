@@ -1,4 +1,4 @@
-"""How keys and values are stored, by name: `make("identity")`, or one of your own.
+"""How keys and values are stored, by name: `make("int4")`, or one of your own.
 
 from kvjax.cache import codecs
 
@@ -6,38 +6,47 @@ codecs.register("half", lambda: codecs.Codec("half", halved, halved))
 kvjax.generate(model, prompts, policy=policy, codec="half")
 """
 
-from kvjax.cache.codecs.base import Codec, TensorCodec, identity, pair_bytes, plain
-from kvjax.registry import Registry
-from kvjax.types import UserError
-
-_REGISTRY = Registry("codec")
-register, names = _REGISTRY.register, _REGISTRY.names
+from kvjax.cache.codecs.base import (
+    Codec,
+    TensorCodec,
+    check,
+    identity,
+    pair_bytes,
+    plain,
+)
+from kvjax.cache.codecs.float8 import fp8
+from kvjax.cache.codecs.outliers import int4_outliers
+from kvjax.cache.codecs.pairs import k8v4, pair
+from kvjax.cache.codecs.registry import make, names, register
+from kvjax.cache.codecs.rotation import int2_rotated, int4_rotated, rotated
+from kvjax.cache.codecs.uniform import int2, int4, int8
 
 register("identity", lambda: identity)
-
-
-def make(codec: Codec | str, **options) -> Codec:
-    """The codec of that name, or `module:function` of the user's own; or as it is.
-
-    Raises:
-      UserError: an unknown name, or something that is no codec.
-    """
-    found = _REGISTRY.make(codec, **options) if isinstance(codec, str) else codec
-    if not isinstance(found, Codec) or found.residual_length < 0:
-        raise UserError(
-            f"codec {codec!r} is no kvjax.cache.codecs.Codec whose residual_length is "
-            f"0 or more: got {found!r}"
-        )
-    return found
+for _factory in (
+    *(fp8, int2, int2_rotated, int4, int4_outliers, int4_rotated, int8),
+    *(k8v4, pair, rotated),
+):
+    register(_factory.__name__, _factory)
 
 
 __all__ = [
     "Codec",
     "TensorCodec",
+    "check",
+    "fp8",
     "identity",
+    "int2",
+    "int2_rotated",
+    "int4",
+    "int4_outliers",
+    "int4_rotated",
+    "int8",
+    "k8v4",
     "make",
     "names",
+    "pair",
     "pair_bytes",
     "plain",
     "register",
+    "rotated",
 ]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.types import PyTree
+from kvjax.types import PyTree, UserError
 
 
 class TensorCodec(NamedTuple):
@@ -21,7 +21,8 @@ class TensorCodec(NamedTuple):
 
     Attributes:
       name: for reports.
-      init: (shape (B, K, C, D), dtype) -> stored zeros.
+      init: (shape (B, K, C, D), dtype) -> stored zeros; raises UserError for a D that
+        does not go.
       encode: [B, K, T, D] -> stored, T in place of C.
       decode: (stored, dtype) -> [B, K, C, D] in the dtype that attention reads.
       group_size: tokens that are encoded together; layouts whose slots are reused one
@@ -69,3 +70,37 @@ def pair_bytes(codec: Codec, head_dim: int, dtype: str) -> float:
         return total / tensor.group_size
 
     return size(codec.key) + size(codec.value)
+
+
+@functools.lru_cache(maxsize=64)
+def check(codec: Codec, head_dim: int) -> None:
+    """Tries a codec on shapes alone.
+
+    Raises:
+      UserError: it does not take this head_dim, or its functions do not go together.
+    """
+    for tensor in (codec.key, codec.value):
+        try:
+            _check(tensor, head_dim)
+        except UserError as error:
+            raise UserError(f"codec {codec.name!r}: {error}") from None
+
+
+def _check(tensor: TensorCodec, head_dim: int) -> None:
+    dtype = jnp.dtype(jnp.float32)
+    new = jax.ShapeDtypeStruct((2, 1, tensor.group_size, head_dim), dtype)
+    empty = jax.eval_shape(lambda: tensor.init(new.shape, dtype))
+    stored = jax.eval_shape(tensor.encode, new)
+    back = jax.eval_shape(lambda x: tensor.decode(x, dtype), stored)
+    for step, made, wanted in (("encode", stored, empty), ("decode", back, new)):
+        if _told(made) != _told(wanted):
+            raise UserError(
+                f"{tensor.name}: {step} gives {_told(made)}, and has to give "
+                f"{_told(wanted)} of {_told(new)}"
+            )
+
+
+def _told(tree: PyTree) -> str:
+    """A pytree of arrays by their dtypes and shapes."""
+    told = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+    return str(told).replace("'", "")

@@ -1,0 +1,56 @@
+"""The full cache in fewer bits: what does each codec change of a model's predictions?
+
+    python experiments/run.py --config=configs/codecs.py --workdir=runs/codecs
+
+SmolLM2-135M-Instruct reads prompts of 768 tokens and predicts the 64 that follow, with
+all pairs kept and stored by each of the codecs: the loss, divergence from the full
+cache's predictions, agreement of the likeliest token. Beside it, whether a pass key in
+a prompt of 1,000 tokens is found. Nothing is evicted: what is lost, the bits have lost.
+
+Layer by layer, so that nothing is timed. `--config.fidelity.num_windows=1` and
+`--config.num_examples=1` are for a first look. Stop it at any moment and start it
+again.
+"""
+
+from ml_collections import ConfigDict
+
+_CODECS = {
+    "8 bits": "int8",
+    "8 bits, groups of 32": {"name": "int8", "group": 32},
+    "float of 8 bits": "fp8",
+    "keys 8 bits, values 4": "k8v4",
+    "4 bits": "int4",
+    "4 bits, centred": {"name": "int4", "symmetric": False},
+    "4 bits, outliers": "int4_outliers",
+    "4 bits, rotated": "int4_rotated",
+    "2 bits": "int2",
+    "2 bits, rotated": "int2_rotated",
+}
+
+
+def get_config() -> ConfigDict:
+    """The fields of `quality.Quality`."""
+    return ConfigDict(
+        {
+            "model": "smollm2-135m-instruct",
+            "dtype": "float32",
+            "memory_gb": 8.0,
+            "seed": 0,
+            "haystack": "",
+            "layerwise": True,
+            "prefill_chunk": 64,
+            "methods": (
+                {"name": "Full cache"},
+                *({"name": name, "codec": codec} for name, codec in _CODECS.items()),
+            ),
+            "num_examples": 20,
+            "prompt_tokens": 1000,
+            "max_new_tokens": 16,
+            "tasks": ({"name": "passkey", "options": {"depths": (0.1, 0.5, 0.9)}},),
+            "fidelity": {
+                "num_windows": 8,
+                "prompt_tokens": 768,
+                "continuation_tokens": 64,
+            },
+        }
+    )

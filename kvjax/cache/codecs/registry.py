@@ -1,0 +1,24 @@
+"""Codecs by name."""
+
+from kvjax.cache.codecs.base import Codec
+from kvjax.registry import Registry
+from kvjax.types import UserError
+
+_REGISTRY = Registry("codec")
+register, names = _REGISTRY.register, _REGISTRY.names
+
+
+def make(codec: Codec | str, /, **options) -> Codec:
+    """The codec of that name, or `module:function` of the user's own; or as it is.
+
+    Raises:
+      UserError: an unknown name, options that it does not take, or something that is
+        no codec.
+    """
+    found = _REGISTRY.make(codec, **options) if isinstance(codec, str) else codec
+    if not isinstance(found, Codec) or found.residual_length < 0:
+        raise UserError(
+            f"codec {codec!r} is no kvjax.cache.codecs.Codec whose residual_length is "
+            f"0 or more: got {found!r}"
+        )
+    return found

@@ -1,0 +1,200 @@
+"""Whole numbers of 8, 4 or 2 bits: an even grid, scaled by groups of channels.
+
+Every token of every head has scales of its own, so that slots are reused one by one.
+One scale for a whole tensor is therefore not there: it would have to be fixed before
+later tokens are seen, whose values need not fit it.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Float, Int8, Integer
+
+from kvjax.cache.codecs.base import Codec, TensorCodec
+from kvjax.cache.codecs.rounding import (
+    fitted,
+    grouped,
+    in_steps,
+    scale_of,
+    sixteen_bits,
+)
+from kvjax.types import UserError, whole_number
+
+
+class Codes(NamedTuple):
+    """What is stored, N groups of channels.
+
+    Attributes:
+      codes: int8[B, K, C, D]; of fewer bits uint8[B, K, C, D bits / 8], see `pack`.
+      scale: the step of every group; NaN if it held anything that is no number.
+      centre: the middle of every group; None on a grid around 0.
+    """
+
+    codes: Integer[Array, "B K C P"]
+    scale: BFloat16[Array, "B K C N"]
+    centre: BFloat16[Array, "B K C N"] | None
+
+
+def int8(group: int | None = None, symmetric: bool = True) -> Codec:
+    """8 bits a value, by default with one scale per token and head.
+
+        s = max |x| / 127,  code = round(x / s) in -127..127,  x' = s code
+
+    Bytes per value: 1 + 2 / group; 132 a pair at D = 64, 136 with groups of 32.
+
+    Args:
+      group: channels with a scale of their own; None is all of a head.
+      symmetric: whether the grid is the same on both sides of 0, see `int2` for the
+        other, which takes 2 / group bytes more.
+
+    Source: absmax quantization, Dettmers et al. 2022, arXiv 2208.07339, section 2.
+
+    Raises:
+      UserError: a group that is no number of channels.
+    """
+    tensor = of_bits(8, group, symmetric)
+    return Codec("int8", tensor, tensor)
+
+
+def int4(group: int | None = 32, symmetric: bool = True) -> Codec:
+    """4 bits a value, with a scale per group of channels.
+
+        s = max |x| / 7,  code = round(x / s) in -7..7,  x' = s code
+
+    Bytes per value: 1 / 2 + 2 / group; 72 a pair at D = 64.
+
+    Args, Raises: as `int8`.
+
+    Source: groups of 32 values as in llama.cpp's Q4_0.
+    """
+    tensor = of_bits(4, group, symmetric)
+    return Codec("int4", tensor, tensor)
+
+
+def int2(group: int | None = 32, symmetric: bool = False) -> Codec:
+    """2 bits a value, with a scale and a centre per group of channels.
+
+        c = (min x + max x) / 2,  s = max |x - c| / 1.5
+        code = floor((x - c) / s) in -2..1,  x' = s (code + 1/2) + c
+
+    Of b bits, 2^(b - 1) - 1/2 stands for 1.5. The grid's four values are those between
+    the least and the largest of a group, as with a zero point, but the centre is near
+    0 and loses less than the minimum in 16 bits. Symmetric, only -1, 0 and 1 are left.
+
+    Bytes per value: 1 / 4 + 4 / group; 48 a pair at D = 64, 40 if symmetric.
+
+    Args, Raises: as `int8`.
+
+    Source: the grid of KIVI, Liu et al. 2024, arXiv 2402.02750, section 3.1, for keys
+    per token too: its groups of tokens do not go with slots that are reused.
+    """
+    tensor = of_bits(2, group, symmetric)
+    return Codec("int2", tensor, tensor)
+
+
+def of_bits(bits: int, group: int | None, symmetric: bool) -> TensorCodec:
+    """Of 8, 4 or 2 bits; the same object for the same arguments.
+
+    Raises:
+      UserError: a group that is no number of channels.
+    """
+    group = None if group is None else whole_number("group", group, 1)
+    if not isinstance(symmetric, bool):
+        raise UserError(f"symmetric is {symmetric!r}: give True or False")
+    return _of_bits(bits, group, symmetric)
+
+
+@functools.cache
+def _of_bits(bits: int, group: int | None, symmetric: bool) -> TensorCodec:
+    each = "one scale" if group is None else f"groups of {group}"
+    return TensorCodec(
+        f"int{bits}, {each}" + ("" if symmetric else " with centres"),
+        init=lambda shape, dtype: zeros(shape, bits, group, symmetric),
+        encode=lambda x: encode(x, bits, group, symmetric),
+        decode=lambda stored, dtype: fitted(decode(stored, bits), dtype),
+    )
+
+
+def zeros(
+    shape: tuple[int, ...], bits: int, group: int | None, symmetric: bool
+) -> Codes:
+    """What (B, K, C, D) zeros are stored as.
+
+    Raises:
+      UserError: groups do not divide the channels, or these fill no whole bytes.
+    """
+    *rows, depth = shape
+    size = group or depth
+    if depth % size:
+        raise UserError(
+            f"int{bits} in groups of {group} channels does not divide a head_dim of "
+            f"{depth}: use group={math.gcd(size, depth)}"
+        )
+    if depth * bits % 8:
+        raise UserError(
+            f"int{bits} packs {8 // bits} values a byte, which a head_dim of {depth} "
+            "does not fill: use int8"
+        )
+    kind = jnp.int8 if bits == 8 else jnp.uint8
+    scale = jnp.zeros((*rows, depth // size), jnp.bfloat16)
+    codes = jnp.zeros((*rows, depth * bits // 8), kind)
+    return Codes(codes, scale, None if symmetric else jnp.zeros_like(scale))
+
+
+def encode(
+    x: Float[Array, "B K T D"], bits: int, group: int | None, symmetric: bool
+) -> Codes:
+    """Codes on the finest grid that reaches all values of a group."""
+    most, flat = 2 ** (bits - 1), x.shape
+    x = grouped(x.astype(jnp.float32), flat[-1] // (group or flat[-1]))
+    if symmetric:
+        centre, reach = None, most - 1
+    else:
+        low, high = (f(x, axis=-1, keepdims=True) for f in (jnp.min, jnp.max))
+        centre, reach = sixteen_bits(low / 2 + high / 2), most - 0.5
+        x = x - centre.astype(jnp.float32)
+    scale = scale_of(x, reach)
+    steps = in_steps(x, scale)
+    codes = jnp.round(steps) if symmetric else jnp.floor(steps)
+    # The scale's own rounding takes the outermost values up to half a step too far.
+    codes = jnp.clip(codes, -most + symmetric, most - 1).astype(jnp.int8)
+    centre = None if symmetric else centre[..., 0]
+    return Codes(pack(codes.reshape(flat), bits), scale[..., 0], centre)
+
+
+def decode(stored: Codes, bits: int) -> Float[Array, "B K C D"]:
+    """f32, as `encode` has it; may be infinite by the scale's rounding alone."""
+    codes = unpack(stored.codes, bits).astype(jnp.float32)
+    scale = stored.scale.astype(jnp.float32)[..., None]
+    steps = grouped(codes, scale.shape[-2])
+    if stored.centre is None:
+        x = steps * scale
+    else:
+        x = (steps + 0.5) * scale + stored.centre.astype(jnp.float32)[..., None]
+    return x.reshape(codes.shape)
+
+
+def pack(codes: Int8[Array, "B K T D"], bits: int) -> Integer[Array, "B K T P"]:
+    """Several codes a byte: the first P channels in its lowest bits, and so on.
+
+    Neighbours in a byte are P channels apart, so that unpacking joins whole vectors
+    and shuffles no lanes.
+    """
+    if bits == 8:
+        return codes
+    unsigned = (codes + 2 ** (bits - 1)).astype(jnp.uint8)
+    parts = jnp.split(unsigned, 8 // bits, axis=-1)
+    return functools.reduce(
+        jnp.bitwise_or, (part << (bits * i) for i, part in enumerate(parts))
+    )
+
+
+def unpack(packed: Integer[Array, "B K C P"], bits: int) -> Int8[Array, "B K C D"]:
+    """int8, what `pack` was given."""
+    if bits == 8:
+        return packed
+    mask, shifts = 2**bits - 1, range(0, 8, bits)
+    unsigned = jnp.concatenate([(packed >> i) & mask for i in shifts], axis=-1)
+    return unsigned.astype(jnp.int8) - 2 ** (bits - 1)

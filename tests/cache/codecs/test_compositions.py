@@ -1,0 +1,103 @@
+"""Stored bits with all the rest: plans, sizes by head, pools, layer by layer."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from conftest import often, tiny_spec
+from testing import toys
+from testing.engine import run_batch
+
+import kvjax
+from kvjax import Schedule, cache, policies
+from kvjax.cache import codecs
+from kvjax.engine import layerwise, runner
+from kvjax.engine.compiled import Job, bucket
+from kvjax.engine.planner import state_bytes
+
+AFTER = Schedule("after_prefill", prefill_chunk=8)
+WHILE = Schedule("prefill_and_decode", prefill_chunk=8, evict_size=8)
+BUDGET = ((16, 40), (32, 24))
+PACKED = {name: toys.OF_8_CHANNELS[name] for name in ("int4_outliers", "int2_rotated")}
+PROMPTS = [
+    np.random.default_rng(i).integers(0, 50, n).tolist()
+    for i, n in enumerate((61, 16, 80))
+]
+
+
+def job_of(spec, codec, schedule=AFTER, budget=BUDGET, batch=3, policy="key_diff"):
+    config = cache.make_config(spec, policy, budget, schedule, codec=codec)
+    return Job(spec, config, batch, bucket(spec, config, 80, 6), 6)
+
+
+@pytest.mark.parametrize("name", [n for n in codecs.names() if "toy" not in n])
+def test_plans_count_all_that_is_stored(name):
+    """Codes, scales, centres, places and positions, and a row's few numbers."""
+    spec = tiny_spec(head_dim=64, num_kv_heads=2)
+    job = job_of(spec, name, WHILE, 48, policy="streaming")
+    pairs = 3 * spec.num_layers * spec.num_kv_heads * 48
+    rows = 3 * 4 + 3 * spec.num_kv_heads * 4  # the next position; errors of the heads
+    pair = codecs.pair_bytes(codecs.make(name), 64, "float32")
+    assert state_bytes(job)["decode"] == pairs * (pair + 4) + rows
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    list(zip(PACKED, (AFTER, WHILE), strict=True)),
+    ids=lambda each: getattr(each, "phases", None),
+)
+def test_alone_and_layer_by_layer_as_in_a_batch(tiny, name, schedule):
+    """Heads of different sizes; every stored leaf moves with its pair."""
+    job = job_of(tiny.spec, PACKED[name], schedule)
+    together = run_batch(tiny.params, job, PROMPTS, range(3))
+    found = cache.kept_positions(together.state)
+    alone = dataclasses.replace(job, batch=1)
+    one = run_batch(tiny.params, alone, PROMPTS[2:], [2])
+    assert one.tokens[0] == together.tokens[2]
+    same(cache.kept_positions(one.state)[0], found[2])
+    readings = layerwise.Readings(tiny, [job.config])
+    apart = runner.run_batch(readings.runner(job), PROMPTS, range(3))
+    assert apart.tokens == together.tokens
+    same(cache.kept_positions(apart.state), found)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", PACKED)
+def test_pools_are_filled_with_what_is_stored(tiny, name):
+    """Two prompts are read at a time and inserted: the ordinary run's state."""
+    job = job_of(tiny.spec, PACKED[name])
+    together = run_batch(tiny.params, job, PROMPTS, range(3))
+    pooled = dataclasses.replace(job, prefill_batch=2)
+    staggered = run_batch(tiny.params, pooled, PROMPTS, range(3))
+    assert staggered.tokens == together.tokens
+    same(*(jax.tree.leaves(each.state.layers) for each in (staggered, together)))
+
+
+@pytest.mark.parametrize("codec", often(["k8v4", "int4"], ["k8v4"], "e2e"))
+def test_the_full_cache_takes_a_codec(tiny, codec):
+    spec, options = tiny.spec, {"max_new_tokens": 6, "memory_gb": 0.1}
+    few = toys.OF_8_CHANNELS[codec]
+    assert cache.make_config(spec, None, None, codec=few).codec == few
+    done = kvjax.generate(tiny, PROMPTS[:1], codec=few, **options)
+    (kept,) = {len(head) for layer in done[0].kept_positions for head in layer}
+    assert len(done[0].tokens) == 6 and kept == 61 + 5
+
+
+@pytest.mark.e2e
+def test_rules_see_decoded_keys(tiny):
+    """KeyDiff on values that 2 bits leave keeps others than on the true ones."""
+    how = {"policy": policies.key_diff(), "budget": 24, "schedule": AFTER}
+    how |= {"max_new_tokens": 2, "memory_gb": 0.1}
+    kept = [
+        kvjax.generate(tiny, PROMPTS[2:], codec=codec, **how)[0].kept_positions
+        for codec in ("identity", codecs.rotated("identity"), codecs.int2(8))
+    ]
+    whole, turned, coarse = (np.array(each) for each in kept)
+    np.testing.assert_array_equal(whole, turned)
+    assert np.any(whole != coarse)
