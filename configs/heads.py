@@ -1,4 +1,4 @@
-"""How many pairs each head keeps, by six rules, with the same total: what is found?
+"""How many pairs each head keeps, by seven rules, with the same total: what is found?
 
     python experiments/run.py --config=configs/heads.py:25 --workdir=runs/heads/25
 
@@ -12,9 +12,10 @@ reference, `--config.prompt_tokens=2000` in longer ones.
 
 *Alike*: every head keeps as many. *Pyramid*: layers, by depth. *By layer*: layers, by
 what they need. *Ada*: the heads of each layer, by what they need. *By head*: all heads
-of all layers. *Half way*: half way from these to all alike.
+of all layers. *Half way*, *a quarter*: so far from these to all alike. *Retrieval
+heads* choose by KeyDiff where heads keep much, by average attention elsewhere.
 
-Layer by layer, so that nothing is timed: 40 minutes on two CPU cores. Stop it at any
+Layer by layer, so that nothing is timed: 90 minutes on two CPU cores. Stop it at any
 moment and start it again. `python experiments/report.py runs/heads/*` joins runs.
 """
 
@@ -26,9 +27,15 @@ _RULES = {
     "by layer": {"name": "calibrated", "among": "layers", "floor": 64},
     "ada": {"name": "ada", "floor": 64},
     "half way": {"name": "calibrated", "even": 0.5, "floor": 64},
+    "a quarter": {"name": "calibrated", "even": 0.25, "floor": 64},
     "by head": {"name": "calibrated", "floor": 64},
 }
-_POLICIES = {"KeyDiff": "key_diff", "Average": "average_attention"}
+_POLICIES = {
+    "KeyDiff": "key_diff",
+    "Average": "average_attention",
+    "Streaming": "streaming",
+    "Retrieval heads": "kvjax.policies:retrieval_heads",
+}
 _DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 _TASKS = {
     "needle": {"depths": _DEPTHS},
@@ -72,7 +79,7 @@ def get_config(percent: str = "25") -> ConfigDict:
             ),
             "fidelity": {
                 "num_windows": 8,
-                "prompt_tokens": 768,
+                "prompt_tokens": 1000,
                 "continuation_tokens": 64,
             },
         }

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.policies.attention_sums import seen_by
+from kvjax.policies.attention_sums import average_attention, seen_by
 from kvjax.policies.base import (
     Policy,
     check_counts,
@@ -17,7 +17,6 @@ from kvjax.policies.base import (
 from kvjax.policies.combinators import by_size
 from kvjax.policies.keys import key_diff
 from kvjax.policies.observation_window import asked, asking
-from kvjax.policies.positional import streaming
 from kvjax.types import Observation, Stats, UserError, View
 
 
@@ -205,24 +204,24 @@ def _nearby(view: View, observation: Observation, local: int) -> Float[Array, "B
     return jnp.mean(weights, axis=2)
 
 
-def retrieval_heads(above: float = 1.2, sinks: int = 4) -> Policy:
-    """KeyDiff in heads that keep many pairs, sinks and a window in the others.
+def retrieval_heads(above: float = 1.2) -> Policy:
+    """KeyDiff in heads that keep many pairs, average attention in the others.
 
         score = KeyDiff's in heads with |kv| > above * mean over all heads,
-                else StreamingLLM's
+                else average attention's
 
-    A few heads fetch what was said long ago, and need pairs unlike each other; most
-    look at the first and at the newest tokens. Which is which is in their sizes, under
-    a budget that gives heads what they need: `budget="25%"`, or the budget rule
-    `calibrated`. Where all heads keep alike this is KeyDiff.
+    A few heads fetch what was said long ago, and need pairs that are unlike each other,
+    looked at or not; the others go on with the text, and need what they look at. Which
+    is which is in their sizes, under a budget that gives heads what they need:
+    `budget="25%"`, or the budget rule `calibrated`. Where all heads keep alike this is
+    KeyDiff.
 
     Args:
       above: from how many times the mean on a head keeps many.
-      sinks: first tokens that stay in the other heads.
 
     Source: DuoAttention (Xiao et al. 2024), arXiv 2410.10819, for heads of two kinds;
-      its retrieval heads keep all pairs, and are found by training gates.
+      its retrieval heads keep all pairs and are found by training, its others stream.
     Raises:
       UserError: a negative number.
     """
-    return by_size(key_diff(), streaming(sinks), above)
+    return by_size(key_diff(), average_attention(), above)

@@ -116,13 +116,13 @@ def test_large_heads_follow_one_rule_and_small_ones_another(tiny):
     """Of BUDGET, whose mean is 28, the head with 40; by hand, and layer by layer."""
     p, policy = 8, policies.retrieval_heads(above=1.2)
     config = make_config(tiny.spec, policy, BUDGET, Schedule(prefill_chunk=p))
-    large, small = oracle.key_diff(), oracle.streaming()
+    large, small = oracle.key_diff(), oracle.average_attention()
 
     def rule(heads, now, keep):
         scores = zip(
             keep, large(heads, now, keep), small(heads, now, keep), strict=True
         )
-        return [by_keys if n == 40 - p else newest for n, by_keys, newest in scores]
+        return [by_keys if n == 40 - p else by_mass for n, by_keys, by_mass in scores]
 
     prompt = np.random.default_rng(1).integers(0, tiny.spec.vocab_size, 61)
     by_hand = oracle.Decoder(tiny.spec, tiny.params, rule, BUDGET, p)
