@@ -69,6 +69,7 @@ def get_config(percent: str = "25") -> ConfigDict:
                     }
                     for name, policy in _POLICIES.items()
                     for how, rule in _RULES.items()
+                    if (name, how) != ("Retrieval heads", "alike")  # KeyDiff's row
                 ),
             ),
             "num_examples": 20,
