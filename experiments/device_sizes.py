@@ -72,7 +72,10 @@ class Asked(NamedTuple):
 
     @property
     def sizes(self) -> Sizes:
-        return TOY if self.toy else FULL
+        if not self.toy:
+            return FULL
+        presets.CONFIGS.setdefault(TOY.model, TOY_CONFIG)
+        return TOY
 
 
 def _staggered(budget: int) -> Row:
@@ -188,7 +191,7 @@ TOY = Sizes(
         **_ONE_BATCH,
     },
 )
-presets.CONFIGS["toy"] = {
+TOY_CONFIG = {  # of the model that its name stands for
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 1,
     "hidden_size": 32,

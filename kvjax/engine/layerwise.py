@@ -27,6 +27,8 @@ from kvjax.models import decoder
 from kvjax.policies import Policy
 from kvjax.types import Model, ModelSpec, PyTree, Stats, UserError
 
+_NO_BUDGET = dict.fromkeys(("policy", "budget", "budget_rule", "mean_budget"))
+
 
 class Readings:
     """Prompts read under any method; those of `after_prefill` methods only once.
@@ -72,7 +74,7 @@ class Readings:
         if not _is_late(config):
             alone = read(self.model, config, prompts, new)
             return _shrunk(self.model, config, alone, new)
-        alike = dataclasses.replace(config, policy=None, budget=None, budget_rule=None)
+        alike = dataclasses.replace(config, **_NO_BUDGET)
         key = (alike, new, *map(tuple, prompts))
         if key not in self._known:
             all_of_them = dataclasses.replace(alike, policy=_together(self._watching))
@@ -322,9 +324,7 @@ def _without_watching(config: CacheConfig) -> CacheConfig:
     if config.schedule.evicts_in_decode or config.policy is None:
         return config
     schedule = Schedule("none", config.schedule.prefill_chunk)
-    return dataclasses.replace(
-        config, policy=None, schedule=schedule, budget=None, budget_rule=None
-    )
+    return dataclasses.replace(config, schedule=schedule, **_NO_BUDGET)
 
 
 def _is_late(config: CacheConfig) -> bool:
