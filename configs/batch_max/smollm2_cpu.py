@@ -5,10 +5,11 @@
 
 SmolLM2-135M-Instruct reads prompts of nearly 1,500 tokens with a pass key in them and
 generates exactly 128, then exactly 512 tokens for each, whatever ends the text.
-Weights, caches and temporaries have to fit into 2 GB. ED and the full cache run at
-b0 - 1, where b0 is the smallest batch at which ED does not fit; Batch-Max at the
-largest divisor of the number of prompts that fits (Metel et al. 2024, arXiv 2412.05693,
-section 4.1). *Staggered* reads a few prompts at a time with the full cache, compresses
+Weights, caches and temporaries have to fit into 2 GB. ED runs at b0 - 1, where b0 is
+the smallest batch at which it does not fit, the full cache there too or, as it holds
+what is decoded besides, at the largest batch below that fits; Batch-Max at the largest
+divisor of the number of prompts that fits (Metel et al. 2024, arXiv 2412.05693, section
+4.1). *Staggered* reads a few prompts at a time with the full cache, compresses
 them, and decodes all of them together.
 
 With an interpreter that has torch, transformers, gguf and kvpress, those libraries
