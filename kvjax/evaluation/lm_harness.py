@@ -302,8 +302,8 @@ class Requests:
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes into its results besides the model's arguments."""
-        phases, chunk, evict_size = dataclasses.astuple(self.config.schedule)
-        rule = self.config.budget_rule
+        schedule, rule = self.config.schedule, self.config.budget_rule
+        sizes = schedule.prefill_chunk, schedule.evict_size
         return {
             "model_num_parameters": sum(
                 leaf.size for leaf in jax.tree.leaves(self.model.params)
@@ -313,7 +313,7 @@ class Requests:
             "kv_budget": self.config.budget,
             "kv_budget_rule": rule.name if rule else None,
             "kv_codec": self.config.codec.name,
-            "kv_schedule": f"{phases}, {chunk}, {evict_size}",
+            "kv_schedule": ", ".join(map(str, (schedule.phases, *sizes))),
         }
 
     def _encoded(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

@@ -136,8 +136,11 @@ def spoiled(state):
         mask = (positions < 0).reshape(positions.shape + (1,) * (leaf.ndim - 3))
         return jnp.where(mask, jnp.ones((), leaf.dtype) * 77, leaf)
 
-    def layer(held):
-        junk = functools.partial(jax.tree.map, functools.partial(fill, held.positions))
+    def filled(positions, stored):
+        return jax.tree.map(functools.partial(fill, positions), stored)
+
+    def layer(held):  # of some layouts, positions and pairs lie in several arrays
+        junk = functools.partial(jax.tree.map, filled, held.positions)
         return held.replace(k=junk(held.k), v=junk(held.v))
 
     def stat(stats, held):
