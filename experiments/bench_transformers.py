@@ -7,12 +7,12 @@ two sides take turns, and one waits while the other computes. PyTorch need not l
 beside JAX: --baseline_python names an environment with torch, transformers, gguf and
 absl-py. The baseline is timed at its faster of `generate` and a bare loop of `forward`.
 
-Two virtual cores of an AMD EPYC; jax 0.10.2, torch 2.13, transformers 5.23; medians in
+Two virtual cores of an AMD EPYC; jax 0.10.2, torch 2.13, transformers 5.2.0; medians in
 tokens/s, min..max over three rounds, all tokens equal::
 
-    decode, batch 1     35 (34..39)   /  15 (15..16)    = 2.29
-    decode, batch 16   212 (199..232) / 137 (112..142)  = 1.55
-    prefill, 4 x 512   529 (510..603) / 535 (518..573)  = 0.99
+    decode, batch 1     42 (40..43)   /  17 (15..17)    = 2.50
+    decode, batch 16   251 (248..271) / 152 (120..165)  = 1.65
+    prefill, 4 x 512   639 (598..673) / 596 (581..656)  = 1.07
 
 Use an idle machine: beside other jobs PyTorch fell as low as 2.4 tokens/s at batch 1.
 
