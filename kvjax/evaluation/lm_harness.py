@@ -23,9 +23,10 @@ from tqdm import tqdm
 from kvjax.engine import api, compiled, likelihood, runner, stop_texts
 from kvjax.engine.planner import device_memory
 from kvjax.engine.sampling import Sampling
+from kvjax.evaluation import lm_arguments
 from kvjax.evaluation.config import Method
 from kvjax.models.weights import load
-from kvjax.types import Model, UserError, whole_number
+from kvjax.types import Model, UserError
 
 MAX_NEW = 256  # tokens to generate where a task does not say; the harness's own default
 _LOOK = 32  # tokens generated between two looks for a stop text
@@ -89,7 +90,7 @@ class Requests:
         **options: Any,
     ):
         super().__init__()
-        of_policy, of_rule, of_codec = _options(options)
+        of_policy, of_rule, of_codec = lm_arguments.options(options)
         method = Method(
             name="kvjax",
             policy=None if policy in ("full", "none") else policy,
@@ -97,7 +98,7 @@ class Requests:
             phases=schedule,
             prefill_chunk=prefill_chunk,
             evict_size=evict_size,
-            budget=_budget(budget),
+            budget=lm_arguments.budget(budget),
             budget_rule=budget_rule,
             rule_options=of_rule,
             codec=codec,
@@ -106,7 +107,7 @@ class Requests:
             implementation=implementation,
         )
         method.check()
-        _check_length(method, prompt_tokens)
+        lm_arguments.check_length(method, prompt_tokens)
         named = not isinstance(pretrained, tuple)
         model = load(pretrained, dtype, context) if named else pretrained
         if model.tokenizer is None:
@@ -124,7 +125,7 @@ class Requests:
         self.model, self.seed = model, seed
         self.config = method.cache_config(model.spec, prompt_tokens)
         self.memory = device_memory(memory_gb)
-        self.most = _most(batch_size, max_batch_size)
+        self.most = lm_arguments.most(batch_size, max_batch_size)
         self.template: str | None = None
 
     # --- what the harness asks of a model's tokenizer -------------------------------
@@ -367,7 +368,7 @@ class Requests:
         if unknown:
             _warn(f"gen_kwargs {', '.join(unknown)}: not known to kvjax, left out")
         stops = (*until, self.tokenizer.eos_token or "")
-        return _sampling(given), new, tuple(stop for stop in stops if stop)
+        return lm_arguments.sampling(given), new, tuple(stop for stop in stops if stop)
 
     def _written(self, how, new, until, rows, prompts, bar):
         """The texts of a group's requests, as their batches come in."""
@@ -437,57 +438,6 @@ def main() -> None:
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()
-
-
-def _budget(given: Any) -> Any:
-    """Lists, as JSON has them, as tuples."""
-    return tuple(map(_budget, given)) if isinstance(given, list | tuple) else given
-
-
-def _options(given: dict[str, Any]) -> tuple[tuple[tuple[str, Any], ...], ...]:
-    """The policy's options, the budget rule's and the codec's."""
-    options = {"policy": [], "budget_rule": [], "codec": []}
-    for name, value in sorted(given.items()):
-        where, _, option = name.partition(".")
-        if where not in options or not option:
-            raise UserError(
-                f"model_args: {name!r} is unknown; an option of the policy is written "
-                f"policy.{name.rpartition('.')[2]}=..., the rule's "
-                "budget_rule.NAME=..., the codec's codec.NAME=..."
-            )
-        options[where].append((option, value))
-    return tuple(map(tuple, options.values()))
-
-
-def _check_length(method: Method, prompt_tokens: int | None) -> None:
-    """Raises UserError where it is needed, as the harness tells no lengths before."""
-    rule = method.made_rule()
-    if prompt_tokens is not None:
-        whole_number("prompt_tokens", prompt_tokens, 1)
-    elif isinstance(method.budget, str) or (rule and rule.of_length):
-        raise UserError(
-            f"budget {method.budget!r} (rule {method.rule!r}) depends on the length of "
-            "prompts: give prompt_tokens, the longest's"
-        )
-
-
-def _most(batch_size: int | str | None, max_batch_size: int | None) -> int | None:
-    if max_batch_size:
-        return int(max_batch_size)
-    if batch_size is None or str(batch_size).startswith("auto"):
-        return None
-    return int(batch_size) if int(batch_size) > 1 else None
-
-
-def _sampling(given: dict[str, Any]) -> Sampling:
-    """Greedy unless a temperature is there and `do_sample` does not forbid it."""
-    temperature = float(given.get("temperature") or 0.0)
-    if given.get("do_sample") is False or temperature == 0:
-        return Sampling()
-    top_k, top_p = given.get("top_k"), given.get("top_p")
-    return Sampling(
-        temperature, int(top_k or 0), 1.0 if top_p is None else float(top_p)
-    )
 
 
 def _warn(message: str) -> None:
