@@ -26,8 +26,8 @@ import command_line
 import jax
 import jax.numpy as jnp
 import model_step
+import racing
 from absl import flags
-from racing import Way, race, show
 
 from kvjax import cache, policies
 from kvjax.cache.config import make_config
@@ -41,26 +41,22 @@ DEFAULT = "slots reused, loop"
 
 
 def define_flags():
-    flags.DEFINE_string("target", "cpu", "cpu, tpu:GENERATION or cuda:FILE")
+    racing.define_flags(repeats=5)
     flags.DEFINE_integer("batch", 4, "B, rows", lower_bound=1)
     flags.DEFINE_integer("slots", 512, "|kv|, pairs per head", lower_bound=2)
     flags.DEFINE_integer("block", 64, "p, tokens of a block, and pairs an eviction")
     flags.DEFINE_integer("length", 1024, "tokens of the prompts", lower_bound=1)
     flags.DEFINE_integer("steps", 64, "decode steps of a call", lower_bound=1)
     flags.DEFINE_list("section", ["prefill", "decode"], "what to race")
-    flags.DEFINE_integer("repeats", 5, "runs of each way; the first one is not counted")
 
 
 def main(_):
     jax.config.update("jax_enable_compilation_cache", False)
     told = {"target": FLAGS.target, "batch": FLAGS.batch, "slots": FLAGS.slots}
     for section in FLAGS.section:
-        figures = race({"prefill": reading, "decode": decoding}[section]())
-        cost = "ms" if FLAGS.target == "cpu" else "kilocycles"
-        for row in figures.values():
-            if cost in row:
-                row["of the default"] = row[cost] / figures[DEFAULT][cost]
-        show(section, figures)
+        figures = racing.race({"prefill": reading, "decode": decoding}[section]())
+        racing.compare(figures, DEFAULT)
+        racing.show(section, figures)
         told[section] = figures
     print(json.dumps({**told, "jax": jax.__version__}))
 
@@ -111,7 +107,7 @@ def read_way(read, config):
         state, logits = read(params, state, tokens, lengths, config=config)
         return (state, tokens, lengths), logits
 
-    return Way(call, make)
+    return racing.Way(call, make)
 
 
 def emptied(state):
@@ -168,7 +164,7 @@ def decode_way(config, run):
         state = run(step, tuple(state), limit)
         return (*state, limit), state[1]
 
-    return Way(call, make, FLAGS.steps)
+    return racing.Way(call, make, FLAGS.steps)
 
 
 def loop_steps(step, state, limit):

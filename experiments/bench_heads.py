@@ -22,8 +22,8 @@ import command_line
 import jax
 import jax.numpy as jnp
 import model_step
+import racing
 from absl import flags
-from racing import Way, race, show
 
 from kvjax import policies
 from kvjax.cache import by_need, calibrations, parts
@@ -36,7 +36,7 @@ MODEL = "smollm2-135m-instruct"
 
 
 def define_flags():
-    flags.DEFINE_string("target", "cpu", "cpu, tpu:GENERATION or cuda:FILE")
+    racing.define_flags(repeats=7)
     flags.DEFINE_integer("batch", 12, "B, rows", lower_bound=1)
     flags.DEFINE_integer("slots", 256, "|kv|, pairs per head on average", lower_bound=1)
     flags.DEFINE_integer("length", 1000, "tokens of the prompts that share these out")
@@ -46,23 +46,19 @@ def define_flags():
         "phases", "prefill_and_decode", ["prefill_and_decode", "after_prefill"], "when"
     )
     flags.DEFINE_list("multiples", ["128", "64", "32"], "of which sizes are multiples")
-    flags.DEFINE_integer("repeats", 7, "runs of each way; the first one is not counted")
 
 
 def main(_):
     jax.config.update("jax_enable_compilation_cache", False)
     ways = {"all alike": way(None)}
     ways |= {f"multiples of {m}": way(int(m)) for m in FLAGS.multiples}
-    figures = race(ways)
-    cost = "ms" if FLAGS.target == "cpu" else "kilocycles"
+    figures = racing.race(ways)
+    racing.compare(figures, "all alike")
     for name, multiple in zip(ways, (None, *map(int, FLAGS.multiples)), strict=True):
         sizes = config_of(multiple).budget
         figures[name] |= {"sizes": len(parts.different(sizes))}
         figures[name] |= {"parts": sum(len(parts.of_sizes(layer)) for layer in sizes)}
-        if cost in figures[name]:
-            ratio = figures[name][cost] / figures["all alike"][cost]
-            figures[name]["of all alike"] = ratio
-    show("a decode step", figures)
+    racing.show("a decode step", figures)
     told = {name: FLAGS[name].value for name in ("target", "batch", "slots", "policy")}
     print(json.dumps({**told, "jax": jax.__version__, **figures}))
 
@@ -102,7 +98,7 @@ def way(multiple):
         state = jax.lax.fori_loop(0, FLAGS.steps, lambda i, carry: step(*carry), state)
         return state, state[1]
 
-    return Way(call, make, FLAGS.steps)
+    return racing.Way(call, make, FLAGS.steps)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import model_step
 from absl import flags
-from racing import Way, race, show
+from racing import Way, define_flags, race, show
 
 from kvjax.models import decoder
 from kvjax.models import layers as blocks
@@ -30,12 +30,11 @@ from kvjax.types import UserError
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("section", ["layers", "keys", "append", "room"], "what to race")
-flags.DEFINE_string("target", "cpu", "cpu, tpu:GENERATION or cuda:FILE")
+define_flags(repeats=7)
 flags.DEFINE_enum("shape", "smollm2", ["smollm2", "llama8b"], "the model's shape")
 flags.DEFINE_integer("batch", 16, "B, rows")
 flags.DEFINE_integer("slots", 576, "C, slots of a layer")
 flags.DEFINE_integer("block", 64, "p, pairs evicted together; also a prefill block")
-flags.DEFINE_integer("repeats", 7, "runs of each way; the first one is not counted")
 flags.DEFINE_string("only", "", "regular expression: race only the ways it finds")
 
 SHAPES = {"smollm2": "smollm2-135m", "llama8b": "llama-3.1-8b"}

@@ -1,6 +1,7 @@
 """Ways of computing the same thing, timed in turn or compiled for another target.
 
-Reads the flags `target` and `repeats` of the script that races.
+Reads the flags `target` and `repeats`, which scripts that race define by
+`define_flags`.
 """
 
 import functools
@@ -15,6 +16,17 @@ import targets
 from absl import flags
 
 FLAGS = flags.FLAGS
+
+
+def define_flags(repeats):
+    """Those that `race` reads.
+
+    Args:
+      repeats: of each way, unless told.
+    """
+    flags.DEFINE_string("target", "cpu", "cpu, tpu:GENERATION or cuda:FILE")
+    told = "runs of each way; the first one is not counted"
+    flags.DEFINE_integer("repeats", repeats, told, lower_bound=2)
 
 
 class Way(NamedTuple):
@@ -59,6 +71,13 @@ def race(ways):
         figures[name]["ms"] = float(np.median(times[name][1:])) / way.units
         figures[name]["least ms"] = min(times[name]) / way.units
     return figures
+
+
+def compare(figures, base):
+    """Adds to figures how long every way takes, or its cycles, as parts of `base`'s."""
+    for row in figures.values():
+        if cost := next((c for c in ("ms", "kilocycles") if c in row), None):
+            row[f"of {base}"] = row[cost] / figures[base][cost]
 
 
 def count_cycles(text):
