@@ -86,7 +86,7 @@ DECODE = [
     *(dataclasses.replace(BASE, B=b) for b in (1, 16, 256)),
     *(dataclasses.replace(BASE, G=g) for g in (1, 8)),
     *(dataclasses.replace(BASE, C=c) for c in (512, 8192)),
-    dataclasses.replace(BASE, D=64),
+    *(dataclasses.replace(BASE, D=d) for d in (64, 96)),
 ]
 BLOCK = [Shape(B=8, T=64), Shape(B=8, T=256), Shape(B=8, T=512), Shape(B=8, T=64, D=64)]
 

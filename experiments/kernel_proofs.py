@@ -1,8 +1,9 @@
 """Attention kernels on the device that is there, held against NumPy in float64.
 
 What `kvjax.attention.kernels` tries before a kernel is used, more widely: group sizes,
-slots, head dims, prefill blocks, dtypes, statistics one by one, empty slots, segments
-under one softmax, repeated runs, and writes fused into the attention.
+slots, head dims, prefill blocks, dtypes, statistics one by one, empty slots, windows
+and capped scores, segments under one softmax, repeated runs, and writes fused into the
+attention.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from kvjax import attention
 from kvjax.attention import backends, ops
 from kvjax.attention.reference import PLAIN
 from kvjax.pallas.common import STATS
-from kvjax.types import UserError
+from kvjax.types import Scoring, UserError
 
 Row = dict[str, Any]
 NAMES = {"gpu": "pallas_gpu", "tpu": "pallas_tpu", "cpu": "pallas_tpu_interpret"}
@@ -38,6 +39,7 @@ class Case:
       stats: that are asked for.
       live: share of the slots that hold a pair; the others hold NaN.
       real: of the T queries of a row; None is drawn, from none to all.
+      scoring: what is done to the scaled products.
       way: how attention is called, of `WAYS`.
     """
 
@@ -51,6 +53,7 @@ class Case:
     stats: tuple[str, ...] = STATS
     live: float = 0.8
     real: int | None = None
+    scoring: Scoring = PLAIN
     way: str = "attend"
 
     def __str__(self):
@@ -84,13 +87,18 @@ def drawn(case: Case, seed: int = 0) -> Arrays:
     return Arrays(q, k, v, *(x.astype(np.int32) for x in (pos, q_pos, n)))
 
 
-def by_numpy(given: Arrays) -> dict[str, np.ndarray]:
+def by_numpy(given: Arrays, scoring: Scoring = PLAIN) -> dict[str, np.ndarray]:
     """The output and all statistics in float64; zeros where a query sees no pair."""
     live = given.pos >= 0
     k, v = (np.where(live[..., None], x, 0).astype(np.float64) for x in given[1:3])
     logits = np.einsum("bkgtd,bkcd->bkgtc", given.q.astype(np.float64), k)
-    seen = live[:, :, None] & (given.pos[:, :, None] <= given.q_pos[:, None, :, None])
-    logits = np.where(seen[:, :, None], logits / np.sqrt(k.shape[-1]), -np.inf)
+    logits /= np.sqrt(k.shape[-1])
+    if cap := scoring.logits_soft_cap:
+        logits = cap * np.tanh(logits / cap)
+    back = given.q_pos[:, None, :, None] - given.pos[:, :, None]  # 0: its own
+    reach = scoring.local_window or np.inf
+    seen = live[:, :, None] & (back >= 0) & (back < reach)
+    logits = np.where(seen[:, :, None], logits, -np.inf)
     weights = np.exp(logits - logits.max(-1, keepdims=True, initial=-1e30))
     weights /= np.maximum(weights.sum(-1, keepdims=True), np.finfo(float).tiny)
     mean = weights.mean(2)  # [B, K, T, C]
@@ -107,12 +115,20 @@ def by_numpy(given: Arrays) -> dict[str, np.ndarray]:
 # --- ways to call ---------------------------------------------------------------------
 
 
-def _attend(given: Arrays, stats: frozenset[str], name: str) -> Row:
-    run = jax.jit(lambda *arrays: ops.attend(*arrays, stats, name))
-    return _found(*run(*given), stats)
+class Call(NamedTuple):
+    """What a call asks for besides its arrays: the last arguments of `ops`."""
+
+    stats: frozenset[str]
+    name: str
+    scoring: Scoring
 
 
-def _segments(given: Arrays, stats: frozenset[str], name: str) -> Row:
+def _attend(given: Arrays, call: Call) -> Row:
+    run = jax.jit(lambda *arrays: ops.attend(*arrays, *call))
+    return _found(*run(*given), call.stats)
+
+
+def _segments(given: Arrays, call: Call) -> Row:
     """The slots in two places."""
     half = given.pos.shape[2] // 2 // 8 * 8
 
@@ -122,44 +138,44 @@ def _segments(given: Arrays, stats: frozenset[str], name: str) -> Row:
             tuple(x[:, :, at] for x in (k, v, pos))
             for at in (slice(half), slice(half, None))
         ]
-        return ops.attend_segments(q, cut, q_pos, n, stats, name)
+        return ops.attend_segments(q, cut, q_pos, n, *call)
 
     whole, seen = run(*given)
     join = lambda stat: np.concatenate([getattr(each, stat) for each in seen], 2)
-    return {"out": attention.normalize(whole), **{s: join(s) for s in stats}}
+    return {"out": attention.normalize(whole), **{s: join(s) for s in call.stats}}
 
 
-def _twice(given: Arrays, stats: frozenset[str], name: str) -> Row:
+def _twice(given: Arrays, call: Call) -> Row:
     """The same call again, for the same bits."""
-    first, second = (_attend(given, stats, name) for _ in range(2))
+    first, second = (_attend(given, call) for _ in range(2))
     for what, value in first.items():
         if np.asarray(value).tobytes() != np.asarray(second[what]).tobytes():
             raise ArithmeticError(f"{what} of two equal calls differs")
     return first
 
 
-def _write(given: Arrays, stats: frozenset[str], name: str) -> Row:
+def _write(given: Arrays, call: Call) -> Row:
     """Every head's pair of slot 5 goes there in the call; the last row's nowhere."""
     q, k, v, pos, q_pos, n = given
-    if not ops.fuses_write(q, k, stats, name, PLAIN):
-        raise UserError(f"{name} leaves the write of these to the layout")
+    if not ops.fuses_write(q, k, *call):
+        raise UserError(f"{call.name} leaves the write of these to the layout")
     slot = np.full(pos.shape[:2], 5, np.int32)
     slot[-1] = pos.shape[2]
     empty = [x.at[:-1, :, 5].set(0) for x in (k, v)]
-    run = jax.jit(lambda *arrays: ops.write_attend(*arrays, stats, name, PLAIN))
+    run = jax.jit(lambda *arrays: ops.write_attend(*arrays, *call))
     new = k[:, :, 5], v[:, :, 5], jnp.asarray(slot)
     partial, seen, *written = run(q, *new, *empty, pos, q_pos, n)
     for what, have, want in zip("kv", written, (k, v), strict=True):
         if np.asarray(have).tobytes() != np.asarray(want).tobytes():
             raise ArithmeticError(f"{what} is not what was to be written")
-    return _found(partial, seen, stats)
+    return _found(partial, seen, call.stats)
 
 
 def _found(partial, seen, stats) -> Row:
     return {"out": attention.normalize(partial), **{s: getattr(seen, s) for s in stats}}
 
 
-WAYS: dict[str, Callable[[Arrays, frozenset[str], str], Row]] = {
+WAYS: dict[str, Callable[[Arrays, Call], Row]] = {
     "attend": _attend,
     "segments": _segments,
     "twice": _twice,
@@ -175,19 +191,19 @@ def prove(case: Case, name: str) -> Row:
 
     A case that the kernel does not take, by its own word, says so in `not taken`.
     """
-    given, stats = drawn(case), frozenset(case.stats)
+    given, call = drawn(case), Call(frozenset(case.stats), name, case.scoring)
     placed = Arrays(*map(jnp.asarray, given))
     row: Row = {"case": str(case), "dtype": case.dtype, "call": case.way}
-    row |= {"statistics": len(stats), "live": case.live}
+    row |= {"statistics": len(case.stats), "live": case.live}
+    row |= {"cap": case.scoring.logits_soft_cap, "window": case.scoring.local_window}
     try:
-        if reason := refused(placed, stats, name):
-            return row | {"not taken": reason}
-        found = WAYS[case.way](placed, stats, name)
+        backends.select_backend(placed.q, placed.k, *call)  # it says what it refuses
+        found = WAYS[case.way](placed, call)
     except UserError as error:
         return row | {"not taken": str(error)}
     except Exception as error:  # whatever a compiler or a device may say
         return row | {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-    wanted = by_numpy(given)
+    wanted = by_numpy(given, case.scoring)
     off = {what: _off(found[what], wanted[what]) for what in found}
     row["output off"] = off.pop("out")
     row["statistics off"] = max(off.values(), default=None)
@@ -196,15 +212,6 @@ def prove(case: Case, name: str) -> Row:
     elif off and row["statistics off"] > ALLOWED_STATISTICS:
         row["error"] = f"{max(off, key=off.get)} is {row['statistics off']:.2g} off"
     return row
-
-
-def refused(given: Arrays, stats: frozenset[str], name: str) -> str | None:
-    """Why the kernel does not take these; None where it does."""
-    try:
-        backends.select_backend(given.q, given.k, stats, name)
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def _off(have: Any, want: np.ndarray) -> float:
@@ -218,6 +225,7 @@ def _off(have: Any, want: np.ndarray) -> float:
 
 BLOCK = Case(B=1, T=64)
 SUBSETS = ((), ("attn_sum",), ("attn_sq_sum", "last_attn"))
+SCORINGS = Scoring(2.0, 0), Scoring(0.0, 40), Scoring(2.0, 40)
 _of = dataclasses.replace
 
 
@@ -230,20 +238,25 @@ GROUPS: dict[str, list[Case]] = {
     "decode": [
         *(Case(G=g) for g in (1, 3, 4, 8)),
         *(Case(C=c) for c in (64, 72, 2048, 8192)),
-        *(Case(D=d, C=512) for d in (64, 256)),
+        *(Case(D=d, C=512) for d in (64, 80, 96, 256)),
         Case(B=16, K=8, C=1024),
     ],
     "prefill block": [
         *(_of(BLOCK, G=g) for g in (1, 3, 4, 8)),
         *(_of(BLOCK, T=t) for t in (100, 128, 512)),
         *(_of(BLOCK, C=c) for c in (64, 136, 2048)),
-        *(_of(BLOCK, D=d, C=512) for d in (64, 256)),
+        *(_of(BLOCK, D=d, C=512) for d in (64, 80, 96, 256)),
         _of(BLOCK, B=4, K=8, C=1024),
     ],
     "statistics": [case for stats in SUBSETS for case in _each(stats=stats)],
     "empty slots": [
         *(case for live in (0.0, 0.01, 1.0) for case in _each(live=live)),
         *_each(real=0),
+    ],
+    "windows and caps": [
+        *(case for s in SCORINGS for case in _each(scoring=s)),
+        *_each(scoring=SCORINGS[-1], D=96),
+        Case(scoring=SCORINGS[-1], C=8192),  # of several segments
     ],
     "float32": [*_each(dtype="float32"), *_each(dtype="float32", D=64, C=512)],
     "calls": [
@@ -254,5 +267,6 @@ GROUPS: dict[str, list[Case]] = {
 TOY_GROUPS = {
     "decode": [Case(C=128, K=1, G=2, live=1.0, way="write")],
     "prefill block": [_of(BLOCK, K=1, G=2, T=8, C=72)],
+    "windows and caps": [Case(C=72, K=1, G=2, scoring=SCORINGS[-1])],
     "calls": [Case(C=128, K=1, G=2, way=way) for way in ("segments", "twice")],
 }

@@ -1,5 +1,6 @@
 """The day on a device: a whole one at toy size, and what becomes of each step."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -24,7 +25,7 @@ from kernel_proofs import Case
 from kvjax.engine import planner
 from kvjax.evaluation import roofline, run
 from kvjax.evaluation.report.records import append_record
-from kvjax.types import UserError
+from kvjax.types import Scoring, UserError
 
 SCRIPT = pathlib.Path(device_day.__file__)
 MACHINE = {"platform": "gpu", "device": "Fast 9", "devices": 1, "memory GB": None}
@@ -145,12 +146,20 @@ def test_a_cpu_is_refused(day, tmp_path, monkeypatch):
 # --- kernels --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [Case(T=1, C=40, D=8), Case(T=6, C=40, D=8, live=0.1)])
+SMALL = Case(C=40, D=8)
+ANSWERED = [
+    SMALL,
+    dataclasses.replace(SMALL, T=6, live=0.1),
+    dataclasses.replace(SMALL, T=6, scoring=Scoring(2.0, 9)),
+]
+
+
+@pytest.mark.parametrize("case", ANSWERED)
 def test_the_answer_in_numpy(case):
     given = kernel_proofs.drawn(case)
     assert np.isnan(given.k[given.pos < 0].astype(float)).all()
-    out, stats = by_hand(*given)
-    answer = kernel_proofs.by_numpy(given)
+    out, stats = by_hand(*given, case.scoring)
+    answer = kernel_proofs.by_numpy(given, case.scoring)
     np.testing.assert_allclose(answer.pop("out"), out, atol=1e-12)
     for name, value in answer.items():
         np.testing.assert_allclose(value, stats[name], atol=1e-12, err_msg=name)
