@@ -64,11 +64,11 @@ def get_config(more: str = "") -> ConfigDict:
                     "policy": "key_diff",
                 },
                 {
-                    "name": "Batch-Max, KeyDiff, heads by need",
+                    "name": "Batch-Max, retrieval heads",
                     "batch_rule": "search",
-                    "policy": "key_diff",
+                    "policy": "kvjax.policies:retrieval_heads",
                     "pinned": (4, 16),
-                    "budget_rule": {"name": "calibrated", "floor": 128},  # 2 p
+                    "budget_rule": {"name": "calibrated", "even": 0.25, "floor": 128},
                 },
             ),
             "tasks": tuple(
