@@ -114,7 +114,7 @@ def test_the_papers_procedure():
 
 @pytest.mark.model
 def test_the_search_on_a_cpu(smollm2):
-    """Room for three prompts of the full cache; one row's heads differ."""
+    """Less room than for four prompts' full cache; one row's heads differ."""
     path, spec = CONFIGS / "batch_max" / "search.py", smollm2.spec
     asked = run.from_config(config_of(path).to_dict(), {})
     sought = of_rule(asked, "search")
@@ -122,12 +122,11 @@ def test_the_search_on_a_cpu(smollm2):
     assert told == [(128, 2999)] * 3
     kept = search.at(sought[-1], 1024).cache_config(spec, 3000)
     assert len(set(kept.head_budgets(spec))) > 2 and kept.policy.num_pinned == 20
-    job = throughput._job(smollm2, asked.methods[0], 3000, 128)
+    job = throughput._job(smollm2, asked.methods[0], 3000, 512)
     row, weights = max(planner.state_bytes(job).values()), planner.weights_bytes(job)
     assert weights + 3 * row < asked.memory_gb * 1e9 < weights + 4 * row
-    more = run.from_config(config_of(path, "multi_news").to_dict(), {})
-    assert more.tasks == (*asked.tasks, more.tasks[-1])
-    assert more.tasks[-1].name == "multi_news"
+    (other,) = run.from_config(config_of(path, "multi_news").to_dict(), {}).tasks
+    assert (other.name, other.num_examples) == ("multi_news", 12)
 
 
 def test_the_papers_batches():

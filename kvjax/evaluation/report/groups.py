@@ -439,12 +439,16 @@ def _columns(answers: pd.DataFrame) -> list[str]:
 
 
 class Throughput(NamedTuple):
-    """Throughput records that share model, device, memory limit and prompts."""
+    """Throughput records that share model, device, memory limit and prompts.
+
+    `tasks` names those that the prompts are of, none where records do not say.
+    """
 
     model: str
     device: str
     memory_bytes: int | None
     prompt_tokens: int | None
+    tasks: tuple[str, ...]
     sources: list[Source]
     records: list[Record]
 
@@ -470,6 +474,7 @@ def throughput_groups(sources: Iterable[Source]) -> list[Throughput]:
             text(named.get("device")),
             record.get("memory_bytes"),
             record.get("prompt_tokens"),
+            tuple(named.get("tasks") or ()),
         )
 
     groups = _grouped(sources, lambda r: r["experiment"] == "throughput", key)
