@@ -17,7 +17,6 @@ Prints a table, writes it and a plot to --workdir, and ends with one JSON line.
 """
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import pathlib
@@ -32,7 +31,9 @@ import targets
 from absl import flags
 
 from kvjax import attention
-from kvjax.pallas import gpu, tpu
+from kvjax.attention.stored import Stored, decoded
+from kvjax.cache import codecs
+from kvjax.pallas import tpu
 from kvjax.types import UserError
 
 FLAGS = flags.FLAGS
@@ -43,7 +44,7 @@ REPEATS = 30  # timed runs per kernel
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One call: T = 1 is decode, more a prefill block. bfloat16."""
+    """One call: T = 1 is decode, more a prefill block. bfloat16, or codes of it."""
 
     B: int = 64
     K: int = 8
@@ -51,27 +52,40 @@ class Shape:
     T: int = 1
     C: int = 2048
     D: int = 128
+    codec: str = ""
 
     def __str__(self):
-        return " ".join(f"{k}={v}" for k, v in dataclasses.asdict(self).items())
+        sizes = dataclasses.asdict(self)
+        codec = sizes.pop("codec")
+        return " ".join(
+            [*(f"{k}={v}" for k, v in sizes.items()), *filter(None, [codec])]
+        )
 
     @property
     def arrays(self):
-        """Shapes of q, k, v, pos, q_pos, n."""
+        """Shapes of q, k, v, pos, q_pos, n; k and v may be stored."""
         pairs = (self.B, self.K, self.C, self.D)
         array = jax.ShapeDtypeStruct
+        kv = array(pairs, jnp.bfloat16)
         return (
             array((self.B, self.K, self.G, self.T, self.D), jnp.bfloat16),
-            array(pairs, jnp.bfloat16),
-            array(pairs, jnp.bfloat16),
+            *jax.eval_shape(self.stored, kv, kv),
             array(pairs[:3], jnp.int32),
             array((self.B, self.T), jnp.int32),
             array((self.B,), jnp.int32),
         )
 
+    def stored(self, k, v):
+        """Keys and values as attention is given them."""
+        if not self.codec:
+            return k, v
+        codec = codecs.make(self.codec)
+        pairs = (k, codec.key), (v, codec.value)
+        return tuple(Stored(t.encode(x), t, x.shape, x.dtype) for x, t in pairs)
+
     def bytes(self, stats=()) -> int:
         """What has to cross the memory bus at least once."""
-        moved = sum(x.size * x.dtype.itemsize for x in self.arrays)
+        moved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.arrays))
         queries = self.B * self.K * self.G * self.T
         return moved + 4 * queries * (self.D + 2) + 4 * len(stats) * self.arrays[3].size
 
@@ -87,6 +101,8 @@ DECODE = [
     *(dataclasses.replace(BASE, G=g) for g in (1, 8)),
     *(dataclasses.replace(BASE, C=c) for c in (512, 8192)),
     *(dataclasses.replace(BASE, D=d) for d in (64, 96)),
+    *(dataclasses.replace(BASE, codec=c) for c in ("int8", "k8v4", "int4")),
+    *(dataclasses.replace(BASE, D=64, codec=c) for c in ("int8", "int4")),
 ]
 BLOCK = [Shape(B=8, T=64), Shape(B=8, T=256), Shape(B=8, T=512), Shape(B=8, T=64, D=64)]
 
@@ -145,10 +161,12 @@ def predicted(target, shape):
     chip = targets.CHIPS[target.partition(":")[2]]
     row, *whole = {}, 0.0, 0.0
     tiles = _tiles(targets.device(target).device_kind)
-    grid = tpu.grid(*shape.arrays[:2], tiles)
+    grid = tpu.grid(*map(as_read, shape.arrays[:3]), tiles)
     for i, stats in enumerate((frozenset(), SCORED)):
         name = "scored" if stats else "plain"
-        run = functools.partial(tpu.attend, stats=stats, tiles=tiles)
+        run = lambda q, k, v, *rest, stats=stats: tpu.attend(
+            *(q, as_read(k), as_read(v), *rest), stats=stats, tiles=tiles
+        )
         step, edges = targets.scheduled_cycles(target, tpu.NAME, run, *shape.arrays)
         cycles = np.prod(grid[:3]) * (step * grid[3] + edges)
         floor = shape.bytes(stats) / chip.bandwidth * chip.clock
@@ -166,14 +184,20 @@ def predicted(target, shape):
 
 def compiled(target, shape):
     """What a compiler says of a kernel that cannot be run: its temporary memory."""
-    module = gpu if target.startswith("cuda") else tpu
+    kernel = "pallas_gpu" if target.startswith("cuda") else "pallas_tpu"
     row = {}
     for name, stats in (("plain", frozenset()), ("scored", SCORED)):
-        run = functools.partial(module.attend, stats=stats)
+        run = by(kernel, stats)
         memory = targets.compile_for(target, run, *shape.arrays).memory_analysis()
         row[f"{name} temporary MiB"] = memory.temp_size_in_bytes / 2**20
-    row["K and V MiB"] = 2 * shape.arrays[1].size * 2 / 2**20
+    moved = jax.tree.leaves(shape.arrays[1:3])
+    row["K and V MiB"] = sum(x.size * x.dtype.itemsize for x in moved) / 2**20
     return row
+
+
+def as_read(pairs):
+    """Codes out of what is stored; whatever else there is, as it is."""
+    return pairs.codes if isinstance(pairs, Stored) else pairs
 
 
 def _tiles(kind):
@@ -213,14 +237,6 @@ def timed(shapes, repeats=REPEATS):
 def ways():
     """Ours and the rivals, as functions of q, k, v, pos, q_pos, n."""
     ours = f"pallas_{'gpu' if jax.default_backend() == 'gpu' else 'tpu'}"
-
-    def by(name, stats=frozenset()):
-        def way(*arrays):
-            partial, seen = attention.attend(*arrays, stats, name)
-            return attention.normalize(partial), seen.attn_sum
-
-        return way
-
     found = {"plain": by(ours), "scored": by(ours, SCORED)}
     found |= {"reference": by("reference"), "reference scored": by("reference", SCORED)}
     found["xla"] = by("xla")
@@ -231,12 +247,23 @@ def ways():
     return found
 
 
+def by(name, stats=frozenset()):
+    """An implementation as a function of a shape's arrays."""
+
+    def way(*arrays):
+        partial, seen = attention.attend(*arrays, stats, name)
+        return attention.normalize(partial), seen.attn_sum
+
+    return way
+
+
 def tokamax(q, k, v, pos, q_pos, n):
     """tokamax's attention with our mask; it wants heads after slots."""
     import tokamax as library
 
     del n
     b, heads, group, length, depth = q.shape
+    k, v = decoded(k), decoded(v)
     q = jnp.moveaxis(q, 3, 1).reshape(b, length, heads * group, depth)
     k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     seen = (pos[:, :, None] >= 0) & (pos[:, :, None] <= q_pos[:, None, :, None])
@@ -250,10 +277,14 @@ def random_arguments(shape):
     @jax.jit
     def make():
         keys = jax.random.split(jax.random.key(0), 3)
-        floats = [
-            jax.random.normal(key, x.shape, x.dtype)
-            for key, x in zip(keys, shape.arrays, strict=False)
-        ]
+        pairs = (shape.B, shape.K, shape.C, shape.D)
+        q, k, v = (
+            jax.random.normal(key, size, jnp.bfloat16)
+            for key, size in zip(
+                keys, (shape.arrays[0].shape, pairs, pairs), strict=True
+            )
+        )
+        floats = q, *shape.stored(k, v)
         pos = jnp.broadcast_to(jnp.arange(shape.C), shape.arrays[3].shape)
         start = shape.C - shape.T
         q_pos = jnp.broadcast_to(start + jnp.arange(shape.T), (shape.B, shape.T))

@@ -2,8 +2,8 @@
 
 What `kvjax.attention.kernels` tries before a kernel is used, more widely: group sizes,
 slots, head dims, prefill blocks, dtypes, statistics one by one, empty slots, windows
-and capped scores, segments under one softmax, repeated runs, and writes fused into the
-attention.
+and capped scores, segments under one softmax, repeated runs, writes fused into the
+attention, and pairs in the place of which their codes are read.
 """
 
 import dataclasses
@@ -17,6 +17,9 @@ import numpy as np
 from kvjax import attention
 from kvjax.attention import backends, ops
 from kvjax.attention.reference import PLAIN
+from kvjax.attention.stored import Stored
+from kvjax.cache import codecs
+from kvjax.cache.codecs import Codec
 from kvjax.pallas.common import STATS
 from kvjax.types import Scoring, UserError
 
@@ -40,6 +43,7 @@ class Case:
       live: share of the slots that hold a pair; the others hold NaN.
       real: of the T queries of a row; None is drawn, from none to all.
       scoring: what is done to the scaled products.
+      codec: that stores keys and values; none for "".
       way: how attention is called, of `WAYS`.
     """
 
@@ -54,10 +58,12 @@ class Case:
     live: float = 0.8
     real: int | None = None
     scoring: Scoring = PLAIN
+    codec: str = ""
     way: str = "attend"
 
     def __str__(self):
-        return " ".join(f"{axis}={getattr(self, axis)}" for axis in "BKGTCD")
+        shape = " ".join(f"{axis}={getattr(self, axis)}" for axis in "BKGTCD")
+        return f"{shape} {self.codec}".rstrip()
 
 
 class Arrays(NamedTuple):
@@ -85,6 +91,18 @@ def drawn(case: Case, seed: int = 0) -> Arrays:
     most = rng.integers(0, case.T + 1, case.B)
     n = most if case.real is None else np.full(case.B, case.real)
     return Arrays(q, k, v, *(x.astype(np.int32) for x in (pos, q_pos, n)))
+
+
+def stored(given: Arrays, codec: Codec) -> tuple[Arrays, Arrays]:
+    """Pairs as the codec stores them, on the device; and what they stand for."""
+    tensors = codec.key, codec.value
+    pairs = [jnp.asarray(x) for x in given[1:3]]
+    both = zip(tensors, pairs, strict=True)
+    coded = [Stored(t.encode(x), t, x.shape, x.dtype) for t, x in both]
+    exact = [np.asarray(x.codec.decode(x.arrays, jnp.dtype("float32"))) for x in coded]
+    return given._replace(k=coded[0], v=coded[1]), given._replace(
+        k=exact[0], v=exact[1]
+    )
 
 
 def by_numpy(given: Arrays, scoring: Scoring = PLAIN) -> dict[str, np.ndarray]:
@@ -157,7 +175,7 @@ def _twice(given: Arrays, call: Call) -> Row:
 def _write(given: Arrays, call: Call) -> Row:
     """Every head's pair of slot 5 goes there in the call; the last row's nowhere."""
     q, k, v, pos, q_pos, n = given
-    if not ops.fuses_write(q, k, *call):
+    if not ops.fuses_write(q, k, v, *call):
         raise UserError(f"{call.name} leaves the write of these to the layout")
     slot = np.full(pos.shape[:2], 5, np.int32)
     slot[-1] = pos.shape[2]
@@ -192,7 +210,10 @@ def prove(case: Case, name: str) -> Row:
     A case that the kernel does not take, by its own word, says so in `not taken`.
     """
     given, call = drawn(case), Call(frozenset(case.stats), name, case.scoring)
-    placed = Arrays(*map(jnp.asarray, given))
+    placed = given
+    if case.codec:
+        placed, given = stored(given, codecs.make(case.codec))
+    placed = jax.tree.map(jnp.asarray, placed)
     row: Row = {"case": str(case), "dtype": case.dtype, "call": case.way}
     row |= {"statistics": len(case.stats), "live": case.live}
     row |= {"cap": case.scoring.logits_soft_cap, "window": case.scoring.local_window}
@@ -225,6 +246,7 @@ def _off(have: Any, want: np.ndarray) -> float:
 
 BLOCK = Case(B=1, T=64)
 SUBSETS = ((), ("attn_sum",), ("attn_sq_sum", "last_attn"))
+CODECS = "int8", "int4", "int2", "fp8", "k8v4", "int4_rotated"
 SCORINGS = Scoring(2.0, 0), Scoring(0.0, 40), Scoring(2.0, 40)
 _of = dataclasses.replace
 
@@ -258,6 +280,11 @@ GROUPS: dict[str, list[Case]] = {
         *_each(scoring=SCORINGS[-1], D=96),
         Case(scoring=SCORINGS[-1], C=8192),  # of several segments
     ],
+    "codes": [
+        *(case for codec in CODECS for case in _each(codec=codec)),
+        *_each(codec="int4", D=64, scoring=SCORINGS[-1]),
+        Case(codec="int8", C=8192),
+    ],
     "float32": [*_each(dtype="float32"), *_each(dtype="float32", D=64, C=512)],
     "calls": [
         *(case for way in ("segments", "twice") for case in _each(way=way, C=776)),
@@ -268,5 +295,6 @@ TOY_GROUPS = {
     "decode": [Case(C=128, K=1, G=2, live=1.0, way="write")],
     "prefill block": [_of(BLOCK, K=1, G=2, T=8, C=72)],
     "windows and caps": [Case(C=72, K=1, G=2, scoring=SCORINGS[-1])],
+    "codes": [Case(C=128, K=1, G=2, codec="k8v4")],
     "calls": [Case(C=128, K=1, G=2, way=way) for way in ("segments", "twice")],
 }

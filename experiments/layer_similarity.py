@@ -219,7 +219,7 @@ def _prefill(model, rule: budgets.BudgetRule, prompt):
     given = jnp.asarray(tokens), jnp.asarray([len(prompt)], jnp.int32)
 
     def run():
-        state = compiled.init_state(job, job.prefill_capacity)
+        state = compiled.init_state(job, is_prefill=True)
         jax.block_until_ready(state)
         start = time.perf_counter()
         done = steps.prefill(

@@ -106,7 +106,9 @@ def nearly_full(spec, config, rows, room, dtype="bfloat16"):
 
     def fill(index, layer):
         keys = jax.random.split(jax.random.key(index))
-        k, v = (jax.random.normal(key, layer.k.shape, dtype) for key in keys)
+        shape = *layer.positions.shape, spec.head_dim
+        k, v = (jax.random.normal(key, shape, dtype) for key in keys)
+        k, v = layer.codec.key.encode(k), layer.codec.value.encode(v)
         slot = jnp.arange(layer.positions.shape[2], dtype=jnp.int32)
         held = jnp.where(slot < slot.size - room, slot, -1)[None, None]
         positions = jnp.broadcast_to(held, layer.positions.shape)

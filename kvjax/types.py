@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, BFloat16, Float, Int, Integer
 
 PyTree = Any
 EMPTY = -1  # the position of an empty slot
@@ -213,6 +213,21 @@ class Partial(NamedTuple):
     out: Float[Array, "B K G T D"]
     max_logit: Float[Array, "B K G T"]
     denominator: Float[Array, "B K G T"]
+
+
+class Codes(NamedTuple):
+    """Whole numbers, and the scales of N groups of neighbouring channels.
+
+    Attributes:
+      codes: int8[B, K, C, D]; of fewer bits uint8[B, K, C, D bits / 8], the first
+        channels in the lowest bits, 2^(bits - 1) above the number that is meant.
+      scale: the step of every group; NaN if it held anything that is no number.
+      centre: the middle of every group; None on a grid around 0.
+    """
+
+    codes: Integer[Array, "B K C P"]
+    scale: BFloat16[Array, "B K C N"]
+    centre: BFloat16[Array, "B K C N"] | None = None
 
 
 class Scoring(NamedTuple):

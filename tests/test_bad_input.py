@@ -1,6 +1,5 @@
 """Every mistake ends in one line that names the value and the remedy, early."""
 
-
 import numpy as np
 import pytest
 from conftest import tiny_spec

@@ -1,7 +1,7 @@
 """Which attention runs: a table of backends, and the choice among them.
 
     reference     plain jax.numpy, on every platform
-    tiles         the same in pieces that a CPU's cache holds; for prompts
+    tiles         the same in pieces that a CPU's cache holds; for prompts and codes
     xla, cudnn    `jax.nn.dot_product_attention`: no statistics
     pallas_tpu    one pass over the pairs, statistics added up on the way
     pallas_gpu    the same for Hopper GPUs
@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from kvjax.attention import kernels, library, reference
 from kvjax.attention.reference import PLAIN
+from kvjax.attention.stored import Pairs, Stored
 from kvjax.pallas.common import device, not_hopper
 from kvjax.registry import Registry
 from kvjax.types import Observation, Partial, Scoring, UserError
@@ -33,20 +34,21 @@ class Backend(NamedTuple):
     Attributes:
       name: what configs and callers call it.
       attend: (q, k, v, pos, q_pos, n, stats, scoring) -> attention and observation, as
-        `kvjax.attention.attend` has them; `stats` are some of `ATTENTION_STATS`.
+        `kvjax.attention.attend` has them; `stats` are some of `ATTENTION_STATS`, and k
+        and v may be `kvjax.attention.stored.Stored`.
       attention_stats: (q, k, pos, q_pos, n, whole, stats, scoring) -> observation, as
         `kvjax.attention.attention_stats`.
       write_attend: (q, new_k, new_v, slot, k, v, pos, q_pos, n, stats, scoring) ->
         attention, observation, k, v, as `kvjax.attention.write_attend`; None where the
         layout is to write first.
-      write_grain: head dim -> what the number of slots has to be a multiple of for
-        `write_attend`.
+      write_grain: keys or values -> what the number of slots has to be a multiple of
+        for `write_attend`; None where it cannot write them as they are stored.
       platform: the only one that it runs on: tpu, gpu or cpu; None for any.
       device_reason: device kind -> why it cannot run on such a device of its platform,
         or None. Told once a process where another runs instead.
       unsupported_reason: (q, k, stats, scoring) -> why it cannot take them, or None.
         Decided from shapes, dtypes and the device alone, while tracing.
-      priority: queries -> its rank where nobody is named: of those that can run, the
+      priority: (q, k) -> its rank where nobody is named: of those that can run, the
         highest does. `BY_NAME` is never chosen.
       self_test: head dim -> what is wrong with its answers on this device, or None.
         Asked once a process, before it is chosen without being named.
@@ -56,13 +58,13 @@ class Backend(NamedTuple):
     attend: Callable[..., tuple[Partial, Observation]]
     attention_stats: Callable[..., Observation] = reference.attention_stats
     write_attend: Callable[..., tuple] | None = None
-    write_grain: Callable[[int], int] = lambda head_dim: 1
+    write_grain: Callable[[Pairs], int | None] = lambda pairs: 1
     platform: str | None = None
     device_reason: Callable[[str], str | None] = lambda kind: None
     unsupported_reason: Callable[
         [Array, Array, frozenset[str], Scoring], str | None
     ] = lambda *_: None
-    priority: Callable[[Array], int] = lambda q: BY_NAME
+    priority: Callable[[Array, Pairs], int] = lambda q, k: BY_NAME
     self_test: Callable[[int], str | None] = lambda head_dim: None
 
 
@@ -87,7 +89,7 @@ def check_name(implementation: str | None) -> None:
 
 def select_backend(
     q: Array,
-    k: Array,
+    k: Pairs,
     stats: frozenset[str],
     implementation: str | None,
     scoring: Scoring = PLAIN,
@@ -109,7 +111,7 @@ def select_backend(
     if implementation is None:
         return next(
             backend
-            for backend in _by_priority(q)
+            for backend in _by_priority(q, k)
             if _runs_here(backend)
             and not backend.unsupported_reason(q, k, stats, scoring)
             and _works(backend, k.shape[3])
@@ -123,10 +125,10 @@ def select_backend(
     return backend
 
 
-def _by_priority(q: Array) -> list[Backend]:
-    """Those that may run without being named, the best for these queries first."""
+def _by_priority(q: Array, k: Pairs) -> list[Backend]:
+    """Those that may run without being named, the best for these arrays first."""
     every = [BACKENDS.make(name) for name in BACKENDS.names()]
-    priority = lambda backend: backend.priority(q)
+    priority = lambda backend: backend.priority(q, k)
     return sorted(filter(priority, every), key=priority, reverse=True)
 
 
@@ -189,24 +191,30 @@ def _tried(backend: Backend, head_dim: int) -> bool:
     return not wrong
 
 
+def _tiles_first(q: Array, k: Pairs) -> int:
+    """On a CPU for prompts, and where pairs have to be decoded."""
+    pieces = q.shape[3] > 1 or isinstance(k, Stored)
+    return 2 * (device().platform == "cpu" and pieces)
+
+
 _TPU = kernels.Kernels("kvjax.pallas.tpu", writes=True)
 _GPU = kernels.Kernels("kvjax.pallas.gpu")
 
 for _backend in (
-    Backend("reference", reference.attend, priority=lambda q: 1),
+    Backend("reference", reference.attend, priority=lambda q, k: 1),
     Backend(
         "tiles",
         reference.attend_in_tiles,
-        priority=lambda q: 2 * (device().platform == "cpu" and q.shape[3] > 1),
+        priority=_tiles_first,
     ),
     Backend("xla", **library.functions("xla")),
     Backend("cudnn", platform="gpu", **library.functions("cudnn")),
-    Backend("pallas_tpu", platform="tpu", priority=lambda q: 3, **_TPU.functions()),
+    Backend("pallas_tpu", platform="tpu", priority=lambda q, k: 3, **_TPU.functions()),
     Backend(
         "pallas_gpu",
         platform="gpu",
         device_reason=not_hopper,
-        priority=lambda q: 3,
+        priority=lambda q, k: 3,
         **_GPU.functions(),
     ),
     Backend("pallas_tpu_interpret", **_TPU.interpreted().functions()),

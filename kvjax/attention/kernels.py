@@ -17,8 +17,9 @@ import numpy as np
 from jaxtyping import Array
 
 from kvjax.attention.reference import NO_STATS, PLAIN
+from kvjax.attention.stored import Pairs, Stored, decoded
 from kvjax.pallas.common import Scored, device
-from kvjax.types import Observation, Partial, Scoring
+from kvjax.types import Codes, Observation, Partial, Scoring
 
 TOLERATED = 0.05  # of a right answer, whose numbers are about 1 and rounded to bfloat16
 
@@ -67,6 +68,7 @@ class Kernels:
         self, q, k, v, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
     ) -> tuple[Partial, Observation]:
         """See `kvjax.attention.attend`."""
+        k, v = self._readable(k), self._readable(v)
         found = self._run("attend", stats, scoring, q, k, v, pos, q_pos, n)
         return _in_words(found, n, q_pos)
 
@@ -74,6 +76,7 @@ class Kernels:
         self, q, k, pos, q_pos, n, whole: Partial, stats, scoring: Scoring
     ) -> Observation:
         """See `kvjax.attention.attention_stats`."""
+        k = self._readable(k)
         given = q, k, pos, q_pos, n, whole.max_logit, whole.denominator
         found = self._run("attention_stats", stats, scoring, *given)
         return Observation(num_tokens=n, positions=q_pos, **found)
@@ -82,13 +85,26 @@ class Kernels:
         self, q, new_k, new_v, slot, k, v, pos, q_pos, n, stats, scoring: Scoring
     ) -> tuple[Partial, Observation, Array, Array]:
         """See `kvjax.attention.write_attend`."""
+        k, v = self._readable(k), self._readable(v)
         given = q, new_k, new_v, slot, k, v, pos, q_pos, n
         found, k, v, *_ = self._run("write_attend", stats, scoring, *given)
         return *_in_words(found, n, q_pos), k, v
 
-    def write_grain(self, head_dim: int) -> int:
-        """Slots that a fused write needs a multiple of."""
-        return self._load().write_grain(head_dim)
+    def write_grain(self, pairs: Pairs) -> int | None:
+        """Slots that a fused write needs a multiple of; None if it writes none such."""
+        shown = self._readable_form(pairs)
+        return self._load().write_grain(shown) if shown is not None else None
+
+    def _readable(self, pairs: Pairs) -> Array | Codes:
+        """Keys or values as the kernels take them: codes, where they know such."""
+        shown = self._readable_form(pairs)
+        return decoded(pairs) if shown is None else shown
+
+    def _readable_form(self, pairs: Pairs) -> Array | Codes | None:
+        """The arrays themselves, or their codes; None if neither can be read."""
+        if not isinstance(pairs, Stored):
+            return pairs
+        return pairs.codes if hasattr(self._load(), "CODES") else None
 
     def _load(self) -> ModuleType:
         return importlib.import_module(self.module)

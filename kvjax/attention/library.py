@@ -9,6 +9,7 @@ from einops import rearrange
 from jaxtyping import Array
 
 from kvjax.attention.reference import plain_only, visible
+from kvjax.attention.stored import decoded
 from kvjax.types import Observation, Partial, Scoring
 
 
@@ -38,6 +39,7 @@ def attend(
 
     Its normalised output is a partial one whose weights sum to 1.
     """
+    k, v = decoded(k), decoded(v)
     flat = lambda x: rearrange(x, "b k g t d -> b t (k g) d")
     seen = jnp.broadcast_to(visible(pos, q_pos), (*q.shape[:4], k.shape[2]))
     with jax.numpy_dtype_promotion("standard"):  # it mixes dtypes inside

@@ -6,17 +6,18 @@ What it means is in `kvjax.attention.reference`, and what runs in
 
 import functools
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.attention.backends import select_backend
 from kvjax.attention.reference import NO_STATS, PLAIN, merge
+from kvjax.attention.stored import Pairs, Stored, turned, unturned
 from kvjax.types import ATTENTION_STATS, Observation, Partial, Scoring
 
 
 def attend(
     q: Float[Array, "B K G T D"],
-    k: Float[Array, "B K C D"],
-    v: Float[Array, "B K C D"],
+    k: Float[Array, "B K C D"] | Stored,
+    v: Float[Array, "B K C D"] | Stored,
     pos: Int[Array, "B K C"],
     q_pos: Int[Array, "B T"],
     n: Int[Array, "B"],
@@ -31,8 +32,8 @@ def attend(
 
     Args:
       q: queries.
-      k: keys, one per slot.
-      v: values, one per slot.
+      k: keys, one per slot; as numbers, or as they are stored.
+      v: values, one per slot; likewise.
       pos: position of each slot's pair, -1 for an empty slot.
       q_pos: position of each query.
       n: how many of a row's T queries are real; the others are padding at the end.
@@ -51,16 +52,20 @@ def attend(
     """
     stats = stats & ATTENTION_STATS
     backend = select_backend(q, k, stats, implementation, scoring)
-    return backend.attend(q, k, v, pos, q_pos, n, stats, scoring)
+    k, turn = unturned(k)
+    v, back = unturned(v)
+    q = turned(q, turn)
+    partial, seen = backend.attend(q, k, v, pos, q_pos, n, stats, scoring)
+    return _turned_back(partial, back), seen
 
 
 def write_attend(
     q: Float[Array, "B K G 1 D"],
-    new_k: Float[Array, "B K D"],
-    new_v: Float[Array, "B K D"],
+    new_k: Shaped[Array, "B K P"],
+    new_v: Shaped[Array, "B K P"],
     slot: Int[Array, "B K"],
-    k: Float[Array, "B K C D"],
-    v: Float[Array, "B K C D"],
+    k: Float[Array, "B K C D"] | Stored,
+    v: Float[Array, "B K C D"] | Stored,
     pos: Int[Array, "B K C"],
     q_pos: Int[Array, "B 1"],
     n: Int[Array, "B"],
@@ -70,19 +75,25 @@ def write_attend(
 ) -> tuple[Partial, Observation, Array, Array]:
     """`attend` for one query per row, with the write of its own pair fused in.
 
-    Only where `fuses_write` says so. `pos` has the new pairs' positions already; a slot
-    of C or more is not written. Returns K and V as well, in the same buffers.
+    Only where `fuses_write` says so. `pos` has the new pairs' positions already, and
+    stored pairs their scales: what is written are keys and values, or their codes. A
+    slot of C or more is not written. Returns these arrays of K and V as well, in the
+    same buffers.
     """
     stats = stats & ATTENTION_STATS
     backend = select_backend(q, k, stats, implementation, scoring)
-    return backend.write_attend(
-        q, new_k, new_v, slot, k, v, pos, q_pos, n, stats, scoring
+    k, turn = unturned(k)
+    v, back = unturned(v)
+    partial, seen, *pairs = backend.write_attend(
+        turned(q, turn), new_k, new_v, slot, k, v, pos, q_pos, n, stats, scoring
     )
+    return _turned_back(partial, back), seen, *pairs
 
 
 def fuses_write(
     q: Array,
-    k: Array,
+    k: Pairs,
+    v: Pairs,
     stats: frozenset[str],
     implementation: str | None,
     scoring: Scoring,
@@ -92,7 +103,8 @@ def fuses_write(
     backend = select_backend(q, k, stats, implementation, scoring)
     if q.shape[3] > 1 or backend.write_attend is None:
         return False
-    return k.shape[2] % backend.write_grain(k.shape[3]) == 0
+    grains = backend.write_grain(k), backend.write_grain(v)
+    return all(grain and k.shape[2] % grain == 0 for grain in grains)
 
 
 def attend_segments(
@@ -136,7 +148,7 @@ def attend_segments(
 
 def attention_stats(
     q: Float[Array, "B K G T D"],
-    k: Float[Array, "B K C D"],
+    k: Float[Array, "B K C D"] | Stored,
     pos: Int[Array, "B K C"],
     q_pos: Int[Array, "B T"],
     n: Int[Array, "B"],
@@ -162,4 +174,13 @@ def attention_stats(
     if not stats:
         return Observation(num_tokens=n, positions=q_pos)
     backend = select_backend(q, k, stats, implementation, scoring)
+    k, turn = unturned(k)
+    q = turned(q, turn)
     return backend.attention_stats(q, k, pos, q_pos, n, whole, stats, scoring)
+
+
+def _turned_back(partial: Partial, back: Array | None) -> Partial:
+    """The output of values that were stored turned by `back`."""
+    return (
+        partial if back is None else partial._replace(out=turned(partial.out, back.T))
+    )

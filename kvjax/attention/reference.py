@@ -12,19 +12,21 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.attention.stored import Stored, decoded
 from kvjax.pallas.common import LOWEST, NEVER
 from kvjax.types import ATTENTION_STATS, EMPTY, Observation, Partial, Scoring
 
 NO_STATS: frozenset[str] = frozenset()
 PLAIN = Scoring()  # the softmax and nothing else
 TILE = 128  # slots at a time where no statistics are asked for
-PIECE = 5 << 20  # bytes of logits at a time where some are
+PIECE = 5 << 20  # bytes of logits, and of decoded pairs, at a time where some are
 
 
 def attend(
     q, k, v, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
 ) -> tuple[Partial, Observation]:
     """All slots at once; see `kvjax.attention.attend`."""
+    k, v = decoded(k), decoded(v)
     logits = _masked_logits(q, k, pos, q_pos, scoring)
     max_logit = jnp.max(logits, axis=-1)
     p = jnp.exp(logits - jnp.maximum(max_logit, LOWEST)[..., None])
@@ -42,7 +44,8 @@ def attend_in_tiles(
     """`attend` in pieces whose logits stay in a processor's cache.
 
     Without statistics, some slots at a time, and only as far as slots are in use; with
-    them, all slots of some rows, as their softmax has to be known.
+    them, all slots of some rows, as their softmax has to be known. Stored pairs are
+    decoded piece by piece too.
     """
     cut = _over_rows if stats else _over_slots
     partial, found = cut(q, k, v, pos, q_pos, n, stats, scoring)
@@ -53,7 +56,7 @@ def attention_stats(
     q, k, pos, q_pos, n, whole: Partial, stats: frozenset[str], scoring: Scoring
 ) -> Observation:
     """The statistics alone; see `kvjax.attention.attention_stats`."""
-    logits = _masked_logits(q, k, pos, q_pos, scoring)
+    logits = _masked_logits(q, decoded(k), pos, q_pos, scoring)
     p = jnp.exp(logits - jnp.maximum(whole.max_logit, LOWEST)[..., None])
     return _observed(p, whole.denominator, n, q_pos, stats)
 
@@ -71,8 +74,8 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def normalize(partial: Partial) -> Float[Array, "B K G T D"]:
-    """The attention output, float32; zero where a query saw no key."""
-    seen = partial.denominator > 0
+    """The attention output, float32; zero where a query saw no key, NaN stays NaN."""
+    seen = partial.denominator != 0
     return jnp.where(
         seen[..., None],
         partial.out / jnp.where(seen, partial.denominator, 1.0)[..., None],
@@ -106,7 +109,11 @@ def _over_rows(q, k, v, pos, q_pos, n, stats, scoring):
 
     given = q, k, v, pos, q_pos, n
     batch, *others = q.shape[:4]
-    rows = max(1, PIECE // (4 * math.prod(others) * k.shape[2]))
+    slots = k.shape[2]
+    piece = 4 * math.prod(others) * slots
+    coded = sum(isinstance(pairs, Stored) for pairs in (k, v))
+    piece += 4 * coded * others[0] * slots * q.shape[4]
+    rows = max(1, PIECE // piece)
     passes = -(-batch // rows)
     if passes == 1:
         return some(*given)
@@ -114,7 +121,8 @@ def _over_rows(q, k, v, pos, q_pos, n, stats, scoring):
 
     def a_pass(i, found):
         start = jnp.minimum(i * rows, batch - rows)  # the last one may repeat some rows
-        part = some(*(lax.dynamic_slice_in_dim(x, start, rows) for x in given))
+        cut = lambda x: lax.dynamic_slice_in_dim(x, start, rows)
+        part = some(*jax.tree.map(cut, given))
         put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, axis=0)
         return jax.tree.map(put, found, part)
 
@@ -135,7 +143,8 @@ def _over_slots(q, k, v, pos, q_pos, n, stats, scoring):
         start = jnp.minimum(i * TILE, slots - TILE)
         cut = lambda x: lax.dynamic_slice_in_dim(x, start, TILE, axis=2)
         fresh = start + jnp.arange(TILE) >= i * TILE  # the last tile may repeat some
-        some = cut(k), cut(v), jnp.where(fresh, cut(pos), EMPTY)
+        pairs = jax.tree.map(cut, (k, v))
+        some = *pairs, jnp.where(fresh, cut(pos), EMPTY)
         return merge(done, attend(q, *some, q_pos, n, stats, scoring)[0])
 
     nothing = Partial(

@@ -37,6 +37,7 @@ class CacheConfig:
       budget: |kv|, pairs per head: for every layer one int, or one for each of its
         heads where they differ; None only for the full cache.
       codec: how pairs are stored.
+      layer_codecs: of every layer, where they differ.
       layout: where they lie.
       budget_rule: what `budget` came from, and may change it once the prompt is read.
       mean_budget: of `budget` over all heads of the model, where they differ.
@@ -71,6 +72,7 @@ class CacheConfig:
     rows_per_eviction: int = 4
     implementation: str | None = None
     windows: tuple[int, ...] = ()
+    layer_codecs: tuple[codecs.Codec, ...] = ()
 
     def required_stats(self, is_prefill: bool) -> frozenset[str]:
         """What attention must hand over; nothing once no more evictions come."""
@@ -102,8 +104,24 @@ class CacheConfig:
         alone = slice(index, index + 1)
         budget = self.budget and self.budget[alone]
         return dataclasses.replace(
-            self, budget=budget, budget_rule=None, windows=self.windows[alone]
+            self,
+            budget=budget,
+            budget_rule=None,
+            windows=self.windows[alone],
+            codec=self.codec_of(index),
+            layer_codecs=(),
         )
+
+    @property
+    def reading(self) -> "CacheConfig":
+        """The same while the prompt is read, which some codecs wait for the end of."""
+        if not self.codec.after_prompt:
+            return self
+        return dataclasses.replace(self, codec=codecs.identity, layer_codecs=())
+
+    def codec_of(self, index: int) -> codecs.Codec:
+        """How a layer's pairs are stored."""
+        return self.layer_codecs[index] if self.layer_codecs else self.codec
 
     def window(self, index: int) -> int:
         """Newest pairs that a layer of the full cache keeps; 0 for all."""
@@ -197,8 +215,10 @@ def make_config(
     if options.get("rope_positions") == "cache":
         options = {"eviction": "compact"} | options
     options |= {"codec": codecs.make(codec), "layout": layouts.make(layout)}
-    options["layout"].check(options["codec"])
-    codecs.check(options["codec"], spec.head_dim)
+    options["layer_codecs"] = _layer_codecs(spec, options["codec"])
+    for each in {options["codec"], *options["layer_codecs"]}:
+        options["layout"].check(each)
+        codecs.check(each, spec.head_dim)
     policy, schedule = _policy(policy), _schedule(schedule)
     if policy is None:
         schedule = schedule or Schedule("none")
@@ -356,6 +376,17 @@ def _by_heads(
     return pinned, by_need.calibrated(length, floor=floor)
 
 
+def _layer_codecs(spec: ModelSpec, codec: codecs.Codec) -> tuple[codecs.Codec, ...]:
+    """How every layer's pairs are stored; empty where all are alike."""
+    if codec.of_layer is None:
+        return ()
+    layers = range(spec.num_layers)
+    return tuple(
+        codec.of_layer(i, spec.num_layers)._replace(after_prompt=codec.after_prompt)
+        for i in layers
+    )
+
+
 def _layer_sizes(spec: ModelSpec, given: int | Sequence[int]) -> parts.Sizes:
     """One layer's sizes."""
     if isinstance(given, str) or not np.iterable(given):
@@ -383,6 +414,12 @@ def _check_heads(config: CacheConfig) -> None:
 def _check_options(config: CacheConfig) -> None:
     """Raises UserError for options that do not exist or exclude each other."""
     backends.check_name(config.implementation)
+    if config.codec.after_prompt and not config.schedule.compacts:
+        raise UserError(
+            f"codec {config.codec.name!r} encodes what is compacted after the prompt, "
+            f"which the schedule {config.schedule.phases!r} does not do: use "
+            "'after_prefill', 'decode_only' or 'prefill_only', or the codec itself"
+        )
     eviction, rope, rows = (
         config.eviction,
         config.rope_positions,

@@ -74,8 +74,12 @@ def init(
     layout, policy = config.layout, config.policy
     heads = config.heads(spec)
     specs = [parts.spec_of(spec, part) for layer in heads for part in layer]
+    stored = [config.codec_of(i) for i, layer in enumerate(heads) for _ in layer]
     sizes = list(zip(specs, capacity, strict=True))
-    layers = tuple(layout.init(s, batch, c, config.codec, dtype) for s, c in sizes)
+    layers = tuple(
+        layout.init(s, batch, c, codec, dtype)
+        for (s, c), codec in zip(sizes, stored, strict=True)
+    )
     stats = tuple(policy.init(s, batch, c) if policy else Stats() for s, c in sizes)
     return KVState(
         layers=layers,

@@ -157,7 +157,9 @@ def _attended(
         if both := layout.write_attend(layer, *given, *how):
             return both
     layer = layout.write(layer, k, v, slots, positions)
-    turned = functools.partial(_turned, apply_rope=ops.apply_rope, config=config)
+    turned = None
+    if config.rope_positions != "original":
+        turned = functools.partial(_turned, apply_rope=ops.apply_rope, config=config)
     return layer, *layout.attend(layer, q, positions, n, *how, turned)
 
 
@@ -213,7 +215,8 @@ def compact(
     Heads that hold more than the schedule lets into decoding drop their least important
     pairs first: to the budget (`after_prefill`), or to the room that the first decoded
     token would make (`decode_only`). What the policy would not keep at any budget goes
-    too. Under `prefill_only` nothing goes: heads are within the budget.
+    too. Under `prefill_only` nothing goes: heads are within the budget. Codecs that
+    wait for the end of the prompt encode what is left.
 
     Args:
       state: after the prompt.
@@ -251,6 +254,8 @@ def compact(
             layer = layout.evict(layer, gone)
             state = _noted(state, NAN_SCORE, nan, heads)
         layer, per_slot = layout.compact(layer, stat.per_slot, capacity[place])
+        if config.codec.after_prompt:
+            layer = layout.encode(layer, config.codec_of(index))
         layers.append(layer)
         stats.append(stat._replace(per_slot=per_slot))
     return state.replace(layers=tuple(layers), stats=tuple(stats))

@@ -263,9 +263,9 @@ def _compiled(function, *args, **static) -> jax.stages.Compiled:
 def _compile_init(job: Job) -> jax.stages.Compiled:
     placed = None
     if job.mesh:
-        sizes = job.config, job.prefill_capacity
-        placed = sharded.state_partitions(job.spec, *sizes, job.mesh)
-    init = functools.partial(init_state, job, job.prefill_capacity)
+        kept = job.config.reading, job.prefill_capacity
+        placed = sharded.state_partitions(job.spec, *kept, job.mesh)
+    init = functools.partial(init_state, job, is_prefill=True)
     return jax.jit(init, out_shardings=placed).lower().compile()
 
 
@@ -295,7 +295,7 @@ def _compile_pool(job: Job) -> jax.stages.Compiled:
     def make():
         shape = arguments(job).decode_state
         idle = jnp.zeros((job.batch,), jnp.int32)
-        state = init_state(job, job.decode_capacity)
+        state = init_state(job)
         keys = row_keys(jnp.int32(0), idle)
         return shape.replace(
             cache=state, token=idle, done=idle == 0, step=idle, keys=keys
@@ -350,15 +350,15 @@ def arguments(job: Job) -> Arguments:
     """The shapes of everything that the job's programs are given."""
     spec, array = job.spec, jax.ShapeDtypeStruct
     rows, active = array((job.batch,), jnp.int32), array((job.batch,), jnp.bool)
-    shape = lambda make, *args: jax.eval_shape(functools.partial(make, *args))
     params = decoder.param_shapes(spec, jnp.dtype(job.dtype))
     like = lambda leaf: array(leaf.shape, leaf.dtype)
     params = jax.tree.map(like, steps.with_policy(params, job.config))
     keys = jax.eval_shape(row_keys, array((), jnp.int32), rows)
-    after = shape(init_state, job, job.decode_capacity)
+    after = jax.eval_shape(functools.partial(init_state, job))
+    before = jax.eval_shape(functools.partial(init_state, job, is_prefill=True))
     given = Arguments(
         params=params,
-        prefill_state=shape(init_state, job, job.prefill_capacity),
+        prefill_state=before,
         decode_state=steps.DecodeState(after, rows, active, rows, keys),
         tokens=array((job.batch, job.max_prompt_len), jnp.int32),
         rows=rows,
@@ -373,16 +373,14 @@ def _split(job: Job, given: Arguments) -> Arguments:
     """The same with how every array is split over the job's mesh."""
     by_row = NamedSharding(job.mesh, PartitionSpec(axes.DATA))
     whole = NamedSharding(job.mesh, PartitionSpec())
-    state = functools.partial(
-        sharded.state_partitions, job.spec, job.config, over=job.mesh
-    )
+    state = functools.partial(sharded.state_partitions, job.spec, over=job.mesh)
     params = decoder.param_partitions(job.spec, job.mesh)
     if "policy" in given.params:
         params["policy"] = jax.tree.map(lambda _: whole, given.params["policy"])
-    after = state(job.decode_capacity)
+    after = state(job.config, job.decode_capacity)
     splits = Arguments(
         params,
-        state(job.prefill_capacity),
+        state(job.config.reading, job.prefill_capacity),
         steps.DecodeState(after, *(by_row,) * 4),
         *(by_row,) * 5,
     )
@@ -395,10 +393,11 @@ def _split(job: Job, given: Arguments) -> Arguments:
     )
 
 
-def init_state(job: Job, capacity: tuple[int, ...]) -> cache.KVState:
-    """An empty state for the job's batch."""
-    dtype = jnp.dtype(job.dtype)
-    return cache.init(job.spec, job.config, job.batch, capacity, dtype)
+def init_state(job: Job, is_prefill: bool = False) -> cache.KVState:
+    """An empty state for the job's batch, of reading prompts or of generating."""
+    config = job.config.reading if is_prefill else job.config
+    capacity = job.prefill_capacity if is_prefill else job.decode_capacity
+    return cache.init(job.spec, config, job.batch, capacity, jnp.dtype(job.dtype))
 
 
 def keep_compiled() -> None:

@@ -72,9 +72,9 @@ class Readings:
           new: tokens that may follow.
         """
         if not _is_late(config):
-            alone = read(self.model, config, prompts, new)
+            alone = read(self.model, config.reading, prompts, new)
             return _shrunk(self.model, config, alone, new)
-        alike = dataclasses.replace(config, **_NO_BUDGET)
+        alike = dataclasses.replace(config.reading, **_NO_BUDGET)
         key = (alike, new, *map(tuple, prompts))
         if key not in self._known:
             all_of_them = dataclasses.replace(alike, policy=_together(self._watching))

@@ -31,13 +31,14 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.pallas.common import STATS, Scored, device
-from kvjax.pallas.tpu_kernel import LANES, SUMS, Case, Pick, body, write_grain
+from kvjax.pallas.tpu_kernel import LANES, SUBLANES, SUMS, Case, Form, Pick, body
+from kvjax.types import Codes
 
 NAME = "kvjax_attention"  # in profiles and compiler dumps
-SUBLANES = 8
+CODES = (8, 4, 2)  # bits that are read as they are stored
 DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -107,7 +108,7 @@ def unsupported_reason(
     if q.dtype != k.dtype or q.dtype not in DTYPES:
         return f"queries are {q.dtype} and keys {k.dtype}: both float32 or bfloat16"
     tiles = TILES.get(device_kind, Tiles())
-    case = _case(q, k, tiles)
+    case = _case(q, k, None, tiles)
     need = 4 * case.heads * max(case.rows, SUBLANES) * case.tile * case.count
     if need > tiles.vmem // 3:
         return f"the weights of {case.slots} slots take {need >> 20} MiB of VMEM"
@@ -116,8 +117,8 @@ def unsupported_reason(
 
 def attend(
     q: Float[Array, "B K G T D"],
-    k: Float[Array, "B K C D"],
-    v: Float[Array, "B K C D"],
+    k: Float[Array, "B K C D"] | Codes,
+    v: Float[Array, "B K C D"] | Codes,
     pos: Int[Array, "B K C"],
     q_pos: Int[Array, "B T"],
     n: Int[Array, "B"],
@@ -131,14 +132,15 @@ def attend(
     """As `kvjax.attention.attend`, whose arrays these are. Empty slots may hold NaN.
 
     Args:
-      q, k, v, pos, q_pos, n: see there; all of float32 or of bfloat16.
+      q, k, v, pos, q_pos, n: see there; all of float32 or of bfloat16. K, and V, may be
+        `kvjax.types.Codes` without a centre, of any of `CODES`.
       stats: of `common.STATS`.
       logits_soft_cap: c of c tanh(x / c) on the scaled products; 0 for none.
       local_window: tokens that a query sees, itself included; 0 for all before it.
       tiles: how much to take at a time; None is the table's.
       interpret: runs on any machine, slowly; True or `pltpu.InterpretParams`.
     """
-    case = _case(q, k, tiles, logits_soft_cap, local_window)
+    case = _case(q, k, v, tiles, logits_soft_cap, local_window)
     call = _products_of(case, q, k, pos, q_pos, n, stats)
     _add_values(call, case, v)
     step = functools.partial(body, case=case, stats=stats)
@@ -147,7 +149,7 @@ def attend(
 
 def attention_stats(
     q: Float[Array, "B K G T D"],
-    k: Float[Array, "B K C D"],
+    k: Float[Array, "B K C D"] | Codes,
     pos: Int[Array, "B K C"],
     q_pos: Int[Array, "B T"],
     n: Int[Array, "B"],
@@ -165,7 +167,7 @@ def attention_stats(
     For segments of slots, whose weights have one normaliser in common, and for queries
     asked again. See `attend` for the arguments.
     """
-    case = _case(q, k, tiles, logits_soft_cap, local_window)
+    case = _case(q, k, None, tiles, logits_soft_cap, local_window)
     call = _products_of(case, q, k, pos, q_pos, n, stats)
     spare = case.parts * case.queries - q.shape[3]
     for name, known in zip(SUMS, (max_logit, denominator), strict=True):
@@ -179,11 +181,11 @@ def attention_stats(
 
 def write_attend(
     q: Float[Array, "B K G 1 D"],
-    new_k: Float[Array, "B K D"],
-    new_v: Float[Array, "B K D"],
+    new_k: Shaped[Array, "B K P"],
+    new_v: Shaped[Array, "B K P"],
     slot: Int[Array, "B K"],
-    k: Float[Array, "B K C D"],
-    v: Float[Array, "B K C D"],
+    k: Float[Array, "B K C D"] | Codes,
+    v: Float[Array, "B K C D"] | Codes,
     pos: Int[Array, "B K C"],
     q_pos: Int[Array, "B 1"],
     n: Int[Array, "B"],
@@ -199,12 +201,13 @@ def write_attend(
     """Writes one new pair per head, attends, scores, and picks the next victim.
 
     Only the memory tile that holds the new pair is written back: with `k` and `v`
-    donated, nothing is copied.
+    donated, nothing is copied. Of codes, the scales have to be there already: codes
+    alone are written and returned.
 
     Args:
       q: queries, see `attend`.
-      new_k: the new keys.
-      new_v: the new values.
+      new_k: the new keys, or their codes.
+      new_v: the new values, or their codes.
       slot: where they go; C or more writes nothing.
       k: keys.
       v: values.
@@ -220,14 +223,14 @@ def write_attend(
       interpret: see `attend`.
 
     Raises:
-      ValueError: C is not a multiple of `write_grain`.
+      ValueError: C is not a multiple of `write_grain` of both.
     """
-    slots, depth = k.shape[2:]
-    if slots % write_grain(depth):
+    case = _case(q, k, v, tiles, logits_soft_cap, local_window)
+    grain = max(case.k.grain, case.v.grain)
+    if case.slots % grain:
         raise ValueError(
-            f"{slots} slots: a fused write needs a multiple of {write_grain(depth)}"
+            f"{case.slots} slots: a fused write needs a multiple of {grain}"
         )
-    case = _case(q, k, tiles, logits_soft_cap, local_window)
     wanted = stats | {"attn_sum"} if pick else stats
     call = _products_of(case, q, k, pos, q_pos, n, wanted)
     _add_values(call, case, v)
@@ -239,39 +242,60 @@ def write_attend(
     scored = _scored(case, out, 1)
     return Written(
         scored=scored._replace(**dict.fromkeys(wanted - stats)),
-        k=_as_stored(out["k_out"], case),
-        v=_as_stored(out["v_out"], case),
+        k=_as_stored(out["k_out"], case.k),
+        v=_as_stored(out["v_out"], case.v),
         total=out.get("total_out"),
         next_slot=out["next_slot"][..., 0] if pick else None,
     )
 
 
 def _case(
-    q, k, tiles: Tiles | None, logits_soft_cap: float = 0.0, local_window: int = 0
+    q,
+    k,
+    v,
+    tiles: Tiles | None,
+    logits_soft_cap: float = 0.0,
+    local_window: int = 0,
 ) -> Case:
+    """`v` is None where there are no values."""
     tiles = tiles or tiles_here()
     batch, kv_heads, group, length, depth = q.shape
-    slots = k.shape[2]
+    forms = _form(k, depth), _form(k if v is None else v, depth)
+    slots = (k.codes if isinstance(k, Codes) else k).shape[2]
     if length == 1:
         queries, heads = 1, kv_heads
     else:
         most = max(tiles.rows // group // SUBLANES, 1) * SUBLANES
         queries, heads = min(most, pl.cdiv(length, SUBLANES) * SUBLANES), 1
-    tile = tiles.pairs // (heads * depth * k.dtype.itemsize)
+    tile = tiles.pairs // (heads * max(form.width * form.bytes for form in forms))
     tile = slots if slots <= tile else max(tile // LANES, 1) * LANES
     parts = pl.cdiv(length, queries)
     shape = batch, kv_heads, group, queries, parts, slots, depth, heads, tile
-    return Case(*shape, tiles.vmem, logits_soft_cap, local_window)
+    return Case(*shape, tiles.vmem, *forms, logits_soft_cap, local_window)
 
 
-def _as_stored(pairs: Array, case: Case) -> Array:
+def _form(pairs: Array | Codes, depth: int) -> Form:
+    """How K or V lies in memory."""
+    if not isinstance(pairs, Codes):
+        return Form(depth, pairs.dtype.itemsize)
+    width, groups = pairs.codes.shape[3], pairs.scale.shape[3]
+    return Form(width, 1, groups, 8 * width // depth)
+
+
+def write_grain(pairs: Array | Codes) -> int:
+    """Slots that one written memory tile of K or V spans."""
+    numbers = pairs.codes if isinstance(pairs, Codes) else pairs
+    return Form(numbers.shape[3], numbers.dtype.itemsize).grain
+
+
+def _as_stored(pairs: Array, form: Form) -> Array:
     """K or V as it lies in memory, or back."""
-    return jnp.swapaxes(pairs, 2, 3) if case.minor else pairs
+    return jnp.swapaxes(pairs, 2, 3) if form.minor else pairs
 
 
-def grid(q, k, tiles: Tiles | None = None) -> tuple[int, ...]:
+def grid(q, k, v=None, tiles: Tiles | None = None) -> tuple[int, ...]:
     """Steps of the kernel along rows, heads, queries and slots."""
-    return _case(q, k, tiles).grid
+    return _case(q, k, v, tiles).grid
 
 
 class _Call:
@@ -329,10 +353,11 @@ def _products_of(case: Case, q, k, pos, q_pos, n, stats) -> _Call:
     q = rearrange(q, "b k g (i t) d -> b k i (g t) d", i=case.parts)
     q_pos = rearrange(q_pos, "b (i t) -> b i t 1", i=case.parts)
     heads, rows, tile = case.heads, case.rows, case.tile
+    by_group = _by_group(q, case)
     call = _Call(case)
     call.scalars = {"n": n}
     call.inputs = {
-        "q": (q, _of_queries(case, case.depth)),
+        "q": (by_group, _of_queries(case, case.depth, by_group.shape[3])),
         "q_pos": (
             q_pos,
             pl.BlockSpec((1, 1, case.queries, 1), lambda b, h, i, *_: (b, i, 0, 0)),
@@ -341,9 +366,8 @@ def _products_of(case: Case, q, k, pos, q_pos, n, stats) -> _Call:
             pos,
             pl.BlockSpec((1, case.kv_heads, tile), lambda b, h, i, c, *_: (b, 0, c)),
         ),
-        "k": (_as_stored(k, case), _pairs(case)),
     }
-    call.pairs.append("k")
+    _add_pairs(call, case, "k", k, case.k)
     for name in sorted(stats):
         call.outputs[name] = (_f32(*pos.shape), _every_slot(case))
     call.scratch = {
@@ -358,8 +382,10 @@ def _products_of(case: Case, q, k, pos, q_pos, n, stats) -> _Call:
 def _add_values(call: _Call, case: Case, v) -> None:
     """Lets the kernel normalise the weights itself, and weigh the values."""
     heads, rows, depth = case.heads, case.rows, case.depth
-    call.inputs["v"] = (_as_stored(v, case), _pairs(case))
-    call.pairs.append("v")
+    _add_pairs(call, case, "v", v, case.v)
+    if case.apart(case.v):
+        shape = case.v.groups * case.room, case.tile
+        call.scratch["stack"] = pltpu.VMEM(shape, jnp.float32)
     call.outputs |= {
         "out": (
             _f32(case.batch, case.kv_heads, case.parts, rows, depth),
@@ -374,9 +400,9 @@ def _add_values(call: _Call, case: Case, v) -> None:
 def _add_write(call: _Call, case: Case, new_k, new_v, slot) -> None:
     """Lets the kernel write a pair: K and V become results in their own buffers."""
     call.scalars["slot"] = slot
-    for name, new in (("k", new_k), ("v", new_v)):
+    for name, new, form in (("k", new_k, case.k), ("v", new_v, case.v)):
         stored = call.inputs[name][0]
-        new = _as_stored(new[:, :, None].astype(stored.dtype), case)
+        new = _as_stored(new[:, :, None].astype(stored.dtype), form)
         whole = pl.BlockSpec((1, *new.shape[1:]), lambda b, *_: (b, 0, 0, 0))
         call.inputs["new_" + name] = (new, whole)
         shape = jax.ShapeDtypeStruct(stored.shape, stored.dtype)
@@ -397,18 +423,43 @@ def _add_pick(call: _Call, case: Case, pos, total) -> None:
     call.aliases["total"] = "total_out"
 
 
-def _pairs(case: Case) -> pl.BlockSpec:
-    """One tile of K or V."""
-    pair = (case.depth, case.tile) if case.minor else (case.tile, case.depth)
-    return pl.BlockSpec(
-        (1, case.heads, *pair),
-        lambda b, h, i, c, *_: (b, h, 0, c) if case.minor else (b, h, c, 0),
+def _add_pairs(call: _Call, case: Case, name: str, pairs, form: Form) -> None:
+    """A tile of K or V, and of its scales."""
+    coded = isinstance(pairs, Codes)
+    numbers = pairs.codes if coded else pairs
+    shape = (form.width, case.tile) if form.minor else (case.tile, form.width)
+    spec = pl.BlockSpec(
+        (1, case.heads, *shape),
+        lambda b, h, i, c, *_: (b, h, 0, c) if form.minor else (b, h, c, 0),
     )
+    call.inputs[name] = (_as_stored(numbers, form), spec)
+    call.pairs.append(name)
+    if coded:
+        scale = pl.BlockSpec(
+            (1, case.heads, form.groups, case.tile),
+            lambda b, h, i, c, *_: (b, h, 0, c),
+        )
+        call.inputs[name + "_scale"] = (jnp.swapaxes(pairs.scale, 2, 3), scale)
 
 
-def _of_queries(case: Case, width: int) -> pl.BlockSpec:
+def _by_group(q, case: Case):
+    """Query rows [..., R, D] once for every group of channels of K, zero outside.
+
+    Each group's rows are filled up to whole tiles.
+    """
+    groups = case.k.groups
+    if not case.apart(case.k):
+        return q
+    q = jnp.pad(q, [(0, 0)] * (q.ndim - 2) + [(0, case.room - case.rows), (0, 0)])
+    group = jnp.arange(case.depth) // (case.depth // groups)
+    own = group == jnp.arange(groups)[:, None]  # [N, D]
+    q = jnp.where(own[:, None], q[..., None, :, :], jnp.zeros((), q.dtype))
+    return rearrange(q, "b k i n r d -> b k i (n r) d")
+
+
+def _of_queries(case: Case, width: int, rows: int | None = None) -> pl.BlockSpec:
     """What a step's query rows have of an array [B, K, parts, R, width]."""
-    shape = (1, case.heads, 1, case.rows, width)
+    shape = (1, case.heads, 1, rows or case.rows, width)
     return pl.BlockSpec(shape, lambda b, h, i, *_: (b, h, i, 0, 0))
 
 

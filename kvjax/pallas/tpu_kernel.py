@@ -6,8 +6,20 @@
     q_pos  [1, 1, queries, 1]      base  [tiles, heads, R, 1]     what they are based on
     pos    [1, K, tile]            part  [heads, R, D]            this tile's p v
     k, v   [1, heads, tile, D]     max_logit, denominator [heads, R, 1], so far
+
+Where codes are stored, k and v hold these, and `k_scale` and `v_scale` [1, heads, N,
+tile] the scales of N groups of channels. They are whole numbers, which bfloat16 holds,
+and every group's scale is taken outside of the product with it:
+
+    q k' = sum over groups of scale * (q in the group) codes'
+    p v  = sum over groups of (p * scale) codes, in the group
+
+In decoding one product does for all groups: `q` has its rows once for every group, zero
+outside, and the rows of `stack` are the weights with every group's scale. A block of
+queries has no rows to spare: there the tile is scaled, unless there is but one group.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -18,6 +30,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kvjax.pallas.common import LOWEST, NEVER
 
 LANES = 128
+SUBLANES = 8
 SUMS = ("max_logit", "denominator")  # of a query row; given or handed over
 
 
@@ -34,6 +47,32 @@ class Pick(NamedTuple):
     recent: int = 0
 
 
+class Form(NamedTuple):
+    """How keys, or values, lie in memory.
+
+    Attributes:
+      width: numbers, or bytes of codes, of a slot.
+      bytes: of one of them.
+      groups: of channels that have a scale each; 0 where there are no codes.
+      bits: of a code.
+    """
+
+    width: int
+    bytes: int
+    groups: int = 0
+    bits: int = 0
+
+    @property
+    def minor(self) -> bool:
+        """Whether slots are the last axis in memory."""
+        return self.width % LANES > 0
+
+    @property
+    def grain(self) -> int:
+        """Slots that one written memory tile spans."""
+        return LANES if self.minor else {1: 32, 2: 16, 4: 16}[self.bytes]
+
+
 class Case(NamedTuple):
     """Static facts of one call."""
 
@@ -47,6 +86,8 @@ class Case(NamedTuple):
     heads: int  # KV heads of a step
     tile: int  # slots of a step
     vmem: int
+    k: Form
+    v: Form
     logits_soft_cap: float = 0.0
     local_window: int = 0
 
@@ -63,15 +104,14 @@ class Case(NamedTuple):
         """Tiles that cover the slots."""
         return pl.cdiv(self.slots, self.tile)
 
+    def apart(self, form: Form) -> bool:
+        """Whether query rows come once for every group of channels."""
+        return form.groups > 1 and (self.queries == 1 or not form.minor)
+
     @property
-    def minor(self) -> bool:
-        """Whether slots are the last axis of K and V in memory."""
-        return self.depth % LANES > 0
-
-
-def write_grain(depth: int) -> int:
-    """Slots that one written memory tile spans, for head dim `depth`."""
-    return LANES if depth % LANES else 16
+    def room(self) -> int:
+        """Rows that every group has of a product that is taken for all groups."""
+        return pl.cdiv(self.rows, SUBLANES) * SUBLANES
 
 
 def body(r, *, case: Case, stats, pick: Pick | None = None) -> None:
@@ -90,12 +130,13 @@ def body(r, *, case: Case, stats, pick: Pick | None = None) -> None:
     for h in range(case.heads):
         s = _scores(r, case, h, start)
         if attends:
-            _accumulate(r, case, h, c, s)
+            _accumulate(r, case, h, c, s, start)
         else:
             r.base[c, h] = jnp.maximum(r.max_logit[h], LOWEST)
             r.p[c, h] = jnp.exp(s - r.base[c, h])
     if attends:
-        _mend(r, case, c, start)
+        if not case.v.groups:
+            _mend(r, case, c, start)
         r.out[0, :, 0] += r.part[...]
     if writes:
         _sent(r, case, b, start)
@@ -143,14 +184,62 @@ def _scores(r, case: Case, h, start):
     if case.local_window:
         seen &= pos > now - case.local_window
     seen = _for_group(seen, case)
-    contract = ((1,), (0,)) if case.minor else ((1,), (1,))
-    s = _dot(r.q[0, h, 0], r.k[0, h], contract) * case.depth**-0.5
+    s = _products(r, case, h) * case.depth**-0.5
     if case.logits_soft_cap:
         s = case.logits_soft_cap * jnp.tanh(s / case.logits_soft_cap)
     return jnp.where(seen, s, -jnp.inf)
 
 
-def _accumulate(r, case: Case, h, c, s) -> None:
+def _products(r, case: Case, h):
+    """q k' of a head, f32[R, tile]."""
+    form = case.k
+    contract = ((1,), (0,)) if form.minor else ((1,), (1,))
+    scale = r.k_scale[0, h].astype(jnp.float32) if form.groups else None
+    tile = _numbers(r.k[0, h], case, form, scale, r.q.dtype)
+    found = _dot(r.q[0, h, 0], tile, contract)
+    if case.apart(form):
+        parts = _of_groups(case, form)
+        return sum(found[rows] * scale[g : g + 1] for g, rows in parts)
+    return found * scale if form.groups == 1 else found
+
+
+def _of_groups(case: Case, form: Form):
+    """Every group's number, and its rows of a product that is taken for all groups."""
+    starts = [g * case.room for g in range(form.groups)]
+    return [(g, slice(start, start + case.rows)) for g, start in enumerate(starts)]
+
+
+def _numbers(tile, case: Case, form: Form, scale, dtype):
+    """A tile of keys or values, or of their codes as whole numbers.
+
+    The codes of several groups that are not taken apart are scaled, [D, tile].
+    """
+    if not form.groups:
+        return tile
+    if form.bits < 8:
+        parts = [_unpacked(tile, i, form.bits) for i in range(0, 8, form.bits)]
+        tile = jnp.concatenate(parts, axis=0 if form.minor else 1)
+    if form.groups > 1 and not case.apart(form):
+        parts = jnp.split(tile.astype(jnp.float32), form.groups, axis=0)
+        scaled = [part * scale[g : g + 1] for g, part in enumerate(parts)]
+        tile = jnp.concatenate(scaled, axis=0)
+    return tile.astype(dtype)
+
+
+def _unpacked(packed, first: int, bits: int):
+    """int8 codes out of bytes that hold several, from bit `first` on.
+
+    Four bytes at a time, as the vector unit has 32 bits: 128 is added to each byte
+    while its offset is taken off, so that none borrows from the next.
+    """
+    in_each = lambda byte: jnp.int32(int.from_bytes([byte] * 4, "little", signed=True))
+    words = pltpu.bitcast(packed, jnp.int32)
+    words = (words >> first) & in_each(2**bits - 1)
+    words = (words | in_each(128)) - in_each(2 ** (bits - 1))
+    return pltpu.bitcast(words ^ in_each(128), jnp.int8)
+
+
+def _accumulate(r, case: Case, h, c, s, start) -> None:
     """One tile of the online softmax of a head's query rows."""
     old = r.max_logit[h]
     new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
@@ -160,7 +249,10 @@ def _accumulate(r, case: Case, h, c, s) -> None:
     r.max_logit[h] = new
     r.denominator[h] = r.denominator[h] * fade + jnp.sum(p, axis=1, keepdims=True)
     r.out[0, h, 0] *= fade
-    r.part[h] = _weighted(p, r.v[0, h], case)
+    if case.v.groups:
+        r.part[h] = _weighted_codes(r, case, h, p, start)
+    else:
+        r.part[h] = _weighted(p, r.v[0, h], case)
     r.p[c, h] = p
     r.base[c, h] = base
 
@@ -175,8 +267,32 @@ def _for_group(per_query, case: Case):
 
 def _weighted(p, v, case: Case):
     """p v, f32[R, D]."""
-    contract = ((1,), (1,)) if case.minor else ((1,), (0,))
+    contract = ((1,), (1,)) if case.v.minor else ((1,), (0,))
     return _dot(p.astype(v.dtype), v, contract)
+
+
+def _weighted_codes(r, case: Case, h, p, start):
+    """p v, f32[R, D], of codes.
+
+    The scales of empty slots, which may be NaN, do not count.
+    """
+    form, dtype = case.v, r.q.dtype
+    contract = ((1,), (1,)) if form.minor else ((1,), (0,))
+    live = _positions(r, case, h, start) >= 0
+    scale = jnp.where(live, r.v_scale[0, h].astype(jnp.float32), 0.0)
+    codes = _numbers(r.v[0, h], case, form, scale, dtype)
+    if not case.apart(form):
+        p = p * scale if form.groups == 1 else p
+        return _dot(p.astype(dtype), codes, contract)
+    for g, rows in _of_groups(case, form):
+        r.stack[rows] = p * scale[g : g + 1]
+    found = _dot(r.stack[...].astype(dtype), codes, contract)
+    channel = jax.lax.broadcasted_iota(jnp.int32, (case.rows, case.depth), 1)
+    group = channel // (case.depth // form.groups)
+    own = [
+        jnp.where(group == g, found[rows], 0.0) for g, rows in _of_groups(case, form)
+    ]
+    return functools.reduce(jnp.add, own)
 
 
 def _dot(a, b, contract):
@@ -201,7 +317,7 @@ def _mend(r, case: Case, c, start) -> None:
     def _():
         for h in range(case.heads):
             live = (_positions(r, case, h, start) >= 0).astype(jnp.float32)
-            if not case.minor:
+            if not case.v.minor:
                 live = jnp.transpose(live)  # [tile, 1]
             v = r.v[0, h]
             v = jnp.where(live > 0, v, jnp.zeros((), v.dtype))
@@ -240,36 +356,51 @@ def _group_sum(weights, case: Case):
 
 
 def _puts(r, case: Case, b, start):
-    """For each head, of K and V: whether, where and how its new pair is written."""
-    grain = write_grain(case.depth)
+    """For each head, of K and V: whether, where and how its new pair is written.
+
+    The place is one along an axis of the memory tile that is written.
+    """
+    both = (case.k, r.k, r.new_k, r.k_out), (case.v, r.v, r.new_v, r.v_out)
     for h in range(case.heads):
         slot = r.slot[b, h]
         here = (slot >= start) & (slot < jnp.minimum(start + case.tile, case.slots))
-        first = slot & -grain  # of the memory tile
-        inside = pl.ds(pl.multiple_of(jnp.where(here, first - start, 0), grain), grain)
-        home = pl.ds(pl.multiple_of(jnp.where(here, first, 0), grain), grain)
-        pair = lambda slots: (
-            (slice(None), slots) if case.minor else (slots, slice(None))
-        )
-        for i, (tile, new, out) in enumerate(
-            ((r.k, r.new_k, r.k_out), (r.v, r.new_v, r.v_out))
-        ):
-            edge = tile.at[(0, h, *pair(inside))]
-            to = out.at[(b, h, *pair(home))]
+        for i, (form, tile, new, out) in enumerate(both):
+            grain = form.grain
+            first = slot & -grain  # of the memory tile
+            inside = jnp.where(here, first - start, 0)
+            home = jnp.where(here, first, 0)
+            edge, to = (
+                pl.ds(pl.multiple_of(place, grain), grain) for place in (inside, home)
+            )
+            if form.minor:
+                edge, to = (slice(None), edge), (slice(None), to)
+            else:
+                edge, to = (edge, slice(None)), (to, slice(None))
+            edge, to = tile.at[(0, h, *edge)], out.at[(b, h, *to)]
             copy = pltpu.make_async_copy(edge, to, r.sent.at[i, h])
-            yield here, slot - first, edge, new[0, h], copy
+            spot = slot - first, 1 if form.minor else 0
+            yield here, spot, edge, new[0, h], copy
 
 
 def _put(r, case: Case, b, start) -> None:
     """Puts the new pairs into the tile in VMEM, and sends them on to HBM."""
-    for here, place, edge, new, copy in _puts(r, case, b, start):
+    for here, spot, edge, new, copy in _puts(r, case, b, start):
 
         @pl.when(here)
-        def _(place=place, edge=edge, new=new, copy=copy):
-            axis = 1 if case.minor else 0
-            spot = jax.lax.broadcasted_iota(jnp.int32, edge.shape, axis) == place
-            edge[...] = jnp.where(spot, new, edge[...])
+        def _(spot=spot, edge=edge, new=new, copy=copy):
+            place, axis = spot
+            there = jax.lax.broadcasted_iota(jnp.int32, edge.shape, axis) == place
+            edge[...] = _chosen(there, new, edge[...])
             copy.start()
+
+
+def _chosen(where, new, old):
+    """`jnp.where`, by way of 32 bits for bytes: masks of both differ in their form."""
+    if old.dtype.itemsize > 1:
+        return jnp.where(where, new, old)
+    return jnp.where(where, new.astype(jnp.int32), old.astype(jnp.int32)).astype(
+        old.dtype
+    )
 
 
 def _sent(r, case: Case, b, start) -> None:

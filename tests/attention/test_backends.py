@@ -162,7 +162,7 @@ def test_a_backend_of_ones_own(counted):
     given = q, k, pos, q_pos, n, found, SUMS, "counted"
     again = attention.attention_stats(*given)
     np.testing.assert_allclose(again.attn_sum, seen.attn_sum, atol=1e-6)
-    assert not attention.fuses_write(q[:, :, :, :1], k, SUMS, "counted", PLAIN)
+    assert not attention.fuses_write(q[:, :, :, :1], k, k, SUMS, "counted", PLAIN)
     assert chosen(q, k, SUMS) == "tiles"
     assert counted == [4]
 
@@ -217,7 +217,7 @@ def register_kernel(attend=over_nan, write_attend=by_scatter):
             "fused",
             attend,
             write_attend=write_attend,
-            priority=lambda q: 9,
+            priority=lambda q, k: 9,
             self_test=functools.partial(kernels.self_test, attend, write_attend),
         )
     )
@@ -275,7 +275,7 @@ def test_a_kernel_that_works_is_taken(table):
     found = jax.jit(lambda: jnp.int32(len(chosen(*arrays(), SUMS))))
     assert found() == len("fused")  # also while tracing
     q, k = arrays()
-    assert attention.fuses_write(q, k, SUMS, None, PLAIN)
+    assert attention.fuses_write(q, k, k, SUMS, None, PLAIN)
 
 
 INTERPRETED = ["pallas_tpu_interpret", "pallas_gpu_interpret"]

@@ -48,12 +48,12 @@ def test_exact_where_nothing_is_lost(phases):
 
 
 @pytest.mark.parametrize("phases", ["prefill_and_decode", "after_prefill"])
-def test_the_newest_pairs_stay_as_they_were(phases):
+def test_first_and_newest_pairs_stay_as_they_were(phases):
     data = layer.random_data(SPEC, 3, PROMPT + NEW, seed=4)
-    state = run(toys.HALVED_BUT_NEWEST, data, phases)
+    state = run(toys.HALVED_BUT_ENDS, data, phases)
     positions = np.asarray(state.layout.positions(state.layers[0]))
     values = np.asarray(state.layout.values(state.layers[0]))
-    newest = toys.HALVED_BUT_NEWEST.residual_length
+    newest = toys.HALVED_BUT_ENDS.residual_length
     seen = {"raw": 0, "rounded": 0}
     for row, length in enumerate(LENGTHS):
         text = np.concatenate(
@@ -63,7 +63,7 @@ def test_the_newest_pairs_stay_as_they_were(phases):
         for head in range(SPEC.num_kv_heads):
             for slot in np.flatnonzero(positions[row, head] >= 0):
                 at = positions[row, head, slot]
-                raw = at > now - newest
+                raw = at > now - newest or at < toys.HALVED_BUT_ENDS.sinks
                 expected = text[head, at] if raw else rounded(text[head, at])
                 np.testing.assert_array_equal(values[row, head, slot], expected)
                 seen["raw" if raw else "rounded"] += 1

@@ -37,7 +37,7 @@ STORED = {  # how and where pairs are kept
     "dense": {},
     "halves": {"layout": toys.HALVES},
     "halved": {"codec": toys.HALVED},
-    "halved_but_newest": {"codec": toys.HALVED_BUT_NEWEST},
+    "halved_but_ends": {"codec": toys.HALVED_BUT_ENDS},
     **{name: {"codec": codec} for name, codec in toys.OF_8_CHANNELS.items()},
 }
 CASES = [(name, phases, "dense") for name in policies.names() for phases in SCHEDULES]
@@ -51,7 +51,7 @@ CASES = often(
 CASES += [pytest.param(each, marks=pytest.mark.slow) for each in SLOW]
 CASES += [
     pytest.param((name, SCHEDULES[i % 2], stored), marks=pytest.mark.e2e)
-    for stored in ("halves", "halved_but_newest", "int8")
+    for stored in ("halves", "halved_but_ends", "int8")
     for i, name in enumerate(POLICIES)
 ]
 CASES += often(  # one that looks at keys, and one that looks at attention

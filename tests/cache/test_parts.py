@@ -36,7 +36,7 @@ LATER = [CASES[ALONE.index(name)] for name in OFTEN]
 STORED = {
     "dense": {},
     "halves": {"layout": toys.HALVES},
-    "halved_but_newest": {"codec": toys.HALVED_BUT_NEWEST},
+    "halved_but_ends": {"codec": toys.HALVED_BUT_ENDS},
     "int4_outliers": {"codec": toys.OF_8_CHANNELS["int4_outliers"]},
 }
 

@@ -125,7 +125,7 @@ def test_batched_is_single_and_masked():
 
 STORED = {
     "halves": {"layout": toys.HALVES},
-    "codec": {"codec": toys.HALVED_BUT_NEWEST},
+    "codec": {"codec": toys.HALVED_BUT_ENDS},
 }
 
 

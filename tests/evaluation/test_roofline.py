@@ -1,7 +1,6 @@
 """The counts against the compilers', the checkpoints' and the plan's; predictions."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +8,9 @@ import pytest
 from conftest import tiny_spec
 from testing.engine import run_batch
 
-from kvjax import Schedule, policies
+from kvjax import Schedule, cache, policies
 from kvjax.cache.config import make_config
-from kvjax.engine.compiled import Job, init_state
+from kvjax.engine.compiled import Job
 from kvjax.engine.planner import as_plan, state_bytes, weights_bytes
 from kvjax.engine.steps import forward
 from kvjax.evaluation import roofline
@@ -82,7 +81,7 @@ def test_flops_are_the_compiler_s(tokens, slots, rows, logits):
     ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
     shapes = (
         decoder.param_shapes(SPEC),
-        jax.eval_shape(functools.partial(init_state, job, capacity)),
+        jax.eval_shape(lambda: cache.init(SPEC, config, rows, capacity)),
         ids,
     )
     counted = run.lower(*shapes).compile().cost_analysis()["flops"]

@@ -6,6 +6,8 @@ import numpy as np
 
 from kvjax import attention, cache
 from kvjax.attention.reference import PLAIN
+from kvjax.attention.stored import Stored
+from kvjax.cache import codecs
 from kvjax.cache.config import make_config
 from kvjax.cache.schedule import Schedule
 from kvjax.engine import steps
@@ -101,11 +103,26 @@ def check(found, case, stats=STATS):
             assert getattr(found, name) is None
 
 
-def generated(model, policy, phases, implementation, budget=32, dtype="float32"):
+def stored(codec, k, v):
+    """Keys and values as the codec stores them."""
+    pairs = (k, codec.key), (v, codec.value)
+    return tuple(Stored(t.encode(x), t, x.shape, x.dtype) for x, t in pairs)
+
+
+def generated(
+    model,
+    policy,
+    phases,
+    implementation,
+    budget=32,
+    dtype="float32",
+    codec=codecs.identity,
+):
     """Tokens and kept positions of a ragged batch under one implementation."""
     spec = model.spec
     schedule = Schedule(phases, prefill_chunk=8, evict_size=8)
-    config = make_config(spec, policy, budget, schedule, implementation=implementation)
+    how = {"implementation": implementation, "codec": codec}
+    config = make_config(spec, policy, budget, schedule, **how)
     lengths = jnp.array([50, 23, 40], jnp.int32)
     tokens = jax.random.randint(jax.random.key(3), (3, 56), 0, spec.vocab_size)
     room = config.prefill_capacity(spec, 56, 24)

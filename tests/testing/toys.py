@@ -20,7 +20,7 @@ ROUNDED = codecs.TensorCodec(
     decode=lambda stored, dtype: stored.astype(dtype),
 )
 HALVED = codecs.Codec("halved", ROUNDED, ROUNDED)
-HALVED_BUT_NEWEST = HALVED._replace(name="halved_but_newest", residual_length=6)
+HALVED_BUT_ENDS = HALVED._replace(name="halved_but_ends", residual_length=6, sinks=3)
 OF_8_CHANNELS = {  # the package's, for heads as small as those of the tests
     "int8": codecs.int8(),
     "int4": codecs.int4(8),
@@ -31,7 +31,7 @@ OF_8_CHANNELS = {  # the package's, for heads as small as those of the tests
     "int2_rotated": codecs.int2_rotated(8),
     "fp8": codecs.fp8(),
     "k8v4": codecs.k8v4(8),
-    "k8v4_but_newest": codecs.pair("int8", codecs.int4(8), residual_length=6),
+    "k8v4_but_ends": codecs.pair("int8", codecs.int4(8), residual_length=6, sinks=2),
 }
 
 
@@ -91,10 +91,8 @@ def _compact(layer, per_slot, capacity):
     return HalvesLayer(*parts), per_slot
 
 
-def _attend(
-    layer, q, positions, n, stats, implementation, scoring, turned=lambda keys: keys
-):
-    keys = _split(turned(_whole(layer.k)))
+def _attend(layer, q, positions, n, stats, implementation, scoring, turned=None):
+    keys = _split(turned(_whole(layer.k))) if turned else layer.k
     segments = list(zip(keys, layer.v, layer.positions, strict=True))
     how = positions, n, stats, implementation, scoring
     partial, seen = attention.attend_segments(q, segments, *how)

@@ -16,7 +16,7 @@ from kvjax.cache.codecs.base import (
 )
 from kvjax.cache.codecs.float8 import fp8
 from kvjax.cache.codecs.outliers import int4_outliers
-from kvjax.cache.codecs.pairs import k8v4, pair
+from kvjax.cache.codecs.pairs import after_prompt, by_layer, k8v4, pair
 from kvjax.cache.codecs.registry import make, names, register
 from kvjax.cache.codecs.rotation import int2_rotated, int4_rotated, rotated
 from kvjax.cache.codecs.uniform import int2, int4, int8
@@ -24,7 +24,7 @@ from kvjax.cache.codecs.uniform import int2, int4, int8
 register("identity", lambda: identity)
 for _factory in (
     *(fp8, int2, int2_rotated, int4, int4_outliers, int4_rotated, int8),
-    *(k8v4, pair, rotated),
+    *(after_prompt, by_layer, k8v4, pair, rotated),
 ):
     register(_factory.__name__, _factory)
 
@@ -32,6 +32,8 @@ for _factory in (
 __all__ = [
     "Codec",
     "TensorCodec",
+    "after_prompt",
+    "by_layer",
     "check",
     "fp8",
     "identity",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.types import PyTree, UserError
@@ -27,6 +28,9 @@ class TensorCodec(NamedTuple):
       decode: (stored, dtype) -> [B, K, C, D] in the dtype that attention reads.
       group_size: tokens that are encoded together; layouts whose slots are reused one
         by one take 1 only.
+      turned: of what is a rotation around another: that one, and D -> the matrix H
+        [D, D] of decode(stored) = inner.decode(stored) H^T, with which attention turns
+        queries and outputs rather than pairs. None where there is none.
     """
 
     name: str
@@ -34,6 +38,7 @@ class TensorCodec(NamedTuple):
     encode: Callable[[Float[Array, "B K T D"]], PyTree]
     decode: Callable[[PyTree, jnp.dtype], Float[Array, "B K C D"]]
     group_size: int = 1
+    turned: "tuple[TensorCodec, Callable[[int], np.ndarray]] | None" = None
 
 
 class Codec(NamedTuple):
@@ -46,12 +51,20 @@ class Codec(NamedTuple):
       residual_length: the newest tokens of every row whose pairs attention and policies
         see as they were, unencoded. They are kept besides, at the cost of so many pairs
         per head.
+      sinks: the first tokens, likewise.
+      after_prompt: whether pairs stay as they are while the prompt is read, and are
+        encoded where the schedule compacts them.
+      of_layer: (layer, layers) -> the codec that stores that one; None is this one for
+        all. `check` and `pair_bytes` of this one are then those of most layers.
     """
 
     name: str
     key: TensorCodec
     value: TensorCodec
     residual_length: int = 0
+    sinks: int = 0
+    after_prompt: bool = False
+    of_layer: "Callable[[int, int], Codec] | None" = None
 
 
 plain = TensorCodec("plain", jnp.zeros, lambda x: x, lambda stored, dtype: stored)

@@ -1,13 +1,18 @@
-"""Keys as one codec has them, values as another."""
+"""Codecs made of others: for keys and values, for some layers, after the prompt."""
+
+import dataclasses
 
 from kvjax.cache.codecs import uniform
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.codecs.registry import make
-from kvjax.types import whole_number
+from kvjax.types import UserError, whole_number
 
 
 def pair(
-    key: Codec | str = "int8", value: Codec | str = "int4", residual_length: int = 0
+    key: Codec | str = "int8",
+    value: Codec | str = "int4",
+    residual_length: int = 0,
+    sinks: int = 0,
 ) -> Codec:
     """Keys as one codec has them, values as another; bytes are half of each one's.
 
@@ -15,13 +20,78 @@ def pair(
       key: a codec or its name.
       value: likewise.
       residual_length: the newest tokens, whose pairs stay as they are besides.
+      sinks: the first tokens, likewise.
 
     Raises:
       UserError: something that is no codec, or a length below 0.
     """
     key, value = make(key), make(value)
     newest = whole_number("residual_length", residual_length, 0)
-    return Codec(f"pair of {key.name}, {value.name}", key.key, value.value, newest)
+    name = f"pair of {key.name}, {value.name}"
+    return Codec(name, key.key, value.value, newest, whole_number("sinks", sinks, 0))
+
+
+def by_layer(
+    inner: Codec | str = "int4",
+    outer: Codec | str = "int8",
+    first: int = 1,
+    last: int = 1,
+) -> Codec:
+    """The first and the last layers by one codec, those between by another.
+
+    Bytes: each layer's codec's own.
+
+    Args:
+      inner: a codec or its name, of the layers between.
+      outer: likewise, of the others.
+      first: how many layers at the input.
+      last: how many at the output.
+
+    Raises:
+      UserError: something that is no codec, or that waits for the end of the prompt,
+        which is to be said of the whole: `after_prompt(by_layer(...))`.
+    """
+    inner, outer = make(inner), make(outer)
+    for codec in (inner, outer):
+        if codec.after_prompt or codec.of_layer:
+            raise UserError(
+                f"codec {codec.name!r} within by_layer: give one that is the same in "
+                "all layers, and after_prompt(by_layer(...)) for what waits"
+            )
+    first, last = whole_number("first", first, 0), whole_number("last", last, 0)
+    name = f"{inner.name} within {first} and {last} layers of {outer.name}"
+    return inner._replace(name=name, of_layer=_Ends(inner, outer, first, last))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ends:
+    """A function, but equal to any other of the same parts, as programs want it."""
+
+    inner: Codec
+    outer: Codec
+    first: int
+    last: int
+
+    def __call__(self, layer: int, layers: int) -> Codec:
+        at_an_end = layer < self.first or layer >= layers - self.last
+        return self.outer if at_an_end else self.inner
+
+
+def after_prompt(codec: Codec | str = "int8") -> Codec:
+    """Another codec, from where the schedule compacts what it read of the prompt.
+
+    While the prompt is read, pairs and what policies see of them stay as they are, and
+    so does the memory that they take: `after_prefill`, `decode_only` and `prefill_only`
+    are the schedules that compact. Bytes, while tokens are generated: the codec's own.
+
+    Args:
+      codec: a codec or its name.
+
+    Raises:
+      UserError: something that is no codec.
+    """
+    codec = make(codec)
+    return codec._replace(name=f"{codec.name}_after_prompt", after_prompt=True)
 
 
 def k8v4(group: int | None = 32) -> Codec:

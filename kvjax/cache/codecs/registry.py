@@ -16,9 +16,9 @@ def make(codec: Codec | str, /, **options) -> Codec:
         no codec.
     """
     found = _REGISTRY.make(codec, **options) if isinstance(codec, str) else codec
-    if not isinstance(found, Codec) or found.residual_length < 0:
+    if not isinstance(found, Codec) or min(found.residual_length, found.sinks) < 0:
         raise UserError(
-            f"codec {codec!r} is no kvjax.cache.codecs.Codec whose residual_length is "
-            f"0 or more: got {found!r}"
+            f"codec {codec!r} is no kvjax.cache.codecs.Codec whose residual_length and "
+            f"sinks are 0 or more: got {found!r}"
         )
     return found

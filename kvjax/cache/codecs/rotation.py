@@ -23,8 +23,8 @@ def rotated(codec: Codec | str = "int4") -> Codec:
     with H a Hadamard matrix over sqrt(D), which makes D small channels of a large one.
     What sets the scales shrinks, and turning back leaves the error's norm as it is.
 
-    Turning back costs D D multiplications for every vector that is decoded. Queries
-    that were turned alike, and outputs turned back, would save it: q H (k H)^T = q k^T.
+    Attention turns its queries alike and its outputs back, q H (k H)^T = q k^T. To turn
+    pairs back, for policies that look at them, costs D D multiplications for each.
 
     Finite values beyond the largest float32 over D are cut there, lest their sum be
     infinite. What is no number makes its whole head none. Bytes: the codec's own.
@@ -35,11 +35,16 @@ def rotated(codec: Codec | str = "int4") -> Codec:
     Source: QuaRot, Ashkboos et al. 2024, arXiv 2404.00456, section 4.
 
     Raises:
-      UserError: something that is no codec.
+      UserError: something that is no codec, or one that differs between layers.
     """
     codec = make(codec)
+    if codec.of_layer:
+        raise UserError(
+            f"codec {codec.name!r} differs between layers: rotate those that it is "
+            "made of, by_layer(rotated(...), ...)"
+        )
     key, value = (_rotated(tensor) for tensor in (codec.key, codec.value))
-    return Codec(f"{codec.name}_rotated", key, value, codec.residual_length)
+    return codec._replace(name=f"{codec.name}_rotated", key=key, value=value)
 
 
 def int4_rotated(group: int | None = 32, symmetric: bool = True) -> Codec:
@@ -106,7 +111,8 @@ def _rotated(tensor: TensorCodec) -> TensorCodec:
         return fitted(_times(x, hadamard(x.shape[-1]).T), dtype)
 
     name = f"{tensor.name}, rotated"
-    return TensorCodec(name, init, encode, decode, tensor.group_size)
+    inner = tensor, hadamard
+    return TensorCodec(name, init, encode, decode, tensor.group_size, inner)
 
 
 def _times(x: Float[Array, "B K T D"], matrix: np.ndarray) -> Float[Array, "B K T D"]:

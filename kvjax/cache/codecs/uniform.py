@@ -7,10 +7,9 @@ later tokens are seen, whose values need not fit it.
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float, Int8, Integer
+from jaxtyping import Array, Float, Int8, Integer
 
 from kvjax.cache.codecs.base import Codec, TensorCodec
 from kvjax.cache.codecs.rounding import (
@@ -20,21 +19,7 @@ from kvjax.cache.codecs.rounding import (
     scale_of,
     sixteen_bits,
 )
-from kvjax.types import UserError, whole_number
-
-
-class Codes(NamedTuple):
-    """What is stored, N groups of channels.
-
-    Attributes:
-      codes: int8[B, K, C, D]; of fewer bits uint8[B, K, C, D bits / 8], see `pack`.
-      scale: the step of every group; NaN if it held anything that is no number.
-      centre: the middle of every group; None on a grid around 0.
-    """
-
-    codes: Integer[Array, "B K C P"]
-    scale: BFloat16[Array, "B K C N"]
-    centre: BFloat16[Array, "B K C N"] | None
+from kvjax.types import Codes, UserError, whole_number
 
 
 def int8(group: int | None = None, symmetric: bool = True) -> Codec:

@@ -37,13 +37,15 @@ class Layout(NamedTuple):
       insert: (layer, other, row) -> layer, the rows of `other` in the place of its own
         from `row` on.
       attend: (layer, q, positions [B, T], n, stats, implementation, scoring, turned)
-        -> (Partial, Observation), see `kvjax.attention.attend`; `turned(keys)` if given
-        is what attention reads of the keys.
+        -> (Partial, Observation), see `kvjax.attention.attend`; `turned(keys)` is what
+        attention reads of the keys, unless `turned` is None.
       write_attend: None, or (layer, q, k, v, slots, positions, n, stats,
         implementation, scoring) -> None where it cannot, or (layer, Partial,
         Observation): `write` and `attend` at once.
       stored: layer -> the arrays that hold keys and values, for counting bytes.
       check: codec -> None; raises UserError for a codec that does not fit.
+      encode: (layer, codec) -> layer, the same pairs in the same slots, stored by
+        another codec; None where all are stored as they are.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Layout(NamedTuple):
     write_attend: Callable[..., tuple | None] | None
     stored: Callable[[PyTree], PyTree]
     check: Callable[..., None]
+    encode: Callable[..., PyTree] | None = None
 
     def capacity(self, layer: PyTree) -> int:
         """C, slots per head."""

@@ -20,19 +20,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax import attention
+from kvjax.attention.stored import Pairs, Stored
 from kvjax.cache.codecs import Codec, identity
 from kvjax.cache.layouts.base import Layout, insert_rows
-from kvjax.types import EMPTY, ModelSpec, PyTree, UserError
+from kvjax.types import EMPTY, Codes, ModelSpec, PyTree, UserError
 
 
 @flax.struct.dataclass
 class Residual:
-    """The newest R pairs of every row as they were; token p lies at p mod R.
+    """The first S and the newest R pairs of every row as they were.
+
+    Token p lies at p, or from S on at S + p mod R.
 
     Attributes:
-      k: [B, K, R, D].
-      v: [B, K, R, D].
-      positions: i32[B, K, R]; -1 if there is none yet.
+      k: [B, K, S + R, D].
+      v: [B, K, S + R, D].
+      positions: i32[B, K, S + R]; -1 if there is none yet.
     """
 
     k: Array
@@ -48,7 +51,7 @@ class DenseLayer:
       k: stored keys, logically [B, K, C, D].
       v: stored values, logically [B, K, C, D].
       positions: i32[B, K, C], the true position of each pair in its row; -1 if empty.
-      residual: the newest pairs unencoded, None if the codec keeps none.
+      residual: first and newest pairs unencoded, None if the codec keeps none.
       codec: how `k` and `v` are stored.
       dtype: of decoded keys and values, a name.
     """
@@ -66,19 +69,24 @@ def init(
 ) -> DenseLayer:
     """An empty layer of `capacity` slots per head."""
     shape = (batch, spec.num_kv_heads, capacity, spec.head_dim)
-    residual = None
-    if newest := codec.residual_length:
-        ring = (*shape[:2], newest, shape[3])
-        empty = jnp.full(ring[:3], EMPTY, jnp.int32)
-        residual = Residual(jnp.zeros(ring, dtype), jnp.zeros(ring, dtype), empty)
     return DenseLayer(
         k=codec.key.init(shape, dtype),
         v=codec.value.init(shape, dtype),
         positions=jnp.full(shape[:3], EMPTY, jnp.int32),
-        residual=residual,
+        residual=_empty_ring(codec, shape, dtype),
         codec=codec,
         dtype=jnp.dtype(dtype).name,
     )
+
+
+def _empty_ring(codec: Codec, shape: tuple[int, ...], dtype) -> Residual | None:
+    """Room for what the codec leaves as it is of (B, K, C, D); None if nothing."""
+    size = codec.sinks + codec.residual_length
+    if not size:
+        return None
+    ring = (*shape[:2], size, shape[3])
+    empty = jnp.full(ring[:3], EMPTY, jnp.int32)
+    return Residual(jnp.zeros(ring, dtype), jnp.zeros(ring, dtype), empty)
 
 
 def keys(layer: DenseLayer) -> Array:
@@ -94,15 +102,22 @@ def values(layer: DenseLayer) -> Array:
 
 
 def _with_residual(layer: DenseLayer, decoded: Array, which: str) -> Array:
-    """The newest pairs in the place of their decoded codes."""
+    """First and newest pairs in the place of their decoded codes."""
     ring = layer.residual
     if ring is None:
         return decoded
-    place = layer.positions % ring.positions.shape[2]  # of an empty slot, no matter
+    place = _place(layer.codec, layer.positions)  # of an empty slot, no matter
     newest = jnp.take_along_axis(ring.positions, place, axis=2) == layer.positions
     newest = (newest & (layer.positions >= 0))[..., None]
     as_they_were = jnp.take_along_axis(getattr(ring, which), place[..., None], axis=2)
     return jnp.where(newest, as_they_were, decoded)
+
+
+def _place(codec: Codec, positions: Int[Array, "*axes"]) -> Int[Array, "*axes"]:
+    """Where a `Residual` has these tokens, if it has them."""
+    first, newest = codec.sinks, max(codec.residual_length, 1)
+    later = jnp.minimum(first + positions % newest, first + codec.residual_length - 1)
+    return jnp.where(positions < first, positions, later)
 
 
 def free_slots(positions: Int[Array, "B K C"], count: int) -> Int[Array, "B K T"]:
@@ -163,22 +178,38 @@ def write(
     )
     if layer.residual is None:
         return layer
-    ring = layer.residual
-    size, here = (
-        ring.positions.shape[2],
-        jnp.broadcast_to(positions[:, None], slots.shape),
-    )
-    real = slots < layer.positions.shape[2]
-    newest = jnp.max(jnp.where(real, here, EMPTY), axis=-1, keepdims=True)
-    place = jnp.where(real & (here > newest - size), here % size, size)
+    here = jnp.broadcast_to(positions[:, None], slots.shape)
+    here = jnp.where(slots < layer.positions.shape[2], here, EMPTY)
+    return layer.replace(residual=_ring_with(layer.codec, layer.residual, k, v, here))
+
+
+def _ring_with(
+    codec: Codec, ring: Residual, k: Array, v: Array, positions: Int[Array, "B K T"]
+) -> Residual:
+    """The first and newest of these pairs in their places; those at -1 are none."""
+    newest = jnp.max(positions, axis=-1, keepdims=True)
+    kept = (positions > newest - codec.residual_length) | (positions < codec.sinks)
+    beyond = ring.positions.shape[2]
+    place = jnp.where(kept & (positions >= 0), _place(codec, positions), beyond)
     put = lambda leaf, new: _put(leaf, place, new)
-    ring = Residual(put(ring.k, k), put(ring.v, v), put(ring.positions, here))
-    return layer.replace(residual=ring)
+    return Residual(put(ring.k, k), put(ring.v, v), put(ring.positions, positions))
 
 
 def evict(layer: DenseLayer, mask: Bool[Array, "B K C"]) -> DenseLayer:
     """Marks the slots in the mask empty."""
     return layer.replace(positions=jnp.where(mask, EMPTY, layer.positions))
+
+
+def encode(layer: DenseLayer, codec: Codec) -> DenseLayer:
+    """The same pairs, stored by another codec."""
+    k, v, positions = keys(layer), values(layer), layer.positions
+    ring = _empty_ring(codec, k.shape, k.dtype)
+    return layer.replace(
+        k=codec.key.encode(k),
+        v=codec.value.encode(v),
+        residual=ring and _ring_with(codec, ring, k, v, positions),
+        codec=codec,
+    )
 
 
 def compact(
@@ -216,26 +247,66 @@ def attend(
     stats: frozenset[str],
     implementation: str | None,
     scoring,
-    turned=lambda keys: keys,
+    turned=None,
 ):
     """`attention.attend` over all slots."""
-    pairs = turned(keys(layer)), values(layer), layer.positions
-    return attention.attend(q, *pairs, positions, n, stats, implementation, scoring)
+    k, v = _stored(layer)
+    if turned:
+        k = turned(keys(layer))
+    given = q, k, v, layer.positions, positions, n
+    return attention.attend(*given, stats, implementation, scoring)
 
 
 def write_attend(
     layer: DenseLayer, q, k, v, slots, positions, n, stats, implementation, scoring
 ):
-    """Both in one kernel, where pairs are stored as they are and there is one."""
-    if layer.codec is not identity:
-        return None
+    """Both in one kernel, where there is one that can write what is stored."""
     how = stats, implementation, scoring
-    if not attention.fuses_write(q, layer.k, *how):
+    if layer.residual is not None:
         return None
-    new = k[:, :, 0], v[:, :, 0], slots[..., 0]
-    old = layer.k, layer.v, layer.positions
-    partial, seen, *pairs = attention.write_attend(q, *new, *old, positions, n, *how)
-    return layer.replace(k=pairs[0], v=pairs[1]), partial, seen
+    if not attention.fuses_write(q, *_stored(layer), *how):
+        return None
+    new_k, new_v = layer.codec.key.encode(k), layer.codec.value.encode(v)
+    layer = layer.replace(
+        k=_with_scales(layer.k, new_k, slots), v=_with_scales(layer.v, new_v, slots)
+    )
+    new = _numbers(new_k)[:, :, 0], _numbers(new_v)[:, :, 0], slots[..., 0]
+    given = q, *new, *_stored(layer), layer.positions, positions, n
+    partial, seen, k, v = attention.write_attend(*given, *how)
+    layer = layer.replace(k=_with_numbers(layer.k, k), v=_with_numbers(layer.v, v))
+    return layer, partial, seen
+
+
+def _stored(layer: DenseLayer) -> tuple[Pairs, Pairs]:
+    """Keys and values as attention reads them: stored, where nothing overlies them."""
+    if layer.codec is identity:
+        return layer.k, layer.v
+    if layer.residual is not None:
+        return keys(layer), values(layer)
+    shapes = jax.eval_shape(keys, layer), jax.eval_shape(values, layer)
+    parts = (layer.k, layer.codec.key), (layer.v, layer.codec.value)
+    return tuple(
+        Stored(arrays, codec, shape.shape, shape.dtype)
+        for (arrays, codec), shape in zip(parts, shapes, strict=True)
+    )
+
+
+def _numbers(stored: PyTree) -> Array:
+    """Of what a kernel writes: the numbers themselves, or their codes."""
+    return stored.codes if isinstance(stored, Codes) else stored
+
+
+def _with_numbers(stored: PyTree, numbers: Array) -> PyTree:
+    """What is stored, with these in the place of `_numbers`."""
+    coded = isinstance(stored, Codes)
+    return stored._replace(codes=numbers) if coded else numbers
+
+
+def _with_scales(stored: PyTree, new: PyTree, slots: Int[Array, "B K 1"]) -> PyTree:
+    """What is stored, with the new pairs' scales, which no kernel writes."""
+    if not isinstance(stored, Codes):
+        return stored
+    return stored._replace(scale=_mark(stored.scale, slots, new.scale))
 
 
 def check(codec: Codec) -> None:
@@ -282,4 +353,5 @@ LAYOUT = Layout(
     write_attend=write_attend,
     stored=lambda layer: (layer.k, layer.v, layer.residual),
     check=check,
+    encode=encode,
 )

@@ -18,6 +18,7 @@ from kvjax.engine.planner import state_bytes
 
 AFTER = Schedule("after_prefill", prefill_chunk=8)
 WHILE = Schedule("prefill_and_decode", prefill_chunk=8, evict_size=8)
+ONLY = Schedule("prefill_only", prefill_chunk=8, evict_size=8)
 BUDGET = ((16, 40), (32, 24))
 PACKED = {name: toys.OF_8_CHANNELS[name] for name in ("int4_outliers", "int2_rotated")}
 PROMPTS = [
@@ -31,7 +32,14 @@ def job_of(spec, codec, schedule=AFTER, budget=BUDGET, batch=3, policy="key_diff
     return Job(spec, config, batch, bucket(spec, config, 80, 6), 6)
 
 
-@pytest.mark.parametrize("name", [n for n in codecs.names() if "toy" not in n])
+ALIKE = [
+    name
+    for name in codecs.names()
+    if "toy" not in name and name not in ("after_prompt", "by_layer")
+]
+
+
+@pytest.mark.parametrize("name", ALIKE)
 def test_plans_count_all_that_is_stored(name):
     """Codes, scales, centres, places and positions, and a row's few numbers."""
     spec = tiny_spec(head_dim=64, num_kv_heads=2)
@@ -101,3 +109,102 @@ def test_rules_see_decoded_keys(tiny):
     whole, turned, coarse = (np.array(each) for each in kept)
     np.testing.assert_array_equal(whole, turned)
     assert np.any(whole != coarse)
+
+
+LATE = [
+    codecs.after_prompt(PACKED["int4_outliers"]),
+    codecs.after_prompt(toys.OF_8_CHANNELS["k8v4_but_ends"]),
+]
+
+
+def read_alone(tiny, codec, schedule=AFTER):
+    """The state when the prompts are in, before a token is drawn."""
+    job = job_of(tiny.spec, codec, schedule)
+    engine = runner.Whole(tiny.params, job)
+    return job, engine.prefill(PROMPTS).state
+
+
+@pytest.mark.parametrize("codec", LATE, ids=lambda codec: codec.name)
+def test_encoded_after_the_prompt(tiny, codec):
+    """Exact pairs decide what stays, and what stays is encoded once."""
+    plain_job, plain = read_alone(tiny, "identity")
+    job, late = read_alone(tiny, codec)
+    same(cache.kept_positions(plain), cache.kept_positions(late))
+    for exact, found in zip(plain.layers, late.layers, strict=True):
+        live = np.asarray(exact.positions) >= 0
+        for name in ("key", "value"):
+            tensor, read = getattr(codec, name), getattr(plain.layout, f"{name}s")
+            numbers = np.asarray(tensor.decode(tensor.encode(read(exact)), np.float32))
+            held = np.asarray(exact.positions)
+            newest = held.max(-1, keepdims=True) - codec.residual_length
+            whole = (held > newest) | (held < codec.sinks)
+            numbers = np.where(whole[..., None], read(exact), numbers)
+            np.testing.assert_array_equal(read(found)[live], numbers[live])
+    bytes_of = state_bytes(job)
+    assert bytes_of["prefill"] == state_bytes(plain_job)["prefill"]
+    at_once = codec._replace(after_prompt=False)
+    assert bytes_of["decode"] == state_bytes(job_of(tiny.spec, at_once))["decode"]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("schedule", [AFTER, ONLY], ids=lambda each: each.phases)
+@pytest.mark.parametrize("codec", LATE, ids=lambda codec: codec.name)
+def test_encoded_after_the_prompt_everywhere(tiny, codec, schedule):
+    """In a pool, layer by layer and in a batch."""
+    job = job_of(tiny.spec, codec, schedule)
+    together = run_batch(tiny.params, job, PROMPTS, range(3))
+    pooled = dataclasses.replace(job, prefill_batch=2)
+    staggered = run_batch(tiny.params, pooled, PROMPTS, range(3))
+    readings = layerwise.Readings(tiny, [job.config])
+    apart = runner.run_batch(readings.runner(job), PROMPTS, range(3))
+    for other in (staggered, apart):
+        assert other.tokens == together.tokens
+        same(cache.kept_positions(other.state), cache.kept_positions(together.state))
+
+
+def test_encoding_after_the_prompt_needs_a_compaction(tiny):
+    for schedule in ("prefill_and_decode", "none"):
+        policy = None if schedule == "none" else "streaming"
+        budget = None if policy is None else 32
+        with pytest.raises(kvjax.UserError, match="does not do: use 'after_prefill'"):
+            cache.make_config(
+                tiny.spec, policy, budget, schedule, codec=codecs.after_prompt("int8")
+            )
+
+
+MIXED = codecs.by_layer(codecs.int4(8), "int8", first=1, last=0)
+
+
+def test_layers_differ(tiny):
+    job = job_of(tiny.spec, MIXED)
+    found = read_alone(tiny, MIXED)[1]
+    names = [layer.codec.name for layer in found.layers]
+    sizes = [len(layer) for layer in job.config.heads(tiny.spec)]
+    assert names == ["int8"] * sizes[0] + ["int4"] * sum(sizes[1:])
+    outer, inner = (state_bytes(job_of(tiny.spec, c)) for c in ("int8", codecs.int4(8)))
+    assert inner["decode"] < state_bytes(job)["decode"] < outer["decode"]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "codec", [MIXED, codecs.after_prompt(MIXED)], ids=["at_once", "late"]
+)
+def test_layers_differ_layer_by_layer(tiny, codec):
+    job = job_of(tiny.spec, codec)
+    together = run_batch(tiny.params, job, PROMPTS, range(3))
+    readings = layerwise.Readings(tiny, [job.config])
+    apart = runner.run_batch(readings.runner(job), PROMPTS, range(3))
+    assert apart.tokens == together.tokens
+    kept = [cache.kept_positions(run.state) for run in (apart, together)]
+    same(*kept)
+
+
+def test_codecs_that_cannot_be_joined():
+    late = codecs.after_prompt("int8")
+    for make in (
+        lambda: codecs.by_layer(late),
+        lambda: codecs.by_layer("int8", MIXED),
+        lambda: codecs.rotated(MIXED),
+    ):
+        with pytest.raises(kvjax.UserError, match=r"by_layer\("):
+            make()

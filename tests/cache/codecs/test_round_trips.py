@@ -243,7 +243,8 @@ def test_the_page_lists_them_with_their_bytes():
         assert [codecs.pair_bytes(codec, d, "float32") for d in (64, 128)] == [
             int(each) for each in told
         ]
-    assert {name for name, *_ in rows} == {*NAMES} - {"identity", "pair", "rotated"}
+    of_others = {"after_prompt", "by_layer", "pair", "rotated"}
+    assert {name for name, *_ in rows} == {*NAMES} - {"identity"} - of_others
 
 
 def test_pairs():

@@ -1,0 +1,73 @@
+"""Keys and values as they are stored, for attention that reads no decoded copy.
+
+Every function of `kvjax.attention` takes `Stored` in the place of an array. A backend
+that knows the codes reads them; the others read pieces that are decoded when they are
+needed, or all at once.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.types import Codes, PyTree
+
+
+@flax.struct.dataclass
+class Stored:
+    """The keys, or the values, of a layer as its codec stores them.
+
+    Attributes:
+      arrays: the codec's; each leads with [B, K, C].
+      codec: a `kvjax.cache.codecs.TensorCodec`.
+      shape: of what is stored, (B, K, C, D); of a piece of it, C and D alone hold.
+      dtype: that it is decoded to.
+    """
+
+    arrays: PyTree
+    codec: Any = flax.struct.field(pytree_node=False)
+    shape: tuple[int, int, int, int] = flax.struct.field(pytree_node=False)
+    dtype: jnp.dtype = flax.struct.field(pytree_node=False)
+
+    def decoded(self) -> Float[Array, "B K C D"]:
+        """All of it as numbers."""
+        return self.codec.decode(self.arrays, self.dtype)
+
+    @property
+    def codes(self) -> Codes | None:
+        """What it is if that is codes on a grid around 0, which kernels read."""
+        known = isinstance(self.arrays, Codes) and self.arrays.centre is None
+        return self.arrays if known else None
+
+
+Pairs = Array | Stored  # keys, or values
+
+
+def decoded(pairs: Pairs) -> Float[Array, "B K C D"]:
+    """Keys or values as numbers."""
+    return pairs.decoded() if isinstance(pairs, Stored) else pairs
+
+
+def unturned(pairs: Pairs) -> tuple[Pairs, Float[Array, "D D"] | None]:
+    """What lies inside a rotation, and the rotation; None where there is none.
+
+    Of x H stored, x' = decode(stored) H^T: so q (x')^T = (q H) decode(stored)^T, and
+    p x' = (p decode(stored)) H^T, which turn queries and outputs in place of all pairs.
+    """
+    if not isinstance(pairs, Stored) or pairs.codec.turned is None:
+        return pairs, None
+    inner, rotation = pairs.codec.turned
+    matrix = jnp.asarray(rotation(pairs.shape[-1]))
+    return pairs.replace(codec=inner), matrix
+
+
+def turned(x: Float[Array, "... D"], matrix: Array | None) -> Float[Array, "... D"]:
+    """x times the matrix, in x's dtype; x where there is none."""
+    if matrix is None:
+        return x
+    wide = jnp.matmul(
+        x.astype(jnp.float32), matrix, precision=jax.lax.Precision.HIGHEST
+    )
+    return wide.astype(x.dtype)
