@@ -56,12 +56,14 @@ class Kernels:
         return dataclasses.replace(self, interpret=True)
 
     def unsupported_reason(
-        self, q: Array, k: Array, stats: frozenset[str], scoring: Scoring
+        self, q: Array, k: Pairs, stats: frozenset[str], scoring: Scoring
     ) -> str | None:
         """Why they cannot take these arrays; None where they can."""
         if "attn_weights" in stats:
             return "no fused kernel hands over all the weights"
         kind = None if self.interpret else device().kind
+        if isinstance(k, Stored):
+            k = jax.ShapeDtypeStruct(k.shape, k.dtype)
         return self._load().unsupported_reason(q, k, stats, kind)
 
     def attend(

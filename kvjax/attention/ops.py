@@ -62,7 +62,7 @@ def attend(
 def write_attend(
     q: Float[Array, "B K G 1 D"],
     new_k: Shaped[Array, "B K P"],
-    new_v: Shaped[Array, "B K P"],
+    new_v: Shaped[Array, "B K Q"],
     slot: Int[Array, "B K"],
     k: Float[Array, "B K C D"] | Stored,
     v: Float[Array, "B K C D"] | Stored,

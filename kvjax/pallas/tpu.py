@@ -182,7 +182,7 @@ def attention_stats(
 def write_attend(
     q: Float[Array, "B K G 1 D"],
     new_k: Shaped[Array, "B K P"],
-    new_v: Shaped[Array, "B K P"],
+    new_v: Shaped[Array, "B K Q"],
     slot: Int[Array, "B K"],
     k: Float[Array, "B K C D"] | Codes,
     v: Float[Array, "B K C D"] | Codes,
@@ -452,8 +452,9 @@ def _by_group(q, case: Case):
         return q
     q = jnp.pad(q, [(0, 0)] * (q.ndim - 2) + [(0, case.room - case.rows), (0, 0)])
     group = jnp.arange(case.depth) // (case.depth // groups)
-    own = group == jnp.arange(groups)[:, None]  # [N, D]
-    q = jnp.where(own[:, None], q[..., None, :, :], jnp.zeros((), q.dtype))
+    own = group[None] == jnp.arange(groups)[:, None]  # [N, D]
+    own = own[None, None, None, :, None]
+    q = jnp.where(own, q[..., None, :, :], jnp.zeros((), q.dtype))
     return rearrange(q, "b k i n r d -> b k i (n r) d")
 
 

@@ -47,8 +47,10 @@ def of(name, length, depth=64, dtype="float32", slots=200):
 
 
 @pytest.mark.parametrize("length", [1, 5])
-@pytest.mark.parametrize("implementation", ["reference", "tiles", "xla"])
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(
+    "implementation", often(["tiles", "reference", "xla"], ["tiles"], "e2e")
+)
+@pytest.mark.parametrize("name", often(CODECS, ["k8v4", "turned_values"], "e2e"))
 def test_is_attention_over_what_it_decodes_to(
     monkeypatch, name, implementation, length
 ):
@@ -67,7 +69,7 @@ def test_is_attention_over_what_it_decodes_to(
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("length", [1, 16])
+@pytest.mark.parametrize("length", often([1, 16], [1], "e2e"))
 @pytest.mark.parametrize(
     ("name", "depth"),
     often(
@@ -154,8 +156,8 @@ def test_no_decoded_copy_of_a_layer(stats, length):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("depth", [64, 128])
-@pytest.mark.parametrize("name", often(sorted(READ_AS_CODES), ["int8"], "e2e"))
+@pytest.mark.parametrize("depth", often([64, 128], [64], "e2e"))
+@pytest.mark.parametrize("name", often(sorted(READ_AS_CODES), ["k8v4"], "e2e"))
 def test_fused_write(name, depth):
     """Codes and scales lie where the layout's own write puts them, bit for bit."""
     codec = CODECS[name]

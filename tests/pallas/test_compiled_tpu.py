@@ -19,6 +19,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
 import model_step
 import targets
 
+from kvjax.cache import codecs
 from kvjax.pallas import tpu
 
 pytestmark = pytest.mark.compiled
@@ -131,6 +132,57 @@ def test_fused_write(target, pick, depth):
     assert memory.alias_size_in_bytes >= pair_bytes(given)
     assert memory.temp_size_in_bytes < pair_bytes(given) / 100
     assert not copies(compiled, *given["k"].shape)
+
+
+def coded(given, codec):
+    """The arrays with keys and values as the codec stores them."""
+    pairs = (given["k"], codec.key), (given["v"], codec.value)
+    k, v = (jax.eval_shape(tensor.encode, x) for x, tensor in pairs)
+    return given | {"k": k, "v": v}
+
+
+def stored_bytes(given):
+    leaves = jax.tree.leaves((given["k"], given["v"]))
+    return sum(x.size * x.dtype.itemsize for x in leaves)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["int8", "k8v4", "int4"])
+@pytest.mark.parametrize(("length", "depth"), [(1, 64), (1, 128), (64, 128)])
+def test_attention_over_codes(target, name, length, depth):
+    """No codes are copied or decoded outside of the kernel."""
+    given = coded(arrays(8, length, 1024, depth), codecs.make(name))
+    run = functools.partial(tpu.attend, stats=ALL)
+    compiled = targets.compile_for(target, run, *given.values())
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < stored_bytes(given) / 20  # queries, scales
+    for pairs in given["k"], given["v"]:
+        assert not copies(compiled, *pairs.codes.shape)
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")  # scales are only read
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("depth", [64, 128])
+def test_fused_write_of_codes(target, depth):
+    given = coded(arrays(8, 1, 1024, depth), codecs.k8v4())
+    k, v = given["k"], given["v"]
+    fresh = [
+        jax.ShapeDtypeStruct((8, 8, x.codes.shape[3]), x.codes.dtype) for x in (k, v)
+    ]
+    slot = jax.ShapeDtypeStruct((8, 8), jnp.int32)
+
+    def run(k, v, q, new_k, new_v, slot, *rest):
+        found = tpu.write_attend(q, new_k, new_v, slot, k, v, *rest, stats=ALL)
+        return found.scored, found.k, found.v
+
+    rest = given["pos"], given["q_pos"], given["n"]
+    compiled = targets.compile_for(
+        target, run, k, v, given["q"], *fresh, slot, *rest, donate=(0, 1)
+    )
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= k.codes.size + v.codes.size
+    for pairs in (k, v):
+        assert not copies(compiled, *pairs.codes.shape)
 
 
 STEPS = [
