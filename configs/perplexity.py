@@ -10,9 +10,9 @@ report has a table of perplexities, and losses in nats per token, KL to the full
 predictions and shares of the same likeliest token; also how many of two pass keys were
 found, as an experiment has a task.
 
-Layer by layer, so that nothing is timed. We have not run all of it: by the pace of
-`configs/policy_sweep.py`, about half an hour on two CPU cores. Stop it at any moment
-and start it again. `--config.fidelity.num_windows=16` narrows what luck makes of it.
+Layer by layer, so that nothing is timed. Half an hour on two CPU cores; our table is in
+docs/decisions.md, its records in docs/data/perplexity.jsonl. Stop it at any moment and
+start it again. `--config.fidelity.num_windows=16` narrows what luck makes of it.
 """
 
 from ml_collections import ConfigDict
