@@ -17,6 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from kvjax.evaluation import roofline
+from kvjax.parallel import host
 
 TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1", "v5p": "v5p:2x2x1"}
 
@@ -85,15 +86,20 @@ def compile_for(target, function, *shapes, donate=()):
     Args:
       target: see the module.
       function: of arrays.
-      *shapes: pytrees of `jax.ShapeDtypeStruct`.
+      *shapes: pytrees of `jax.ShapeDtypeStruct`; those of `kvjax.parallel.host.like`
+        say what lies on the host.
       donate: which arguments are donated.
 
     Returns:
       A `jax.stages.Compiled`.
     """
     where = device(target)
-    place = jax.sharding.SingleDeviceSharding(where)
-    put = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place)
+    alone = jax.sharding.Mesh([where], ("one",))
+    there = jax.NamedSharding(alone, jax.P(), memory_kind=host.KIND)
+    here = jax.sharding.SingleDeviceSharding(where)
+    put = lambda s: jax.ShapeDtypeStruct(
+        s.shape, s.dtype, sharding=there if host.nbytes(s) else here
+    )
     shapes = jax.tree.map(put, shapes)
     told = AbstractDevice(where.device_kind, None, _platform(target, where))
     mesh = AbstractMesh(

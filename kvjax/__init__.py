@@ -7,6 +7,7 @@ done = kvjax.generate(
 """
 
 from kvjax import cache, policies
+from kvjax.cache.offload import Offload
 from kvjax.cache.schedule import Schedule
 from kvjax.engine.api import Completion, generate, plan
 from kvjax.engine.calibration import calibrate
@@ -21,6 +22,7 @@ __all__ = [
     "Completion",
     "Model",
     "ModelSpec",
+    "Offload",
     "Plan",
     "Schedule",
     "UserError",

@@ -6,6 +6,7 @@ from kvjax.attention.ops import (
     attend_segments,
     attention_stats,
     fuses_write,
+    weights,
     write_attend,
 )
 from kvjax.attention.reference import merge, normalize
@@ -19,5 +20,6 @@ __all__ = [
     "merge",
     "normalize",
     "register",
+    "weights",
     "write_attend",
 ]

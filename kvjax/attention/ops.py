@@ -8,6 +8,7 @@ import functools
 
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvjax.attention import reference
 from kvjax.attention.backends import select_backend
 from kvjax.attention.reference import NO_STATS, PLAIN, merge
 from kvjax.attention.stored import Pairs, Stored, turned, unturned
@@ -177,6 +178,26 @@ def attention_stats(
     k, turn = unturned(k)
     q = turned(q, turn)
     return backend.attention_stats(q, k, pos, q_pos, n, whole, stats, scoring)
+
+
+def weights(
+    q: Float[Array, "B K G T D"],
+    k: Float[Array, "B K C D"],
+    pos: Int[Array, "B K C"],
+    q_pos: Int[Array, "B T"],
+    n: Int[Array, "B"],
+    stats: frozenset[str],
+    scoring: Scoring,
+) -> tuple[Float[Array, "B K G T C"], Partial, Observation]:
+    """What `attend` would weigh values with, for whoever has to know before he has any.
+
+    Plain `jax.numpy`, on every platform: the weights themselves are wanted.
+
+    Returns:
+      exp(logit - max_logit), 0 where a query sees no pair; their sums, with an output
+      of zeros; the statistics asked for.
+    """
+    return reference.weights(q, k, pos, q_pos, n, stats & ATTENTION_STATS, scoring)
 
 
 def _turned_back(partial: Partial, back: Array | None) -> Partial:

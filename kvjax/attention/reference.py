@@ -26,16 +26,24 @@ def attend(
     q, k, v, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
 ) -> tuple[Partial, Observation]:
     """All slots at once; see `kvjax.attention.attend`."""
-    k, v = decoded(k), decoded(v)
-    logits = _masked_logits(q, k, pos, q_pos, scoring)
-    max_logit = jnp.max(logits, axis=-1)
-    p = jnp.exp(logits - jnp.maximum(max_logit, LOWEST)[..., None])
-    denominator = jnp.sum(p, axis=-1)
+    v = decoded(v)
+    p, sums, seen = weights(q, k, pos, q_pos, n, stats, scoring)
     out = jnp.einsum(
         "bkgtc,bkcd->bkgtd", p.astype(v.dtype), v, preferred_element_type=jnp.float32
     )
+    return sums._replace(out=out), seen
+
+
+def weights(
+    q, k, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
+) -> tuple[Float[Array, "B K G T C"], Partial, Observation]:
+    """What `attend` weighs values with; see `kvjax.attention.weights`."""
+    logits = _masked_logits(q, decoded(k), pos, q_pos, scoring)
+    max_logit = jnp.max(logits, axis=-1)
+    p = jnp.exp(logits - jnp.maximum(max_logit, LOWEST)[..., None])
+    denominator = jnp.sum(p, axis=-1)
     seen = _observed(p, denominator, n, q_pos, stats)
-    return Partial(out, max_logit, denominator), seen
+    return p, Partial(jnp.zeros(q.shape, jnp.float32), max_logit, denominator), seen
 
 
 def attend_in_tiles(

@@ -5,12 +5,23 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from kvjax import policies
 from kvjax.attention import backends
-from kvjax.cache import budgets, by_need, calibrations, codecs, layouts, parts
+from kvjax.cache import (
+    budgets,
+    by_need,
+    calibrations,
+    codecs,
+    layouts,
+    parts,
+)
+from kvjax.cache import (
+    offload as offloading,
+)
 from kvjax.cache.schedule import Schedule
 from kvjax.policies import base, checks
 from kvjax.types import ModelSpec, UserError, whole_number
@@ -38,6 +49,7 @@ class CacheConfig:
         heads where they differ; None only for the full cache.
       codec: how pairs are stored.
       layer_codecs: of every layer, where they differ.
+      offload: which values lie in host memory; None for none.
       layout: where they lie.
       budget_rule: what `budget` came from, and may change it once the prompt is read.
       mean_budget: of `budget` over all heads of the model, where they differ.
@@ -73,6 +85,7 @@ class CacheConfig:
     implementation: str | None = None
     windows: tuple[int, ...] = ()
     layer_codecs: tuple[codecs.Codec, ...] = ()
+    offload: offloading.Offload | None = None
 
     def required_stats(self, is_prefill: bool) -> frozenset[str]:
         """What attention must hand over; nothing once no more evictions come."""
@@ -117,11 +130,21 @@ class CacheConfig:
         """The same while the prompt is read, which some codecs wait for the end of."""
         if not self.codec.after_prompt:
             return self
-        return dataclasses.replace(self, codec=codecs.identity, layer_codecs=())
+        plain = {"codec": codecs.identity, "layer_codecs": (), "offload": None}
+        return dataclasses.replace(self, **plain)
 
     def codec_of(self, index: int) -> codecs.Codec:
         """How a layer's pairs are stored."""
         return self.layer_codecs[index] if self.layer_codecs else self.codec
+
+    def recalls(self, index: int) -> bool:
+        """Whether a layer's values are fetched from host memory, a few at a time."""
+        return self.codec_of(index).value.on_host
+
+    @property
+    def compacts(self) -> bool:
+        """Whether something happens to the state between prefill and decode."""
+        return self.schedule.compacts or self.codec.after_prompt
 
     def window(self, index: int) -> int:
         """Newest pairs that a layer of the full cache keeps; 0 for all."""
@@ -146,11 +169,7 @@ class CacheConfig:
         """Slots per head of every part while prompts of up to `prompt` are read."""
         if self.schedule.evicts_in_prefill:
             return self._slots()
-        count = sum(map(len, self.heads(spec)))
-        most = prompt if self.schedule.compacts else prompt + new
-        chunk = self.schedule.prefill_chunk  # comes in before what it hides goes
-        windows = self.windows or (0,) * count
-        return tuple(min(most, w + chunk) if w else most for w in windows)
+        return self._uncut(spec, prompt if self.compacts else prompt + new)
 
     def decode_capacity(
         self, spec: ModelSpec, prompt: int, new: int
@@ -160,7 +179,14 @@ class CacheConfig:
             return self._slots()
         if self.schedule.compacts:
             return tuple(slots + new for slots in self._slots())
-        return self.prefill_capacity(spec, prompt, new)
+        return self._uncut(spec, prompt + new)
+
+    def _uncut(self, spec: ModelSpec, tokens: int) -> tuple[int, ...]:
+        """Room for so many tokens, or for what a layer's window shows of them."""
+        count = sum(map(len, self.heads(spec)))
+        chunk = self.schedule.prefill_chunk  # comes in before what it hides goes
+        windows = self.windows or (0,) * count
+        return tuple(min(tokens, w + chunk) if w else tokens for w in windows)
 
     def _slots(self) -> tuple[int, ...]:
         """Pairs per head of every part."""
@@ -181,6 +207,7 @@ def make_config(
     length: int | None = None,
     codec: codecs.Codec | str = codecs.identity,
     layout: layouts.Layout | str = layouts.DEFAULT,
+    offload: offloading.Offload | int | dict[str, Any] | None = None,
     **options,
 ) -> CacheConfig:
     """Checks the parts against each other and joins them.
@@ -200,6 +227,7 @@ def make_config(
       length: tokens of the prompts to come, of which a budget may be a share, and
         which some budget rules ask for.
       codec, layout: as in `CacheConfig`, or names.
+      offload: likewise, or its `top_n`, or its fields.
       **options: `eviction`, `rope_positions`, `rows_per_eviction`, `implementation` of
         `CacheConfig`. With `rope_positions="cache"` the default of `eviction` is
         `compact`.
@@ -215,7 +243,13 @@ def make_config(
     if options.get("rope_positions") == "cache":
         options = {"eviction": "compact"} | options
     options |= {"codec": codecs.make(codec), "layout": layouts.make(layout)}
-    options["layer_codecs"] = _layer_codecs(spec, options["codec"])
+    options["offload"] = offloading.make(offload)
+    if options["offload"] and options["layout"].take_values is None:
+        raise UserError(
+            f"layout {options['layout'].name!r} keeps no values in host memory: leave "
+            "offload out, or take another"
+        )
+    options["layer_codecs"] = _layer_codecs(spec, options["codec"], options["offload"])
     for each in {options["codec"], *options["layer_codecs"]}:
         options["layout"].check(each)
         codecs.check(each, spec.head_dim)
@@ -376,14 +410,19 @@ def _by_heads(
     return pinned, by_need.calibrated(length, floor=floor)
 
 
-def _layer_codecs(spec: ModelSpec, codec: codecs.Codec) -> tuple[codecs.Codec, ...]:
+def _layer_codecs(
+    spec: ModelSpec, codec: codecs.Codec, offload: offloading.Offload | None
+) -> tuple[codecs.Codec, ...]:
     """How every layer's pairs are stored; empty where all are alike."""
-    if codec.of_layer is None:
+    if codec.of_layer is None and offload is None:
         return ()
-    layers = range(spec.num_layers)
+    layers, count = range(spec.num_layers), spec.num_layers
+    found = [codec.of_layer(i, count) if codec.of_layer else codec for i in layers]
+    if offload is not None:
+        offloading.check(offload, spec)
+        found = [offloading.codec_of(each, i, offload) for i, each in enumerate(found)]
     return tuple(
-        codec.of_layer(i, spec.num_layers)._replace(after_prompt=codec.after_prompt)
-        for i in layers
+        each._replace(after_prompt=codec.after_prompt, of_layer=None) for each in found
     )
 
 
@@ -414,12 +453,6 @@ def _check_heads(config: CacheConfig) -> None:
 def _check_options(config: CacheConfig) -> None:
     """Raises UserError for options that do not exist or exclude each other."""
     backends.check_name(config.implementation)
-    if config.codec.after_prompt and not config.schedule.compacts:
-        raise UserError(
-            f"codec {config.codec.name!r} encodes what is compacted after the prompt, "
-            f"which the schedule {config.schedule.phases!r} does not do: use "
-            "'after_prefill', 'decode_only' or 'prefill_only', or the codec itself"
-        )
     eviction, rope, rows = (
         config.eviction,
         config.rope_positions,

@@ -19,7 +19,7 @@ from jaxtyping import Array
 from kvjax.cache import update
 from kvjax.cache.config import CacheConfig
 from kvjax.cache.state import KVState, capacities, init
-from kvjax.parallel import axes
+from kvjax.parallel import axes, host
 from kvjax.types import LayerOps, ModelSpec, PyTree
 
 
@@ -29,9 +29,12 @@ def state_partitions(
     capacity: tuple[int, ...],
     over: Mesh | jax.sharding.AbstractMesh,
 ) -> PyTree:
-    """How a `KVState` is split: a pytree of `NamedSharding`."""
+    """How a `KVState` is split, and in which memory: a pytree of `NamedSharding`."""
+    made = host.like(functools.partial(init, spec, config, 1, capacity))
     return jax.tree.map(
-        lambda part: NamedSharding(over, part), state_specs(spec, config, capacity)
+        lambda part, leaf: host.beside(leaf, NamedSharding(over, part)),
+        state_specs(spec, config, capacity),
+        made,
     )
 
 

@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import attention
-from kvjax.cache import parts
+from kvjax.cache import offload, parts
 from kvjax.cache.config import CacheConfig
 from kvjax.cache.layouts import Layout
 from kvjax.cache.state import NAN_SCORE, OVERFLOW, KVState, next_positions
-from kvjax.parallel import axes
+from kvjax.parallel import axes, host
 from kvjax.policies import base
 from kvjax.types import LayerOps, PyTree, Stats, View
 
@@ -82,6 +82,7 @@ def step_layer(
             *(parts.ops_of(ops, heads), state),
             config=config,
             window=config.window(index),
+            recalls=config.recalls(index),
             n=n,
             tokens=tokens,
             is_prefill=is_prefill,
@@ -103,6 +104,7 @@ def _step_part(
     *,
     config: CacheConfig,
     window: int,
+    recalls: bool,
     n: Array,
     tokens: Array | None,
     is_prefill: bool,
@@ -127,7 +129,8 @@ def _step_part(
     layer, per_slot, slots, overflow = layout.claim(layer, stats.per_slot, positions, n)
     stats = stats._replace(per_slot=per_slot)
     wanted = config.required_stats(is_prefill)
-    layer, partial, seen = _attended(
+    attended = _attended if is_prefill or not recalls else _recalled
+    layer, partial, seen = attended(
         layer, q, k, v, slots, positions, n, wanted, ops, config
     )
     if config.policy and (is_prefill or schedule.evicts_in_decode):
@@ -161,6 +164,21 @@ def _attended(
     if config.rope_positions != "original":
         turned = functools.partial(_turned, apply_rope=ops.apply_rope, config=config)
     return layer, *layout.attend(layer, q, positions, n, *how, turned)
+
+
+def _recalled(
+    layer, q, k, v, slots, positions, n, wanted, ops: LayerOps, config: CacheConfig
+):
+    """`_attended` with the values of few pairs, which come from host memory."""
+    layout = config.layout
+    layer = layout.write(layer, k, v, slots, positions)
+    partial, seen = offload.recall(
+        q,
+        _turned(layout.keys(layer), ops.apply_rope, config),
+        functools.partial(layout.take_values, layer),
+        *(layout.positions(layer), positions, n, wanted, ops.scoring, config.offload),
+    )
+    return layer, partial, seen
 
 
 def _only_in(
@@ -314,7 +332,7 @@ def _victims(
     def some_rows(carry):
         found, drop, busy = carry
         chosen = jnp.argsort(~busy, stable=True)[:rows]  # some may be done already
-        held, seen = jax.tree.map(lambda leaf: leaf[chosen], (layer, stats))
+        held, seen = jax.tree.map(lambda leaf: host.rows(leaf, chosen), (layer, stats))
         new = choose(held, seen, drop[chosen], now[chosen])
         add = lambda old, more: old.at[chosen].set(old[chosen] | more)
         done = drop.at[chosen].set(0), busy.at[chosen].set(False)

@@ -11,6 +11,7 @@ from kvjax import cache
 from kvjax.cache.budgets import BudgetRule
 from kvjax.cache.codecs import Codec, identity
 from kvjax.cache.config import CacheConfig, make_config
+from kvjax.cache.offload import Offload
 from kvjax.cache.schedule import Schedule
 from kvjax.engine import compiled, progress
 from kvjax.engine.compiled import Job
@@ -73,6 +74,7 @@ def generate(
     budget_rule: BudgetRule | str | None = None,
     implementation: str | None = None,
     eviction: str = "in_place",
+    offload: Offload | int | None = None,
     show_progress: bool | None = None,
 ) -> list[Completion]:
     """Completes prompts under a compressed KV cache.
@@ -119,6 +121,8 @@ def generate(
       eviction: how a layer makes room, see `kvjax.cache.CacheConfig`: new pairs move
         into the slots of those that go (`in_place`), or a gather moves what is kept to
         the front (`compact`). The same pairs stay, and the same tokens come out.
+      offload: which values lie in host memory, see `kvjax.Offload`, or how many of
+        them a query gets; None for none.
       show_progress: see `kvjax.engine.progress.line`.
 
     Returns:
@@ -137,6 +141,7 @@ def generate(
         "budget_rule": budget_rule,
         "implementation": implementation,
         "eviction": eviction,
+        "offload": offload,
     }
     sampling = Sampling(temperature, top_k, top_p)
     new = whole_number("max_new_tokens", max_new_tokens, 1)
@@ -186,7 +191,7 @@ def plan(
       max_batch: prompts there are; no larger batch is planned.
       dtype, mesh: of `kvjax.load`, for a shape; a model has its own.
       show_progress: see `kvjax.engine.progress.line`.
-      **options: of `kvjax.cache.make_config`: codec, budget_rule and others.
+      **options: of `kvjax.cache.make_config`: codec, budget_rule, offload and others.
 
     Raises:
       UserError: not even one row fits; or what `generate` refuses.

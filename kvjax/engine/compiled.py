@@ -27,7 +27,7 @@ from kvjax.engine.sampling import Sampling
 from kvjax.engine.steps import GREEDY, NO_EOS
 from kvjax.models import decoder, placement
 from kvjax.models.weights import param_cache
-from kvjax.parallel import axes, meshes
+from kvjax.parallel import axes, host, meshes
 from kvjax.types import Model, ModelSpec, PyTree, UserError
 
 _GRAIN = 128  # prompts are padded to multiples of this many tokens
@@ -234,7 +234,7 @@ def compile_job(job: Job) -> Programs:
                 *(given.params, given.prefill_state, given.tokens, given.rows),
                 **alike,
             ),
-            compact=_compile_compact(group) if job.config.schedule.compacts else None,
+            compact=_compile_compact(group) if job.config.compacts else None,
             begin=None if job.scored else _compile_begin(group),
             pool=_compile_pool(job) if job.is_staggered else None,
             insert=_compile_insert(job) if job.is_staggered else None,
@@ -354,8 +354,8 @@ def arguments(job: Job) -> Arguments:
     like = lambda leaf: array(leaf.shape, leaf.dtype)
     params = jax.tree.map(like, steps.with_policy(params, job.config))
     keys = jax.eval_shape(row_keys, array((), jnp.int32), rows)
-    after = jax.eval_shape(functools.partial(init_state, job))
-    before = jax.eval_shape(functools.partial(init_state, job, is_prefill=True))
+    after = host.like(functools.partial(init_state, job))
+    before = host.like(functools.partial(init_state, job, is_prefill=True))
     given = Arguments(
         params=params,
         prefill_state=before,
@@ -420,11 +420,11 @@ def row_keys(seed: Array, index: Int[Array, "B"]) -> Array:
 
 
 def tree_bytes(tree: PyTree) -> int:
-    """Bytes, on each device, of a pytree of arrays or shapes."""
+    """Bytes on each device, not on its host, of a pytree of arrays or shapes."""
 
     def size(leaf):
         split = getattr(leaf, "sharding", None)
         shape = split.shard_shape(leaf.shape) if split else leaf.shape
         return math.prod(shape) * leaf.dtype.itemsize
 
-    return sum(map(size, jax.tree.leaves(tree)))
+    return sum(map(size, jax.tree.leaves(tree))) - host.nbytes(tree)

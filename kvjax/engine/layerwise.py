@@ -71,17 +71,21 @@ class Readings:
           prompts: token ids, one list per row.
           new: tokens that may follow.
         """
-        if not _is_late(config):
+        if not _is_late(config) and not _is_stored_later(config):
             alone = read(self.model, config.reading, prompts, new)
-            return _shrunk(self.model, config, alone, new)
+            return _shrunk(self.model, config, alone, prompts, new)
         alike = dataclasses.replace(config.reading, **_NO_BUDGET)
         key = (alike, new, *map(tuple, prompts))
         if key not in self._known:
-            all_of_them = dataclasses.replace(alike, policy=_together(self._watching))
+            watching = _together(self._watching) if config.policy else None
+            all_of_them = dataclasses.replace(alike, policy=watching)
             self._known[key] = read(self.model, all_of_them, prompts, new)
-        shared, index = self._known[key], self._watching.index(config.policy)
-        states = tuple(_part(state, index) for state in shared.state)
-        return _shrunk(self.model, config, Prefilled(states, shared.logits), new)
+        shared = self._known[key]
+        if config.policy:
+            index = self._watching.index(config.policy)
+            states = tuple(_part(state, index) for state in shared.state)
+            shared = Prefilled(states, shared.logits)
+        return _shrunk(self.model, config, shared, prompts, new)
 
 
 class LayerByLayer:
@@ -165,7 +169,7 @@ def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Prefi
     """The prompts block by block, with evictions if the schedule has them."""
     spec, block = model.spec, config.schedule.prefill_chunk
     lengths = np.asarray([len(prompt) for prompt in prompts])
-    room = -(-lengths.max() // block) * block
+    room = _room(config, prompts)
     tokens = np.zeros((len(prompts), room + block), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
@@ -173,7 +177,7 @@ def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Prefi
     states = tuple(
         cache.init(*(one, layer, len(prompts)), capacity, dtype)
         for layer in _layers(config, spec)
-        for capacity in [layer.prefill_capacity(one, int(room), new)]
+        for capacity in [layer.prefill_capacity(one, room, new)]
     )
     logits = jnp.zeros((len(prompts), spec.vocab_size), jnp.float32)
     found = Prefilled(states, logits)
@@ -183,6 +187,12 @@ def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Prefi
         part = tokens[:, start : start + max(most, block)]
         found = _step(model, config, found, part, n, is_prefill=True)
     return found
+
+
+def _room(config: CacheConfig, prompts: Prompts) -> int:
+    """Tokens of the longest prompt, in whole blocks."""
+    block = config.schedule.prefill_chunk
+    return -(-max(map(len, prompts)) // block) * block
 
 
 def joined(states: Sequence[cache.KVState]) -> cache.KVState:
@@ -298,18 +308,21 @@ def _compact(state, rule, number, *, spec, config, capacity) -> cache.KVState:
     return cache.compact(state, config, capacity, ropes, params, number)
 
 
-def _shrunk(model: Model, config, found: Prefilled, new: int) -> Prefilled:
+def _shrunk(
+    model: Model, config, found: Prefilled, prompts: Prompts, new: int
+) -> Prefilled:
     """The compaction between prompt and decoding, where the schedule has one."""
-    if not config.schedule.compacts:
+    if not config.compacts:
         return found
     spec, learned = model.spec, _learned(config, model.spec.num_layers)
+    room = _room(config, prompts)
     layers = zip(found.state, learned, _layers(config, spec), strict=True)
     states = [
         _compact(
             *(state, rule, jnp.int32(index)),
             spec=spec,
             config=alone,
-            capacity=alone.decode_capacity(_one_layer(spec), 0, new),
+            capacity=alone.decode_capacity(_one_layer(spec), room, new),
         )
         for index, (state, rule, alone) in enumerate(layers)
     ]
@@ -338,6 +351,11 @@ def _is_late(config: CacheConfig) -> bool:
     alone = config.policy is None or config.policy.params is not None
     alone = alone or not all(isinstance(sizes, int) for sizes in config.budget)
     return late and not alone and config.rope_positions == "original"
+
+
+def _is_stored_later(config: CacheConfig) -> bool:
+    """Whether it is the full cache while the prompt is read, whatever it is then."""
+    return config.policy is None and config.codec.after_prompt
 
 
 def _together(members: Sequence[Policy]) -> Policy:

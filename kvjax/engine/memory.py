@@ -12,7 +12,7 @@ _LARGE = 1 << 20  # bytes
 
 
 @contextlib.contextmanager
-def peak_memory(weights: int) -> Iterator[list[int]]:
+def peak_memory(weights: int, on_host: int = 0) -> Iterator[list[int]]:
     """Measures the most bytes held inside the block, the weights included.
 
     On GPU and TPU it is the allocator's peak, told only if the block raised it, since
@@ -21,6 +21,11 @@ def peak_memory(weights: int) -> Iterator[list[int]]:
     as they are freed, now and from here on: by itself it keeps those of up to 32 MiB,
     and the holes between them made 2.7 GB of a plan of 1.9. The list stays empty where
     neither is known.
+
+    Args:
+      weights: bytes of the weights.
+      on_host: bytes that lie in the host's memory by intention. A CPU's is the same
+        memory: they are taken off.
     """
     found: list[int] = []
     device = jax.local_devices()[0]
@@ -31,7 +36,7 @@ def peak_memory(weights: int) -> Iterator[list[int]]:
         peak = device.memory_stats()["peak_bytes_in_use"]
         found.extend([peak] if peak > before else [])
     elif resident is not None:
-        found.append(weights + _resident_peak() - resident)
+        found.append(weights + _resident_peak() - resident - on_host)
 
 
 def _resident_peak(reset: bool = False) -> int | None:

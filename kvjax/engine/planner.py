@@ -18,6 +18,7 @@ from kvjax.cache import parts
 from kvjax.engine import compiled
 from kvjax.engine.compiled import Job, Programs
 from kvjax.engine.progress import Say, silent
+from kvjax.parallel import host
 from kvjax.types import UserError, real_number
 
 _PROBES = (2, 6)  # batches that the temporaries' growth is read from
@@ -36,7 +37,8 @@ class Plan:
       peak_bytes: weights, state and temporaries of the largest phase at this batch, as
         all bytes here on each device.
       weights_bytes: of that, the weights.
-      row_bytes: the most KV state that one row takes in any phase.
+      row_bytes: the most KV state that one row takes in any phase, on the device.
+      host_bytes: the most that the batch's values take in host memory.
       programs: those whose memory was read, ready to run; None where it was not.
     """
 
@@ -46,6 +48,7 @@ class Plan:
     peak_bytes: int
     weights_bytes: int
     row_bytes: int
+    host_bytes: int = 0
     programs: Programs | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -54,12 +57,16 @@ class Plan:
 
     def __repr__(self) -> str:
         job, gigabytes = self.job, lambda count: f"{count / 1e9:.3g} GB"
+        beside = (
+            f", {gigabytes(self.host_bytes)} on the host" if self.host_bytes else ""
+        )
         return (
             f"Plan(batch of {self.batch} for {job.spec.name}, prompts of up to "
             f"{job.max_prompt_len:,} tokens and {job.max_new_tokens:,} new: "
             f"{gigabytes(self.peak_bytes)} of {gigabytes(self.memory_bytes)}, of it "
             f"weights {gigabytes(self.weights_bytes)} and KV state "
-            f"{self.row_bytes / 1e6:.3g} MB per prompt; limited by {self.limited_by})"
+            f"{self.row_bytes / 1e6:.3g} MB per prompt{beside}; limited by "
+            f"{self.limited_by})"
         )
 
     @property
@@ -90,13 +97,14 @@ def plan_job(
     check_one_row(job, memory_bytes)
     if max_batch is not None:
         max_batch = -(-max_batch // job.data_parallel) * job.data_parallel
-    if max_batch is not None and _clearly_fits(job, memory_bytes, max_batch):
-        limit, batch = "prompts", max_batch
+    most, why = within_host(job, max_batch)
+    if most is not None and _clearly_fits(job, memory_bytes, most):
+        limit, batch = why, most
     else:
         say("compiling two layers, to see what a prompt takes", 0)
         limit, batch = _estimated(job, memory_bytes)
-        if max_batch is not None and batch >= max_batch:
-            limit, batch = "prompts", max_batch
+        if most is not None and batch >= most:
+            limit, batch = why, most
     while batch > 0:
         planned = dataclasses.replace(job, batch=batch)
         say(f"compiling for a batch of {batch}", 0)
@@ -120,6 +128,32 @@ def plan_job(
     }
     worst = max(needed, key=needed.get)
     raise UserError(too_small(job, memory_bytes, worst, needed[worst]))
+
+
+def within_host(job: Job, max_batch: int | None) -> tuple[int | None, str]:
+    """The most rows whose values host memory has room for, and what stops at that.
+
+    Args:
+      job: of any batch.
+      max_batch: prompts there are; None for any number.
+
+    Raises:
+      UserError: not even one row fits.
+    """
+    if job.config.offload is None:
+        return max_batch, "prompts"
+    row = _host_bytes(dataclasses.replace(job, batch=1, prefill_batch=None))
+    limit = host_memory(job.config.offload.memory_gb)
+    fits = limit // max(row, 1)
+    if not fits:
+        raise UserError(
+            f"host memory of {limit / 1e9:.3g} GB is too small for one row of "
+            f"{job.spec.name}, whose values take {row / 1e9:.3g}: give more, keep more "
+            "layers on the device, or take a shorter prompt"
+        )
+    if max_batch is not None and max_batch <= fits:
+        return max_batch, "prompts"
+    return fits, "host memory"
 
 
 def plan_by_shapes(job: Job, memory_bytes: int, max_batch: int) -> Plan:
@@ -167,18 +201,31 @@ def _probed(job: Job) -> dict[str, int]:
 def _peaks(job: Job, programs: Programs) -> dict[str, int]:
     weights, group = weights_bytes(job), compiled.arguments(job.group)
     logits = compiled.tree_bytes(group.logits)
-    pool = compiled.tree_bytes(compiled.arguments(job).decode_state)
-    pool = pool if job.is_staggered else 0
-    peaks = {"prefill": program_bytes(programs.prefill) + pool}
+    whole = compiled.arguments(job).decode_state
+    pool = compiled.tree_bytes(whole) if job.is_staggered else 0
+    read, part, kept = map(
+        host.nbytes, (group.prefill_state, group.decode_state, whole)
+    )
+    peaks = {"prefill": program_bytes(programs.prefill, read) + pool}
     if programs.compact:
-        peaks["compact"] = program_bytes(programs.compact) + weights + logits + pool
+        found = program_bytes(programs.compact, read + part)
+        peaks["compact"] = found + weights + logits + pool
     if programs.insert:
-        peaks["insert"] = program_bytes(programs.insert) + weights
-    peaks["decode"] = program_bytes(programs.decode)
+        peaks["insert"] = program_bytes(programs.insert, kept + part) + weights
+    peaks["decode"] = program_bytes(programs.decode, kept)
     if programs.begin:
-        first = program_bytes(programs.begin) + weights + pool
+        first = program_bytes(programs.begin, part) + weights + pool
         peaks["decode"] = max(peaks["decode"], first)
     return peaks
+
+
+def _host_bytes(job: Job) -> int:
+    """The most that a batch's values take in host memory, from their shapes."""
+    group, kept = compiled.arguments(job.group), compiled.arguments(job).decode_state
+    read, part, kept = map(host.nbytes, (group.prefill_state, group.decode_state, kept))
+    if job.is_staggered:
+        return kept + read + part
+    return read + part if job.config.compacts else max(read, kept)
 
 
 def state_bytes(job: Job) -> dict[str, int]:
@@ -210,6 +257,23 @@ def device_memory(memory_gb: float | None = None) -> int:
     if memory_gb * 1e9 > own:
         offered = own // 10**8 / 10
         raise UserError(f"memory_gb {memory_gb}: the device offers {offered}")
+    return int(memory_gb * 1e9)
+
+
+def host_memory(memory_gb: float | None = None) -> int:
+    """Bytes of host memory that values may take.
+
+    Args:
+      memory_gb: the limit in units of 1e9 bytes; None is half of what is free.
+
+    Raises:
+      UserError: a limit above the machine's memory.
+    """
+    if memory_gb is None:
+        return _free_host_memory() // 2
+    if memory_gb * 1e9 > _host_memory():
+        offered = _host_memory() // 10**8 / 10
+        raise UserError(f"offload memory_gb {memory_gb}: the machine offers {offered}")
     return int(memory_gb * 1e9)
 
 
@@ -260,6 +324,8 @@ def _largest_layers(job: Job, count: int) -> Job:
     spec, config = job.spec, job.config
     count = min(count, spec.num_layers)
     budget, reach = config.budget, lambda window: window or spec.context_length
+    stored = config.layer_codecs
+    stored = (*stored[: count - 1], stored[-1]) if stored else ()
     if budget:
         slots = lambda sizes: sum(parts.each_head(sizes, spec.num_kv_heads))
         budget = tuple(sorted(budget, key=slots)[-count:])
@@ -270,7 +336,9 @@ def _largest_layers(job: Job, count: int) -> Job:
     return dataclasses.replace(
         job,
         spec=dataclasses.replace(spec, num_layers=count, sliding_windows=seen),
-        config=dataclasses.replace(config, budget=budget, windows=kept),
+        config=dataclasses.replace(
+            config, budget=budget, windows=kept, layer_codecs=stored
+        ),
     )
 
 
@@ -302,7 +370,8 @@ def as_plan(
     held = state_bytes(job).values()  # of a group and its pool, at the same time
     most = sum(held) if job.is_staggered else max(held)
     row = most * job.data_parallel // job.batch
-    return Plan(job, limit, memory_bytes, peak, weights_bytes(job), row, programs)
+    sizes = memory_bytes, peak, weights_bytes(job), row, _host_bytes(job)
+    return Plan(job, limit, *sizes, programs)
 
 
 def too_small(job: Job, memory_bytes: int, what: str, needed: int) -> str:
@@ -326,11 +395,18 @@ def weights_bytes(job: Job) -> int:
     return compiled.tree_bytes(compiled.arguments(job).params)
 
 
-def program_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes a program holds at once; aliased outputs live in their inputs."""
+def program_bytes(compiled: jax.stages.Compiled, on_host: int = 0) -> int:
+    """Bytes a program holds on the device; aliased outputs live in their inputs.
+
+    Args:
+      compiled: the program.
+      on_host: bytes of what it takes and gives on the host, which a CPU's compiler
+        counts as the device's.
+    """
     m = compiled.memory_analysis()
     held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
-    return held + m.temp_size_in_bytes
+    apart = m.host_argument_size_in_bytes + m.host_output_size_in_bytes
+    return held + m.temp_size_in_bytes - (0 if apart else on_host)
 
 
 def _free_host_memory() -> int:

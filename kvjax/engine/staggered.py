@@ -27,6 +27,7 @@ from kvjax.engine.planner import (
     out_of_memory,
     phase_bytes,
     too_small,
+    within_host,
 )
 from kvjax.types import UserError
 
@@ -50,7 +51,8 @@ def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
     check(job)
     job = dataclasses.replace(job, prefill_batch=None)
     check_one_row(job, memory_bytes)
-    batch, group, limit = _estimated(job, memory_bytes, max_batch)
+    most = within_host(job, max_batch)
+    batch, group, limit = _estimated(job, memory_bytes, *most)
     needed = {}
     while batch > 0:
         group = -(-batch // -(-batch // group))
@@ -92,15 +94,16 @@ def check(job: Job) -> None:
     """Raises UserError for a job that has nothing to pool, or runs on a mesh."""
     if job.mesh:
         raise UserError("staggered prefill runs on one device: leave the mesh out")
-    if not job.config.schedule.compacts:
+    if not job.config.compacts:
         raise UserError(
             f"staggered prefill pools what a compaction after the prompt leaves; the "
-            f"schedule {job.config.schedule.phases!r} has none: use 'after_prefill'"
+            f"schedule {job.config.schedule.phases!r} has none: use 'after_prefill', "
+            "or a codec that waits for the end of the prompt"
         )
 
 
 def _estimated(
-    job: Job, memory_bytes: int, max_batch: int | None
+    job: Job, memory_bytes: int, max_batch: int | None, why: str
 ) -> tuple[int, int, str]:
     """B, g, and what limits B: what decodes, or the pool beside a group of one row."""
     grown = memory_model(job)
@@ -116,7 +119,7 @@ def _estimated(
     limit = min(fits, key=fits.get)
     batch = fits[limit]
     if max_batch is not None and batch >= max_batch:
-        limit, batch = "prompts", max_batch
+        limit, batch = why, max_batch
     left = memory_bytes - batch * row
     group = min(_rows(left - least, each) for least, each in reading.values())
     return batch, max(1, min(group, batch)), limit

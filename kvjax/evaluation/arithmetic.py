@@ -16,11 +16,12 @@ from jaxtyping import Int
 
 from kvjax import policies
 from kvjax.cache.config import make_config
+from kvjax.cache.offload import Offload
 from kvjax.cache.schedule import Schedule
 from kvjax.engine.compiled import Job
-from kvjax.engine.planner import USABLE, state_bytes, weights_bytes
+from kvjax.engine.planner import USABLE, as_plan, state_bytes, weights_bytes
 from kvjax.evaluation import roofline
-from kvjax.evaluation.roofline import Rates, Work
+from kvjax.evaluation.roofline import Device, Rates, Work
 from kvjax.types import ModelSpec, UserError, real_number, whole_number
 
 BITS = 16.0  # of a number in weights, and in pairs where nothing else is said
@@ -329,3 +330,57 @@ def faster_to_recompute(
 def equal_rate(spec: ModelSpec, tokens: int, rates: Rates) -> float:
     """Bytes per second of a link that is as fast as reading the sequence again."""
     return kv_bytes(spec, 1, tokens) / recompute_seconds(spec, tokens, rates)
+
+
+# --- values in host memory ------------------------------------------------------------
+
+
+class Fetching(NamedTuple):
+    """A batch whose values lie in host memory, or None of whose do.
+
+    Attributes:
+      decode_tokens_per_s: of the whole batch, by the roofline.
+      rows: that a device has room for, temporaries aside.
+      host_row_bytes: of one row's values in host memory.
+    """
+
+    decode_tokens_per_s: float
+    rows: int
+    host_row_bytes: int
+
+
+def fetching(
+    spec: ModelSpec,
+    offload: Offload | None,
+    batch: int,
+    prompt: int,
+    new: int,
+    device: Device,
+    dtype: str = "bfloat16",
+) -> Fetching:
+    """KCache (He and Wu 2024, arXiv 2404.18057) or the full cache, by shapes alone.
+
+    Args:
+      spec: the model's shape.
+      offload: N and L; None is the full cache.
+      batch: rows that decode together.
+      prompt: tokens of each.
+      new: tokens to generate.
+      device: its rates and memory.
+      dtype: of weights and pairs.
+    """
+    config = make_config(spec, None, None, Schedule("none"), offload=offload)
+    job = Job(spec, config, batch, prompt, new, dtype)
+    plan = as_plan(job, "batch_size", 0, 0)
+    rate = roofline.predict(plan, device.rates).decode_tokens_per_s
+    weights = plan.weights_bytes
+    rows = rows_that_fit(device.memory_bytes, weights, plan.row_bytes)
+    return Fetching(rate, rows, plan.host_bytes // batch)
+
+
+def tokens_to_fetch_from(offload: Offload, rates: Rates) -> float:
+    """The pairs s of a head from which fetching N of them is faster than reading all.
+
+    s / N above the device's bandwidth over the link's (He and Wu 2024, section 3.2).
+    """
+    return offload.top_n * rates.bytes_per_s / rates.link_bytes_per_s

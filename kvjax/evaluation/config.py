@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from kvjax import policies
-from kvjax.cache import budgets, codecs, config, parts
+from kvjax.cache import budgets, codecs, config, offload, parts
 from kvjax.cache.config import CacheConfig, make_config
+from kvjax.cache.offload import Offload
 from kvjax.cache.schedule import Schedule
 from kvjax.engine.planner import device_memory
 from kvjax.evaluation import tasks
@@ -45,6 +46,8 @@ class Method:
       codec: how pairs are stored: a name, or `module:function`; in a config also a dict
         of `name` and the codec's parameters.
       codec_options: the codec's parameters.
+      offload: which values lie in host memory, fields of `kvjax.Offload`; in a config a
+        dict of them, or `top_n` alone. None for none.
       rope_positions, eviction: where a key stands for its rotary angle, and how a
         layer makes room, see `CacheConfig`; an eviction of None is the default.
       implementation: which attention runs, see `CacheConfig`.
@@ -69,6 +72,7 @@ class Method:
     rule_options: tuple[tuple[str, Any], ...] = ()
     codec: str = "identity"
     codec_options: tuple[tuple[str, Any], ...] = ()
+    offload: tuple[tuple[str, Any], ...] | int | None = None
     rope_positions: str = "original"
     eviction: str | None = None
     implementation: str | None = None
@@ -91,6 +95,7 @@ class Method:
             budget_rule=self.made_rule(),
             length=length,
             codec=self.made_codec(),
+            offload=self.made_offload(),
             rope_positions=self.rope_positions,
             implementation=self.implementation,
             **({"eviction": self.eviction} if self.eviction else {}),
@@ -99,6 +104,7 @@ class Method:
     def check(self) -> tuple[policies.Policy | None, Schedule]:
         """Policy and schedule, or a UserError for what is wrong in any model."""
         self.made_codec()
+        self.made_offload()
         rule = self.made_rule() or budgets.uniform()
         if self.policy is None:
             return None, Schedule("none", self.prefill_chunk, self.evict_size)
@@ -141,6 +147,15 @@ class Method:
           UserError: an unknown name, or options that it does not take.
         """
         return codecs.make(self.codec, **dict(self.codec_options))
+
+    def made_offload(self) -> Offload | None:
+        """Which values lie in host memory.
+
+        Raises:
+          UserError: fields that are unknown or out of range.
+        """
+        given = self.offload
+        return offload.make(dict(given) if isinstance(given, tuple) else given)
 
     @property
     def share(self) -> float | None:
@@ -319,7 +334,8 @@ _NAMED = {"budget_rule": "rule_options", "codec": "codec_options"}
 def _with_options_aside(fields: Fields, what: str) -> Fields:
     """The fields with the parameters of a budget rule and a codec aside from its name.
 
-    A dict of them stands for both, as in `{"name": "squeeze", "p": 0.3}`.
+    A dict of them stands for both, as in `{"name": "squeeze", "p": 0.3}`; one of an
+    offload becomes pairs.
     """
     for field, aside in _NAMED.items():
         if isinstance(given := fields.get(field), Mapping):
@@ -327,6 +343,8 @@ def _with_options_aside(fields: Fields, what: str) -> Fields:
             if not isinstance(name := options.pop("name", None), str):
                 raise UserError(f"{what}: {field} {given} has no name: give one")
             fields = {**fields, field: name, aside: _as_pairs(options)}
+    if isinstance(given := fields.get("offload"), Mapping):
+        fields = {**fields, "offload": _as_pairs(given)}
     return fields
 
 

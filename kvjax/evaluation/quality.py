@@ -227,7 +227,7 @@ def _batch(run: _Run, task: Samples, plan: Plan, rows: list[int]) -> Record:
     model, seed = run.setting.model, run.setting.experiment.seed
     prompts = task.tokens(rows)
     stop = functools.partial(stop_texts.stops, model.tokenizer, task.task.stop)
-    with peak_memory(plan.weights_bytes) as measured:
+    with peak_memory(plan.weights_bytes, plan.host_bytes) as measured:
         chosen = run.engine.runner(plan.job)
         result = runner.run_batch(chosen, prompts, rows, seed, stop)
     timed = not run.setting.experiment.layerwise

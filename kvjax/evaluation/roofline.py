@@ -1,10 +1,12 @@
-"""How fast a plan could run: bytes and FLOPs counted, and the device's two rates.
+"""How fast a plan could run: bytes and FLOPs counted, and the device's rates.
 
-One step takes at least the longer of its FLOPs over the matrix rate and its bytes over
-the bandwidth (Williams et al. 2009, "Roofline"). A phase takes the sum of its steps.
+One step takes at least the longest of its FLOPs over the matrix rate, its bytes over
+the bandwidth, and what values in host memory put on the link over the link's rate
+(Williams et al. 2009, "Roofline"). A phase takes the sum of its steps.
 What is counted is what the method needs, by these formulae, with the axes of
 `kvjax.types`, C the pairs that a head holds once the T new ones are in (no more than
-the layer's window), and b the bytes of a number::
+the layer's window), b the bytes of a number, and 2 D b those of a pair, or what its
+codec makes of them::
 
     FLOPs of a step      2 * B * T * (weights of the layers' matrices)
                        + 2 * B * V * M                      if it ends in logits
@@ -15,19 +17,28 @@ the layer's window), and b the bytes of a number::
     bytes of a compaction, and of a pool's group
                          2 * K * D * (pairs before + pairs after) * B * b
 
+Of a layer whose values lie in host memory (`kvjax.cache.offload`), a step of decoding
+multiplies and reads N of the C values, or as many as its queries name together; these
+and the T new ones cross the link. A block of a prompt takes all C over it.
+
 Of experts only those count that are used. Embeddings, norms, softmax, positions and
 statistics are left out, and so are empty slots: a program that reads those, or that
 stores what it could have kept at hand, loses share, which is what a roofline is for.
 """
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
 
+from kvjax.cache import codecs
+from kvjax.cache.config import CacheConfig
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import Plan
 from kvjax.models import decoder
@@ -42,13 +53,18 @@ class Work(NamedTuple):
 
     flops: float
     bytes: float
+    link_bytes: float = 0.0
 
 
 class Rates(NamedTuple):
-    """What a device can do, as measured or as its maker says."""
+    """What a device can do, as measured or as its maker says.
+
+    Of the link to its host, one way; infinite where nobody says.
+    """
 
     bytes_per_s: float
     flops_per_s: float
+    link_bytes_per_s: float = math.inf
 
 
 class Device(NamedTuple):
@@ -58,12 +74,13 @@ class Device(NamedTuple):
     memory_bytes: float
 
 
-# NVIDIA's data sheets (SXM boards, no sparsity) and Google Cloud's pages of the TPUs; a
-# chip of v5p and of tpu7x is two cores.
+# NVIDIA's data sheets (SXM boards, no sparsity; PCIe 4 and 5 of 16 lanes) and Google
+# Cloud's pages of the TPUs, which say nothing of links; a chip of v5p and of tpu7x is
+# two cores.
 DEVICES = {
-    "a100-80gb": Device(Rates(2.039e12, 312e12), 80e9),
-    "h100-sxm": Device(Rates(3.35e12, 989e12), 80e9),
-    "h200": Device(Rates(4.8e12, 989e12), 141e9),
+    "a100-80gb": Device(Rates(2.039e12, 312e12, 32e9), 80e9),
+    "h100-sxm": Device(Rates(3.35e12, 989e12, 64e9), 80e9),
+    "h200": Device(Rates(4.8e12, 989e12, 64e9), 141e9),
     "tpu-v5e": Device(Rates(819e9, 197e12), 16 * 2**30),
     "tpu-v5p": Device(Rates(2.765e12, 459e12), 95 * 2**30),
     "tpu-v6e": Device(Rates(1.64e12, 918e12), 32 * 2**30),
@@ -108,13 +125,17 @@ def predict(plan: Plan, rates: Rates, prompt_tokens: int | None = None) -> Predi
 def seconds(steps: list[Work], rates: Rates) -> float:
     """The least time that the steps take one after the other."""
     return sum(
-        max(step.flops / rates.flops_per_s, step.bytes / rates.bytes_per_s)
+        max(
+            step.flops / rates.flops_per_s,
+            step.bytes / rates.bytes_per_s,
+            step.link_bytes / rates.link_bytes_per_s,
+        )
         for step in steps
     )
 
 
 def total(steps: list[Work]) -> Work:
-    return Work(sum(step.flops for step in steps), sum(step.bytes for step in steps))
+    return Work(*map(sum, zip(*steps, strict=True)))
 
 
 def prefill(plan: Plan, prompt_tokens: int | None = None) -> list[Work]:
@@ -126,11 +147,11 @@ def prefill(plan: Plan, prompt_tokens: int | None = None) -> list[Work]:
     held = blocks[-1][1]
     head = _head(job.spec) * rows
     steps.append(Work(2 * head, _head(job.spec) * _itemsize(job)))
-    if job.config.schedule.compacts:
+    if job.config.compacts:
         kept = _compacted(job, held)
         steps.append(_moved(job, rows, held, kept))
         if times > 1:
-            steps.append(_moved(job, rows, kept, kept))
+            steps.append(_pooled(job, rows, kept))
     return steps * times
 
 
@@ -138,7 +159,7 @@ def decode(plan: Plan, prompt_tokens: int | None = None) -> list[Work]:
     """The steps of generating; the first token comes out of the prompt's logits."""
     job = plan.job
     *_, (_, held) = _read(job, _length(plan, prompt_tokens))
-    if job.config.schedule.compacts:
+    if job.config.compacts:
         held = _compacted(job, held)
     steps = []
     for _ in range(job.max_new_tokens - 1):
@@ -159,7 +180,45 @@ def step(job: Job, rows: int, tokens: int, held: tuple[int, ...], logits: bool) 
     """
     spec, size = job.spec, _itemsize(job)
     weights = matrices(spec, size, rows, tokens, logits)
-    return total([weights, attention(spec, size, rows, tokens, held)])
+    return total([weights, _attention(job, rows, tokens, held, prefill=not logits)])
+
+
+class _Stored(NamedTuple):
+    """Of every head [L * K]: how its pairs are stored, and how far back it looks."""
+
+    key: Float[np.ndarray, " H"]  # bytes of one
+    value: Float[np.ndarray, " H"]
+    away: Bool[np.ndarray, " H"]  # values lie in host memory
+    window: Float[np.ndarray, " H"]
+
+
+@functools.lru_cache(maxsize=64)
+def _stored(spec: ModelSpec, config: CacheConfig, dtype: str) -> _Stored:
+    size = lambda tensor: codecs.tensor_bytes(tensor, spec.head_dim, dtype)
+    layers = [
+        (size(codec.key), size(codec.value), config.recalls(i), window or math.inf)
+        for i in range(spec.num_layers)
+        for codec, window in [(config.codec_of(i), spec.sliding_window(i))]
+    ]
+    columns = zip(*layers, strict=True)
+    return _Stored(*(np.repeat(column, spec.num_kv_heads) for column in columns))
+
+
+def _attention(
+    job: Job, rows: int, tokens: int, held: tuple[int, ...], prefill: bool
+) -> Work:
+    """`attention` of pairs as the job's codecs store them, and where."""
+    spec, config = job.spec, job.config.reading if prefill else job.config
+    stored, group = _stored(spec, config, job.dtype), spec.queries_per_kv_head
+    seen = np.minimum(held, stored.window)
+    fetched = 0 if config.offload is None else config.offload.fetched(group)
+    few = stored.away & (not prefill)
+    read = np.where(few, np.minimum(seen, tokens * fetched), seen)
+    flops = 2 * spec.head_dim * group * tokens * (seen + read)
+    written = np.where(stored.away, 0, tokens)
+    moved = stored.key * (seen + tokens) + stored.value * (read + written)
+    link = np.where(stored.away, stored.value * (read + tokens), 0.0)
+    return Work(*(float(rows * np.sum(each)) for each in (flops, moved, link)))
 
 
 def matrices(
@@ -251,7 +310,10 @@ def _appended(job: Job, held, new: int, evicts: bool) -> tuple[int, ...]:
 
 def _compacted(job: Job, held) -> tuple[int, ...]:
     """What `cache.compact` leaves, if the rule keeps as much as it may."""
-    config, budgets = job.config, job.config.head_budgets(job.spec)
+    config = job.config
+    if not config.schedule.compacts:  # nothing but its codec changes
+        return held
+    budgets = config.head_budgets(job.spec)
     if config.schedule.evicts_in_decode:
         least = [budget - config.schedule.evict_size for budget in budgets]
         pairs = zip(held, least, budgets, strict=True)
@@ -260,9 +322,28 @@ def _compacted(job: Job, held) -> tuple[int, ...]:
 
 
 def _moved(job: Job, rows: int, before, after) -> Work:
-    spec = job.spec
-    pairs = (sum(before) + sum(after)) * rows
-    return Work(0.0, float(2 * spec.head_dim * pairs * _itemsize(job)))
+    """Pairs read as the prompt left them, and written as they are kept."""
+    taken = _bytes_of(job, job.config.reading, before)
+    return _sum_of_rows(rows, taken, _bytes_of(job, job.config, after))
+
+
+def _pooled(job: Job, rows: int, kept) -> Work:
+    """Pairs copied from a group into its pool; what is on the host stays there."""
+    held = _bytes_of(job, job.config, kept)
+    return _sum_of_rows(rows, (held[0], 0.0), (held[0], 0.0))
+
+
+def _sum_of_rows(rows: int, *parts: tuple[float, float]) -> Work:
+    on_device, over_link = map(sum, zip(*parts, strict=True))
+    return Work(0.0, rows * on_device, rows * over_link)
+
+
+def _bytes_of(job: Job, config: CacheConfig, held) -> tuple[float, float]:
+    """Of one row's pairs: bytes on the device, and on the host."""
+    stored = _stored(job.spec, config, job.dtype)
+    there = np.where(stored.away, stored.value, 0.0) * held
+    here = (stored.key + stored.value) * held - there
+    return float(np.sum(here)), float(np.sum(there))
 
 
 @functools.cache

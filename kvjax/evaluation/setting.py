@@ -1,5 +1,6 @@
 """What a run hands to its measurements, and what they hand back."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -103,6 +104,7 @@ def described(method: Method, planned: Plan) -> Record:
         "engine": "kvjax",
         "policy": config.policy.name if config.policy else None,
         "codec": method.stored,
+        "offload": config.offload and dataclasses.asdict(config.offload),
         "schedule": config.schedule.phases,
         **_sizes(method, planned.job),
         "rope_positions": method.rope_positions,
@@ -111,6 +113,7 @@ def described(method: Method, planned: Plan) -> Record:
         "prefill_batch": planned.prefill_groups[0],
         "limited_by": planned.limited_by,
         "kv_bytes_peak_per_seq": planned.row_bytes,
+        "host_bytes_per_seq": planned.host_bytes // planned.batch,
         "planned_bytes": planned.peak_bytes,
         "memory_bytes": planned.memory_bytes,
     }

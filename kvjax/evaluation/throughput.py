@@ -370,7 +370,7 @@ def _left(turns: list[list[int]], done: list[list[int]]) -> Iterator[list[int]]:
 def _batch(setting: Setting, samples: Mixed, planned: Plan, rows: list[int]) -> Record:
     """The line of one batch; its state is gone by then: the next one needs the room."""
     model, prompts = setting.model, samples.tokens(rows)
-    with peak_memory(planned.weights_bytes) as measured:
+    with peak_memory(planned.weights_bytes, planned.host_bytes) as measured:
         chosen = runner.of_plan(model.params, planned)
         result = runner.run_batch(chosen, prompts, rows, setting.experiment.seed)
     return {

@@ -156,10 +156,32 @@ def test_configs(path):
                 assert job.max_new_tokens == new
 
 
-def test_configs_of_what_is_missing():
-    (path,) = (CONFIGS / "kcache").glob("*.py")
-    with pytest.raises(ValueError, match="is missing: kvjax does not yet"):
-        config_of(path)
+def test_kcache_at_two_limits():
+    """Values in 6 GB of host memory beside 2 GB; the paper's L of 1."""
+    asked = run.from_config(
+        config_of(CONFIGS / "kcache" / "throughput.py").to_dict(), {}
+    )
+    asked.check()
+    away = [method for method in asked.methods if method.offload]
+    assert [method.made_offload().top_n for method in away] == [32, 64, 128]
+    for method in away:
+        kept = method.cache_config(presets.spec("llama-2-7b"))
+        assert kept.compacts and not kept.recalls(0) and kept.recalls(1)
+        assert (asked.memory_gb, kept.offload.memory_gb) == (2.0, 6.0)
+
+
+@pytest.mark.parametrize("length", [1000, 3500])
+def test_kcache_s_table_2(length):
+    fields = config_of(CONFIGS / "kcache" / "quality.py", str(length)).to_dict()
+    asked = run.from_config(fields, {})
+    asked.check()
+    table = {
+        (kept.top_n, kept.device_layers)
+        for kept in (method.made_offload() for method in asked.methods)
+        if kept and not kept.renormalize
+    }
+    assert table == {(n, layers) for n in (16, 32, 64, 128) for layers in range(4)}
+    assert asked.tasks[0].prompt_tokens == length and asked.tasks[0].num_examples == 50
 
 
 def test_phi35_keeps_its_longrope():
@@ -218,7 +240,6 @@ def test_table_and_report(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["configs/kcache/throughput.py"], "KCache is missing"),
         (["configs/batch_max/paper.py:xsum"], "no 'xsum': write paper.py:NAME"),
         (
             ["configs/batch_max/random_8b.py", "--config.experiment=x"],

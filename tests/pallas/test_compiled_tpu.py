@@ -19,8 +19,13 @@ sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
 import model_step
 import targets
 
+from kvjax import Offload
 from kvjax.cache import codecs
+from kvjax.cache.config import make_config
+from kvjax.engine import steps
+from kvjax.engine.compiled import Job, arguments
 from kvjax.pallas import tpu
+from kvjax.parallel import host
 
 pytestmark = pytest.mark.compiled
 
@@ -215,3 +220,26 @@ def test_decode_step(target, name, layers, rows, slots=2048):
     assert memory.temp_size_in_bytes < pairs * MOST_TEMPORARY[name]
     assert not copies(compiled, rows, spec.num_kv_heads, slots, spec.head_dim)
     assert compiled.as_text().count(tpu.NAME) >= layers
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_values_stay_on_the_host(target):
+    """Decoding with values fetched by need: no copy of them on the device."""
+    spec = dataclasses.replace(model_step.SPECS["llama-3.1-8b"], num_layers=2)
+    config = make_config(spec, None, None, offload=Offload(64, 1))
+    job = Job(spec, config, 16, 4096, 128, "bfloat16")
+    given = arguments(job)
+    away = host.nbytes(given.decode_state)
+    assert away == 16 * 8 * (4096 + 128) * 128 * 2
+
+    def run(params, state):
+        return steps.decode(params, state, spec=spec, config=config, steps=8)
+
+    made = targets.compile_for(
+        target, run, given.params, given.decode_state, donate=(1,)
+    )
+    memory = made.memory_analysis()
+    assert memory.host_argument_size_in_bytes == away
+    assert memory.host_alias_size_in_bytes == away
+    assert memory.host_temp_size_in_bytes < away / 8  # what is fetched
+    assert memory.temp_size_in_bytes < away / 4

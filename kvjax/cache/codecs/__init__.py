@@ -13,6 +13,7 @@ from kvjax.cache.codecs.base import (
     identity,
     pair_bytes,
     plain,
+    tensor_bytes,
 )
 from kvjax.cache.codecs.float8 import fp8
 from kvjax.cache.codecs.outliers import int4_outliers
@@ -51,4 +52,5 @@ __all__ = [
     "plain",
     "register",
     "rotated",
+    "tensor_bytes",
 ]

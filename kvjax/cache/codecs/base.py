@@ -31,6 +31,8 @@ class TensorCodec(NamedTuple):
       turned: of what is a rotation around another: that one, and D -> the matrix H
         [D, D] of decode(stored) = inner.decode(stored) H^T, with which attention turns
         queries and outputs rather than pairs. None where there is none.
+      on_host: whether what is stored lies in host memory; of values alone, see
+        `kvjax.cache.offload`.
     """
 
     name: str
@@ -39,6 +41,7 @@ class TensorCodec(NamedTuple):
     decode: Callable[[PyTree, jnp.dtype], Float[Array, "B K C D"]]
     group_size: int = 1
     turned: "tuple[TensorCodec, Callable[[int], np.ndarray]] | None" = None
+    on_host: bool = False
 
 
 class Codec(NamedTuple):
@@ -53,7 +56,7 @@ class Codec(NamedTuple):
         per head.
       sinks: the first tokens, likewise.
       after_prompt: whether pairs stay as they are while the prompt is read, and are
-        encoded where the schedule compacts them.
+        encoded when it is in.
       of_layer: (layer, layers) -> the codec that stores that one; None is this one for
         all. `check` and `pair_bytes` of this one are then those of most layers.
     """
@@ -74,15 +77,18 @@ identity = Codec("identity", plain, plain)
 @functools.lru_cache(maxsize=64)
 def pair_bytes(codec: Codec, head_dim: int, dtype: str) -> float:
     """Bytes that one stored pair takes, the share of what it shares with others too."""
+    halves = (codec.key, codec.value)
+    return sum(tensor_bytes(tensor, head_dim, dtype) for tensor in halves)
 
-    def size(tensor: TensorCodec) -> float:
-        shape = (1, 1, tensor.group_size, head_dim)
-        stored = jax.eval_shape(lambda: tensor.init(shape, jnp.dtype(dtype)))
-        leaves = jax.tree.leaves(stored)
-        total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-        return total / tensor.group_size
 
-    return size(codec.key) + size(codec.value)
+@functools.lru_cache(maxsize=64)
+def tensor_bytes(tensor: TensorCodec, head_dim: int, dtype: str) -> float:
+    """Bytes of one stored key, or value; likewise."""
+    shape = (1, 1, tensor.group_size, head_dim)
+    stored = jax.eval_shape(lambda: tensor.init(shape, jnp.dtype(dtype)))
+    leaves = jax.tree.leaves(stored)
+    total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    return total / tensor.group_size
 
 
 @functools.lru_cache(maxsize=64)

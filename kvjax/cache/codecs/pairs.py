@@ -78,11 +78,11 @@ class _Ends:
 
 
 def after_prompt(codec: Codec | str = "int8") -> Codec:
-    """Another codec, from where the schedule compacts what it read of the prompt.
+    """Another codec, from the end of the prompt on.
 
     While the prompt is read, pairs and what policies see of them stay as they are, and
-    so does the memory that they take: `after_prefill`, `decode_only` and `prefill_only`
-    are the schedules that compact. Bytes, while tokens are generated: the codec's own.
+    so does the memory that they take. Bytes, while tokens are generated: the codec's
+    own.
 
     Args:
       codec: a codec or its name.

@@ -7,13 +7,15 @@ own that only `write`, `evict` and `compact` change; a policy's statistics
 [B, K, C, ...] follow that order.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
+from kvjax.parallel import host
 from kvjax.types import PyTree
 
 
@@ -46,6 +48,9 @@ class Layout(NamedTuple):
       check: codec -> None; raises UserError for a codec that does not fit.
       encode: (layer, codec) -> layer, the same pairs in the same slots, stored by
         another codec; None where all are stored as they are.
+      take_values: (layer, slots [B, K, N]) -> [B, K, N, D], the values of some slots,
+        decoded, as they were written, on the device; None where it cannot keep values
+        in host memory, as their codec says (`TensorCodec.on_host`).
     """
 
     name: str
@@ -63,6 +68,7 @@ class Layout(NamedTuple):
     stored: Callable[[PyTree], PyTree]
     check: Callable[..., None]
     encode: Callable[..., PyTree] | None = None
+    take_values: Callable[..., Array] | None = None
 
     def capacity(self, layer: PyTree) -> int:
         """C, slots per head."""
@@ -75,8 +81,18 @@ class Layout(NamedTuple):
 
 def insert_rows(layer: PyTree, other: PyTree, row: Int[Array, ""]) -> PyTree:
     """Writes the rows of `other` over those of `layer` from `row` on."""
+    return jax.tree.map(lambda mine, new: host.insert(mine, new, row), layer, other)
 
-    def put(whole, part):
-        return jax.lax.dynamic_update_slice_in_dim(whole, part, row, axis=0)
 
-    return jax.tree.map(put, layer, other)
+def first_of(where: Bool[Array, "*axes C"], count: int) -> Int[Array, "*axes N"]:
+    """The first `count` places where it is True, C where there are fewer."""
+    size = where.shape[-1]
+    if count == 1:
+        first = jnp.argmax(where, axis=-1, keepdims=True).astype(jnp.int32)
+        return jnp.where(jnp.any(where, axis=-1, keepdims=True), first, size)
+    running = jnp.cumsum(where, axis=-1, dtype=jnp.int32)
+    wanted = jnp.arange(1, count + 1, dtype=jnp.int32)
+    find = functools.partial(jnp.searchsorted, v=wanted, method="scan_unrolled")
+    for _ in range(where.ndim - 1):
+        find = jax.vmap(find)
+    return find(running).astype(jnp.int32)

@@ -12,8 +12,6 @@ eviction only marks slots empty, and new pairs move into them (`claim`, `write`)
 Nothing is copied to make room. `compact` is the other way, and the one that changes C.
 """
 
-import functools
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -21,8 +19,9 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax import attention
 from kvjax.attention.stored import Pairs, Stored
-from kvjax.cache.codecs import Codec, identity
-from kvjax.cache.layouts.base import Layout, insert_rows
+from kvjax.cache.codecs import Codec, plain
+from kvjax.cache.layouts.base import Layout, first_of, insert_rows
+from kvjax.parallel import host
 from kvjax.types import EMPTY, Codes, ModelSpec, PyTree, UserError
 
 
@@ -71,12 +70,17 @@ def init(
     shape = (batch, spec.num_kv_heads, capacity, spec.head_dim)
     return DenseLayer(
         k=codec.key.init(shape, dtype),
-        v=codec.value.init(shape, dtype),
+        v=_placed(codec, codec.value.init(shape, dtype)),
         positions=jnp.full(shape[:3], EMPTY, jnp.int32),
         residual=_empty_ring(codec, shape, dtype),
         codec=codec,
         dtype=jnp.dtype(dtype).name,
     )
+
+
+def _placed(codec: Codec, v: PyTree) -> PyTree:
+    """Values where the codec has them."""
+    return host.to_host(v) if codec.value.on_host else v
 
 
 def _empty_ring(codec: Codec, shape: tuple[int, ...], dtype) -> Residual | None:
@@ -92,23 +96,39 @@ def _empty_ring(codec: Codec, shape: tuple[int, ...], dtype) -> Residual | None:
 def keys(layer: DenseLayer) -> Array:
     """[B, K, C, D]."""
     decoded = layer.codec.key.decode(layer.k, jnp.dtype(layer.dtype))
-    return _with_residual(layer, decoded, "k")
+    return _with_residual(layer, decoded, "k", layer.positions)
 
 
 def values(layer: DenseLayer) -> Array:
     """[B, K, C, D]."""
-    decoded = layer.codec.value.decode(layer.v, jnp.dtype(layer.dtype))
-    return _with_residual(layer, decoded, "v")
+    return _decoded_values(layer, host.to_device(layer.v), layer.positions)
 
 
-def _with_residual(layer: DenseLayer, decoded: Array, which: str) -> Array:
+def take_values(layer: DenseLayer, slots: Int[Array, "B K N"]) -> Array:
+    """[B, K, N, D], of some slots."""
+    stored = jax.tree.map(lambda leaf: host.take(leaf, slots), layer.v)
+    here = jnp.take_along_axis(layer.positions, slots, axis=2)
+    return _decoded_values(layer, host.to_device(stored), here)
+
+
+def _decoded_values(
+    layer: DenseLayer, stored: PyTree, positions: Int[Array, "B K N"]
+) -> Array:
+    """[B, K, N, D] of what is stored for these positions."""
+    decoded = layer.codec.value.decode(stored, jnp.dtype(layer.dtype))
+    return _with_residual(layer, decoded, "v", positions)
+
+
+def _with_residual(
+    layer: DenseLayer, decoded: Array, which: str, positions: Int[Array, "B K N"]
+) -> Array:
     """First and newest pairs in the place of their decoded codes."""
     ring = layer.residual
     if ring is None:
         return decoded
-    place = _place(layer.codec, layer.positions)  # of an empty slot, no matter
-    newest = jnp.take_along_axis(ring.positions, place, axis=2) == layer.positions
-    newest = (newest & (layer.positions >= 0))[..., None]
+    place = _place(layer.codec, positions)  # of an empty slot, no matter
+    newest = jnp.take_along_axis(ring.positions, place, axis=2) == positions
+    newest = (newest & (positions >= 0))[..., None]
     as_they_were = jnp.take_along_axis(getattr(ring, which), place[..., None], axis=2)
     return jnp.where(newest, as_they_were, decoded)
 
@@ -122,15 +142,7 @@ def _place(codec: Codec, positions: Int[Array, "*axes"]) -> Int[Array, "*axes"]:
 
 def free_slots(positions: Int[Array, "B K C"], count: int) -> Int[Array, "B K T"]:
     """The first `count` empty slots of every head, C where there are fewer."""
-    capacity = positions.shape[-1]
-    empty = positions < 0
-    if count == 1:
-        first = jnp.argmax(empty, axis=-1, keepdims=True).astype(jnp.int32)
-        return jnp.where(jnp.any(empty, axis=-1, keepdims=True), first, capacity)
-    running = jnp.cumsum(empty, axis=-1, dtype=jnp.int32)
-    wanted = jnp.arange(1, count + 1, dtype=jnp.int32)
-    find = functools.partial(jnp.searchsorted, v=wanted, method="scan_unrolled")
-    return jax.vmap(jax.vmap(find))(running).astype(jnp.int32)
+    return first_of(positions < 0, count)
 
 
 def claim(
@@ -206,7 +218,7 @@ def encode(layer: DenseLayer, codec: Codec) -> DenseLayer:
     ring = _empty_ring(codec, k.shape, k.dtype)
     return layer.replace(
         k=codec.key.encode(k),
-        v=codec.value.encode(v),
+        v=_placed(codec, codec.value.encode(v)),
         residual=ring and _ring_with(codec, ring, k, v, positions),
         codec=codec,
     )
@@ -225,6 +237,8 @@ def compact(
     short = capacity - order.shape[-1]
 
     def move(leaf, fill=0):
+        if host.is_host(leaf):  # an empty slot may hold any number
+            return host.take(leaf, jnp.pad(order, [(0, 0), (0, 0), (0, max(short, 0))]))
         index = order.reshape(order.shape + (1,) * (leaf.ndim - 3))
         moved = jnp.take_along_axis(leaf, index, axis=2)
         pad = [(0, 0)] * leaf.ndim
@@ -262,7 +276,7 @@ def write_attend(
 ):
     """Both in one kernel, where there is one that can write what is stored."""
     how = stats, implementation, scoring
-    if layer.residual is not None:
+    if layer.residual is not None or layer.codec.value.on_host:
         return None
     if not attention.fuses_write(q, *_stored(layer), *how):
         return None
@@ -279,15 +293,16 @@ def write_attend(
 
 def _stored(layer: DenseLayer) -> tuple[Pairs, Pairs]:
     """Keys and values as attention reads them: stored, where nothing overlies them."""
-    if layer.codec is identity:
-        return layer.k, layer.v
+    arrays = layer.k, host.to_device(layer.v)
+    if (layer.codec.key, layer.codec.value.decode) == (plain, plain.decode):
+        return arrays
     if layer.residual is not None:
         return keys(layer), values(layer)
     shapes = jax.eval_shape(keys, layer), jax.eval_shape(values, layer)
-    parts = (layer.k, layer.codec.key), (layer.v, layer.codec.value)
+    how = layer.codec.key, layer.codec.value
     return tuple(
-        Stored(arrays, codec, shape.shape, shape.dtype)
-        for (arrays, codec), shape in zip(parts, shapes, strict=True)
+        Stored(stored, codec, shape.shape, shape.dtype)
+        for stored, codec, shape in zip(arrays, how, shapes, strict=True)
     )
 
 
@@ -324,6 +339,10 @@ def _put(
     leaf: Array, slots: Int[Array, "B K T"], new: Array
 ) -> Shaped[Array, "B K C ..."]:
     """Puts `new` into slots; those of C or more are not written."""
+    if host.is_host(leaf):
+        return host.put(
+            leaf, slots, jnp.broadcast_to(new, (*slots.shape, *new.shape[3:]))
+        )
     batch, heads = slots.shape[:2]
     rows = jnp.arange(batch)[:, None, None]
     columns = jnp.arange(heads)[None, :, None]
@@ -353,5 +372,6 @@ LAYOUT = Layout(
     write_attend=write_attend,
     stored=lambda layer: (layer.k, layer.v, layer.residual),
     check=check,
+    take_values=take_values,
     encode=encode,
 )

@@ -196,6 +196,7 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
         score=groups.score_of(records),
         several=len(groups.metrics_of(records)) > 1,
         sweep=kind == "sweep",
+        on_host=any(record.get("host_bytes_per_seq") for record in records),
     )
     with files.written(path) as partial:
         partial.write_text(page, encoding="utf-8")

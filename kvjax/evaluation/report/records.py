@@ -34,7 +34,9 @@ file. What it may hold; a missing value counts as unknown and shows as "-":
     output_tokens_per_s         end to end: generated tokens by total time
     predicted_tokens_per_s      the same, if the roofline were reached
     prefill_roofline, decode_roofline    shares of the roofline's rates
+    offload                     fields of `kvjax.Offload`; None for none
     kv_bytes_peak_per_seq       most bytes of KV cache that one prompt takes at any time
+    host_bytes_per_seq          besides: the most that its values take in host memory
     kv_bytes_decode             the same while tokens are generated
     kv_bytes_live, kv_bytes_allocated    of it, bytes of one prompt's keys and values at
                                 the end: of the pairs kept, and of all slots

@@ -165,6 +165,7 @@ _CELLS: Columns = {  # what a column says of a record
     "Decode tok/s": _of("decode_tokens_per_s", rate),
     "End-to-end tok/s": _of("output_tokens_per_s", rate),
     "Engine": lambda r: r.get("engine", "kvjax"),
+    "Host MB/prompt": _of("host_bytes_per_seq", megabytes),
     "KL": _of("kl", kl),
     "KV MB live / allocated": _live,
     "KV MB/prompt": _of("kv_bytes_peak_per_seq", megabytes),
@@ -205,6 +206,8 @@ def run_table(records: Sequence[Record]) -> Table:
     columns[groups.score_of(records).column] = _score
     columns |= _cells("KL", "Top-1", "Prefill tok/s", "Decode tok/s")
     columns |= {"End-to-end tok/s": end_to_end} | _cells("KV MB/prompt")
+    if any(record.get("host_bytes_per_seq") for record in records):
+        columns |= _cells("Host MB/prompt")
     return _table(records, columns, _row_names(records))
 
 

@@ -19,6 +19,7 @@ from kvjax.engine.planner import state_bytes
 AFTER = Schedule("after_prefill", prefill_chunk=8)
 WHILE = Schedule("prefill_and_decode", prefill_chunk=8, evict_size=8)
 ONLY = Schedule("prefill_only", prefill_chunk=8, evict_size=8)
+FULL = Schedule("none", prefill_chunk=8)
 BUDGET = ((16, 40), (32, 24))
 PACKED = {name: toys.OF_8_CHANNELS[name] for name in ("int4_outliers", "int2_rotated")}
 PROMPTS = [
@@ -149,11 +150,14 @@ def test_encoded_after_the_prompt(tiny, codec):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("schedule", [AFTER, ONLY], ids=lambda each: each.phases)
+@pytest.mark.parametrize(
+    "schedule", [AFTER, ONLY, WHILE, FULL], ids=lambda each: each.phases
+)
 @pytest.mark.parametrize("codec", LATE, ids=lambda codec: codec.name)
 def test_encoded_after_the_prompt_everywhere(tiny, codec, schedule):
     """In a pool, layer by layer and in a batch."""
-    job = job_of(tiny.spec, codec, schedule)
+    kept = {"policy": None, "budget": None} if schedule == FULL else {}
+    job = job_of(tiny.spec, codec, schedule, **kept)
     together = run_batch(tiny.params, job, PROMPTS, range(3))
     pooled = dataclasses.replace(job, prefill_batch=2)
     staggered = run_batch(tiny.params, pooled, PROMPTS, range(3))
@@ -162,16 +166,6 @@ def test_encoded_after_the_prompt_everywhere(tiny, codec, schedule):
     for other in (staggered, apart):
         assert other.tokens == together.tokens
         same(cache.kept_positions(other.state), cache.kept_positions(together.state))
-
-
-def test_encoding_after_the_prompt_needs_a_compaction(tiny):
-    for schedule in ("prefill_and_decode", "none"):
-        policy = None if schedule == "none" else "streaming"
-        budget = None if policy is None else 32
-        with pytest.raises(kvjax.UserError, match="does not do: use 'after_prefill'"):
-            cache.make_config(
-                tiny.spec, policy, budget, schedule, codec=codecs.after_prompt("int8")
-            )
 
 
 MIXED = codecs.by_layer(codecs.int4(8), "int8", first=1, last=0)

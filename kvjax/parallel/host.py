@@ -1,0 +1,229 @@
+"""Arrays in the host's memory beside the device, and what can be done with them there.
+
+An array knows where it lies: its type names a memory space, inside a program too. These
+functions take arrays of either space, so that whoever moves slots need not ask. What
+touches some rows of an array on the host is computed by the host's processor, so that
+no more than these rows cross the link; where that does not work, the whole array
+crosses it and back (`works_by_rows`).
+
+A CPU has both spaces in one memory: nothing is saved there, and everything is the same.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental import compute_on as _compute_on
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Int, Shaped
+
+from kvjax.types import PyTree, UserError
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+KIND = "pinned_host"  # the memory of a device that JAX types as the host's
+_BY_ROWS = ("cpu", "tpu")  # elsewhere the compiler dies of a scatter on the host
+# A context manager in JAX 0.10, where its successor already has another name.
+_run_on = getattr(_compute_on, "compute_on2", _compute_on.compute_on)
+
+
+def is_host(x: Array) -> bool:
+    """Whether an array lies in the host's memory."""
+    return jax.typeof(x).memory_space == _HOST
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """A pytree of arrays in the host's memory."""
+    return jax.tree.map(lambda x: jax.device_put(x, _HOST), tree)
+
+
+def to_device(tree: PyTree) -> PyTree:
+    """A pytree of arrays in the device's memory."""
+    return jax.tree.map(lambda x: jax.device_put(x, _DEVICE) if is_host(x) else x, tree)
+
+
+def take(
+    x: Shaped[Array, "B K C ..."], slots: Int[Array, "B K N"]
+) -> Shaped[Array, "B K N ..."]:
+    """Some slots of every head, in the memory that x lies in; all slots below C."""
+    return _by_rows(_take, x, slots)
+
+
+def put(
+    x: Shaped[Array, "B K C ..."],
+    slots: Int[Array, "B K T"],
+    new: Shaped[Array, "B K T ..."],
+) -> Shaped[Array, "B K C ..."]:
+    """x with new slots; those of C or more are not written, no slot is named twice."""
+    return _by_rows(_put, x, slots, new)
+
+
+def insert(
+    x: Shaped[Array, "B ..."], part: Shaped[Array, "R ..."], row: Int[Array, ""]
+) -> Shaped[Array, "B ..."]:
+    """x with `part` in its rows from `row` on."""
+    if not is_host(x):
+        return lax.dynamic_update_slice_in_dim(x, to_device(part), row, axis=0)
+    return _by_rows(_insert, x, row, part)
+
+
+def rows(
+    x: Shaped[Array, "B ..."], chosen: Int[Array, "rows"]
+) -> Shaped[Array, "R ..."]:
+    """Some rows, in the memory that x lies in."""
+    return _by_rows(_rows, x, chosen)
+
+
+def like(make: Callable[[], PyTree]) -> PyTree:
+    """`jax.eval_shape(make)` that knows what lies on the host.
+
+    A shape without a sharding counts as the device's, and `jax.eval_shape` has none.
+    """
+    traced = jax.jit(make).trace()
+    spaces = (aval.memory_space for aval in traced.jaxpr.out_avals)
+    told = lambda x, space: on_host(x) if space == _HOST else x
+    leaves, structure = jax.tree.flatten(jax.eval_shape(make))
+    return structure.unflatten(map(told, leaves, spaces))
+
+
+def on_host(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The shape of an array in the memory of the default device's host."""
+    over = jax.sharding.Mesh(jax.devices()[:1], ("one",))
+    placed = NamedSharding(over, PartitionSpec(), memory_kind=KIND)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+
+
+def beside(x: jax.ShapeDtypeStruct, split: NamedSharding) -> NamedSharding:
+    """`split` in the memory that x, of `like`, lies in."""
+    there = x.sharding is not None and x.sharding.memory_kind == KIND
+    return split.with_memory_kind(KIND) if there else split
+
+
+def nbytes(tree: PyTree) -> int:
+    """Bytes, of each device, that a pytree of arrays or of `like` has on the host."""
+
+    def size(leaf: Any) -> int:
+        split = getattr(leaf, "sharding", None)
+        if split is None or split.memory_kind != KIND:
+            return 0
+        return math.prod(split.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
+
+
+def check() -> None:
+    """Raises UserError where the default device offers no memory of its host."""
+    device = jax.devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if KIND not in kinds:
+        raise UserError(
+            f"values cannot lie in host memory: {device.device_kind} offers "
+            f"{', '.join(kinds)} and no {KIND}; leave offload out"
+        )
+
+
+def _by_rows(work: Callable, x: Array, *given: Array) -> Array:
+    """work(x, *given), computed where x lies."""
+    if not is_host(x):
+        return work(x, *to_device(given))
+    if not works_by_rows():
+        return to_host(work(*to_device((x, *given))))
+    return _on_host(work, x, *given)
+
+
+def _on_host(work: Callable, *given: Array) -> Array:
+    """work(*given), computed by the host's processor."""
+    run = _run_on(work, compute_type="device_host", out_memory_spaces=_HOST)
+    return run(*to_host(given))
+
+
+def works_by_rows() -> bool:
+    """Whether the host computes on its arrays; asked once a process, by trying."""
+    elsewhere = jax.sharding.get_abstract_mesh().abstract_device
+    if elsewhere:
+        return elsewhere.platform in _BY_ROWS
+    return jax.default_backend() in _BY_ROWS and _tried()
+
+
+@functools.cache
+def _tried() -> bool:
+    try:
+        with jax.ensure_compile_time_eval():
+            wrong = _wrong()
+    except Exception as error:  # whatever a compiler may say
+        wrong = f"{type(error).__name__}: {error}".splitlines()[0]
+    if wrong:
+        warnings.warn(
+            f"the host does not compute on its own arrays here ({wrong}): whole layers "
+            "of values cross the link in both directions, which is slow",
+            stacklevel=2,
+        )
+    return not wrong
+
+
+def _wrong() -> str | None:
+    """What is wrong with a small case, or None."""
+    x = np.arange(48.0, dtype=np.float32).reshape(1, 2, 4, 6)
+    slots, new = np.array([[[2], [0]]], np.int32), np.ones((1, 2, 1, 6), np.float32)
+
+    @jax.jit
+    def written_and_read(x, slots, new):
+        x = _on_host(_put, x, slots, new)
+        return jax.device_put(_on_host(_take, x, slots), _DEVICE)
+
+    found = written_and_read(jax.device_put(x, _HOST), slots, new)
+    return None if np.array_equal(found, new) else "a row came back as another"
+
+
+# With `lax` alone: `jax.numpy` would bring constants that lie on the device.
+def _take(x: Array, slots: Array) -> Array:
+    rest = x.shape[3:]
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(3, x.ndim)),
+        collapsed_slice_dims=(2,),
+        start_index_map=(2,),
+        operand_batching_dims=(0, 1),
+        start_indices_batching_dims=(0, 1),
+    )
+    index = lax.reshape(slots, (*slots.shape, 1))
+    inside = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    return lax.gather(x, index, numbers, (1, 1, 1, *rest), mode=inside)
+
+
+def _put(x: Array, slots: Array, new: Array) -> Array:
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(3, x.ndim)),
+        inserted_window_dims=(2,),
+        scatter_dims_to_operand_dims=(2,),
+        operand_batching_dims=(0, 1),
+        scatter_indices_batching_dims=(0, 1),
+    )
+    index = lax.reshape(slots, (*slots.shape, 1))
+    beyond = lax.GatherScatterMode.FILL_OR_DROP
+    return lax.scatter(x, index, new, numbers, unique_indices=True, mode=beyond)
+
+
+def _insert(x: Array, row: Array, part: Array) -> Array:
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(x.ndim)),
+        inserted_window_dims=(),
+        scatter_dims_to_operand_dims=(0,),
+    )
+    index = lax.reshape(row, (1,))
+    inside = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    return lax.scatter(x, index, part, numbers, mode=inside)
+
+
+def _rows(x: Array, chosen: Array) -> Array:
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, x.ndim)),
+        collapsed_slice_dims=(0,),
+        start_index_map=(0,),
+    )
+    index = lax.reshape(chosen, (*chosen.shape, 1))
+    inside = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    return lax.gather(x, index, numbers, (1, *x.shape[1:]), mode=inside)
