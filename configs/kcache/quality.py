@@ -66,7 +66,7 @@ def get_config(prompt_tokens: str = "1000") -> ConfigDict:
                 *(_kcache(n, layers) for n in _FETCHED for layers in _LAYERS),
                 *(_kcache(n, 1, renormalize=True) for n in _FETCHED),
                 *(_evicted("KeyDiff", "key_diff", n) for n in _FETCHED),
-                *(_evicted("SnapKV", "snapkv", n) for n in _FETCHED[1:]),
+                *(_evicted("SnapKV", "snapkv", n) for n in _FETCHED[2:]),
             ),
             "tasks": (
                 {
