@@ -142,9 +142,11 @@ def within_host(job: Job, max_batch: int | None) -> tuple[int | None, str]:
     """
     if job.config.offload is None:
         return max_batch, "prompts"
-    row = _host_bytes(dataclasses.replace(job, batch=1, prefill_batch=None))
+    ways = job.data_parallel
+    few = _host_bytes(dataclasses.replace(job, batch=ways, prefill_batch=None))
+    row = few * (job.mesh.size if job.mesh else 1) // ways  # of all devices, one host
     limit = host_memory(job.config.offload.memory_gb)
-    fits = limit // max(row, 1)
+    fits = limit // max(row, 1) // ways * ways
     if not fits:
         raise UserError(
             f"host memory of {limit / 1e9:.3g} GB is too small for one row of "

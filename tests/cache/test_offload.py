@@ -7,18 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_spec
+from conftest import tiny_model, tiny_spec
 from testing import layer
 from testing.engine import run_batch
 from testing.toys import OF_8_CHANNELS
 
+import kvjax
 from kvjax import Offload, Schedule, UserError, attention, cache, policies
 from kvjax.attention.reference import PLAIN
 from kvjax.cache import codecs, offload
 from kvjax.cache.config import make_config
 from kvjax.engine import compiled, layerwise, planner, runner, staggered
 from kvjax.engine.compiled import Job, bucket
-from kvjax.parallel import host
+from kvjax.models import placement
+from kvjax.parallel import host, meshes
 from kvjax.types import Scoring
 
 SPEC = layer.spec_of(heads=2, group=3, depth=8)
@@ -365,3 +367,40 @@ def test_a_backend_without_host_memory(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     with pytest.raises(UserError, match="abacus offers"):
         config_of(SPEC, None, None, None, Offload(8, 0))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("asked", ["data:4,model:2", "data:8,model:1"])
+def test_over_a_mesh_as_on_one_device(asked):
+    """Every device's values lie with its host."""
+    schedule = Schedule("prefill_and_decode", 8)
+    config = config_of(SPEC, policies.key_diff(), 24, schedule, on_host(5))
+    data = layer.random_data(SPEC, 8, 60, 0)
+    lengths = np.array([48, 0, 29, 24, 48, 7, 30, 1])
+    kept, end = layer.run(SPEC, config, data, lengths, 48)
+    over = meshes.mesh(asked, SPEC.num_kv_heads)
+    also_kept, also = layer.run(SPEC, config, data, lengths, 48, over)
+    jax.tree.map(np.testing.assert_array_equal, also_kept, kept)
+    assert also.layers[0].v.sharding.memory_kind == host.KIND
+    np.testing.assert_allclose(also.layers[0].v, end.layers[0].v, atol=1e-5)
+
+
+@pytest.mark.e2e
+def test_a_split_model_writes_the_same():
+    """Plans count the host's bytes of all devices: they share it."""
+    model = tiny_model(num_kv_heads=4, num_heads=8, ff_dim=48, vocab_size=64)
+    how = {"policy": policies.h2o(), "budget": 24, "max_new_tokens": 8}
+    how |= {"memory_gb": 0.1, "offload": Offload(6, 1)}
+    alone = kvjax.generate(model, ragged(5), **how)
+    over = meshes.mesh("data:2,model:4", model.spec.num_kv_heads)
+    params = placement.split(model.spec, model.params, over)
+    parted = model._replace(spec=placement.fitted(model.spec, over), params=params)
+    for one, other in zip(alone, kvjax.generate(parted, ragged(5), **how), strict=True):
+        assert one.tokens == other.tokens
+        kept = one.kept_positions, other.kept_positions
+        jax.tree.map(np.testing.assert_array_equal, *kept)
+    job = compiled.job_of(parted, make_config(parted.spec, None, None), 64, 8)
+    config = make_config(parted.spec, None, None, offload=Offload(6, 1))
+    found = planner.plan_job(dataclasses.replace(job, config=config, batch=2), 10**8, 2)
+    values = found.batch * (64 + 8) * 4 * 8 * 4  # of one layer
+    assert found.host_bytes * over.size == values
