@@ -11,7 +11,7 @@ all rows in a second.
 --target=tpu:v6e compiles a step instead, without a device (see bench_layout.py for
 targets): its temporary memory, and the compiler's cycles but for those of kernels.
 
-The last line is JSON with every figure. Two cores: four minutes, half of it compiling.
+The last line is JSON with every figure. Two cores: a quarter of an hour.
 """
 
 import dataclasses
