@@ -46,7 +46,8 @@ class Offload:
       device_layers: L, how many layers at the input keep their values on the device.
         The paper finds that these must not lose any (section 4.2): keep 1 at least.
       renormalize: whether the weights of the N are made to sum to 1. The paper states
-        no such step: without it an output lacks the share of what was not fetched.
+        no such step; without it an output lacks the share of what was not fetched, and
+        we found predictions ten times as far off (docs/decisions.md).
       queries: where G queries share a KV head, which the paper does not look at:
         `union`, each names N pairs, and all attend to what any of them named, up to
         G N; `mean`, the group names N by the mean of its weights.
@@ -56,7 +57,7 @@ class Offload:
 
     top_n: int = 64
     device_layers: int = 1
-    renormalize: bool = False
+    renormalize: bool = True
     queries: str = "union"
     memory_gb: float | None = None
 

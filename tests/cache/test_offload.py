@@ -28,8 +28,8 @@ ALL = 4096  # more than any head holds here
 NOTHING = frozenset()
 
 
-def on_host(top_n=ALL, device_layers=0, **more):
-    return Offload(top_n, device_layers, **more)
+def on_host(top_n=ALL, device_layers=0, renormalize=False, **more):
+    return Offload(top_n, device_layers, renormalize, **more)
 
 
 # --- recall against NumPy -------------------------------------------------------------
