@@ -24,7 +24,9 @@ from kvjax.evaluation.report.figures import (
 from kvjax.evaluation.report.groups import Quality, text
 from kvjax.evaluation.report.records import Record
 
-_PEAK = "kv_bytes_peak_per_seq"
+_PEAK, _DECODING = "kv_bytes_peak_per_seq", "kv_bytes_decode"
+_ALIKE = 1.1  # the largest over the smallest of peaks that are nearly the same
+_ASIDE_MARKERS = 4  # that a point is moved sideways at most
 _FAR = 30  # times the slowest: a linear axis would hide it
 _RECORDS_APART = 0.19  # inches between records of one batch
 _METHODS_APART = 0.05  # inches between methods, whose memory is often the same
@@ -45,41 +47,62 @@ def points_of(records: Sequence[Record], memory: str, key: str) -> np.ndarray:
 
 def quality_vs_memory(records: Sequence[Record]) -> Any:
     """Two panels: the score, and the distance from the full cache."""
-    figure = new_figure((9, 4.6), records)
+    names, (memory, told) = groups.names_of(records), _memory(records)
+    figure = new_figure((9, _height(names)), records)
     left, right = figure.subplots(1, 2)
     score = groups.score_of(records)
-    _titles(left, score.title, score.axis, "better ↖")
+    _titles(left, score.title, told, score.axis, "better ↖")
     left.set_ylim(-0.05, 1.05)
+    far = "Distance from full cache", told, "KL (nats per token)", "better ↙"
+    alike = "Agreement with full cache", told, "top-1 (share)", "better ↖"
     if any(r.get("kl") is not None for r in records):
-        _titles(right, "Distance from full cache", "KL (nats per token)", "better ↙")
-        close = points_of(records, _PEAK, "kl")
+        _titles(right, *far)
+        close = points_of(records, memory, "kl")
         log_axis(right, close[:, 1])
     else:
-        _titles(right, "Agreement with full cache", "top-1 (share)", "better ↖")
-        close = points_of(records, _PEAK, "top1_agreement")
+        _titles(right, *alike)
+        close = points_of(records, memory, "top1_agreement")
         right.set_ylim(-0.05, 1.05)
-    panels = [(left, points_of(records, _PEAK, "score")), (right, close)]
-    _fill(figure, panels, records, groups.names_of(records))
+    panels = [(left, points_of(records, memory, "score")), (right, close)]
+    _fill(figure, panels, records, names)
     return figure
 
 
 def throughput_vs_memory(records: Sequence[Record]) -> Any:
     """One panel of end-to-end rates; the legend says each method's batch."""
-    figure = new_figure((9, 4.6), records)
-    axes = figure.subplots()
-    points = points_of(records, _PEAK, "output_tokens_per_s")
-    _titles(axes, "Throughput", "end to end (generated tokens/s)", "better ↖")
-    axes.set_ylim(_from_zero(points[:, 1]))
     batches = [record.get("batch_size", "-") for record in records]
-    names = zip(groups.names_of(records), batches, strict=True)
-    _fill(figure, [(axes, points)], records, [f"{n}, batch {b}" for n, b in names])
+    each = zip(groups.names_of(records), batches, strict=True)
+    names, (memory, told) = [f"{n}, batch {b}" for n, b in each], _memory(records)
+    figure = new_figure((9, _height(names)), records)
+    axes = figure.subplots()
+    points = points_of(records, memory, "output_tokens_per_s")
+    _titles(axes, "Throughput", told, "end to end (generated tokens/s)", "better ↖")
+    axes.set_ylim(_from_zero(points[:, 1]))
+    _fill(figure, [(axes, points)], records, names)
     return figure
 
 
-def _titles(axes: Any, title: str, y: str, hint: str) -> None:
+def _memory(records: Sequence[Record]) -> tuple[str, str]:
+    """Which memory tells methods apart, and its name: the peak, or what is left of it.
+
+    Where all read the prompt with all pairs at hand, their peaks are the same.
+    """
+    peaks, left = ([r.get(key) for r in records] for key in (_PEAK, _DECODING))
+    known = None not in (*peaks, *left)
+    if len(records) > 2 and known and max(peaks) < _ALIKE * min(peaks):
+        return _DECODING, "while decoding"
+    return _PEAK, "peak"
+
+
+def _height(names: Sequence[str]) -> float:
+    """Inches of a figure of one row of panels above its legend."""
+    return 4.0 + 0.26 * max(legend_rows(names, 9), 2)
+
+
+def _titles(axes: Any, title: str, memory: str, y: str, hint: str) -> None:
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_title(hint, loc="right", color=GREY)
-    axes.set_xlabel("KV cache per prompt, peak (MB)")
+    axes.set_xlabel(f"KV cache per prompt, {memory} (MB)")
     axes.set_ylabel(y)
 
 
@@ -115,16 +138,21 @@ def _from_zero(values: np.ndarray) -> tuple[float, float]:
 
 
 def apart(pixels: np.ndarray, size: float) -> np.ndarray:
-    """Moves points that would cover an earlier one sideways by whole markers."""
+    """Moves points that would cover an earlier one sideways by whole markers.
+
+    By a few at most: of a crowd, some stay covered where they belong.
+    """
     placed = np.full_like(pixels, np.nan)
     for index in np.flatnonzero(np.isfinite(pixels).all(axis=1)):
-        for step in range(2 * len(pixels)):
+        for step in range(2 * _ASIDE_MARKERS + 1):
             side = (step + 1) // 2 * (1 if step % 2 else -1)
             spot = pixels[index] + [side * size, 0]
             near = np.abs(placed - spot).max(axis=1) < 0.8 * size  # False for NaN
             if not near.any():
                 placed[index] = spot
                 break
+        else:
+            placed[index] = pixels[index]
     return placed
 
 
