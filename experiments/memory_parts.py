@@ -26,7 +26,7 @@ DEVICE_GB = (24, 40, 80, 141)
 ROW_TOKENS = (2048, 8192, 32768)
 
 KCACHE_OF = "llama-2-7b"
-# Section 5 describes the device by all but its link, for which PCIe 4 stands.
+# The paper describes its device by all but the link, for which PCIe 4 stands.
 KCACHE_ON = roofline.Device(roofline.Rates(1e12, 180e12, 32e9), 64e9)
 KCACHE_N, KCACHE_LAYERS, KCACHE_NEW = (32, 64, 128), 1, 1024
 KCACHE = {  # (prompt, batch): tokens/s of the full cache and of each N; the paper's

@@ -11,17 +11,8 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.attention import backends
-from kvjax.cache import (
-    budgets,
-    by_need,
-    calibrations,
-    codecs,
-    layouts,
-    parts,
-)
-from kvjax.cache import (
-    offload as offloading,
-)
+from kvjax.cache import budgets, by_need, calibrations, codecs, layouts, parts
+from kvjax.cache import offload as offloading
 from kvjax.cache.schedule import Schedule
 from kvjax.policies import base, checks
 from kvjax.types import ModelSpec, UserError, whole_number

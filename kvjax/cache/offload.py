@@ -44,7 +44,7 @@ class Offload:
       top_n: N, pairs per query whose values are fetched: those of the largest weights,
         of equal ones the newest. The others add nothing to the output.
       device_layers: L, how many layers at the input keep their values on the device.
-        The paper finds that these must not lose any (section 4.2): keep 1 at least.
+        The paper finds that these must not lose any (Table 2): keep 1 at least.
       renormalize: whether the weights of the N are made to sum to 1. The paper states
         no such step; without it an output lacks the share of what was not fetched, and
         we found predictions ten times as far off (docs/decisions.md).

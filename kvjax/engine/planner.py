@@ -346,6 +346,8 @@ def _largest_layers(job: Job, count: int) -> Job:
 
 def plan_if_fits(job: Job, limit: str, memory_bytes: int) -> Plan | None:
     """The plan of the job as it is, or None if its compiled programs do not fit."""
+    if within_host(job, job.batch)[0] < job.batch:
+        return None
     try:
         peak = max(phase_bytes(job).values())
     except jax.errors.JaxRuntimeError as error:

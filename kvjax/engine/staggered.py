@@ -53,6 +53,9 @@ def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
     check_one_row(job, memory_bytes)
     most = within_host(job, max_batch)
     batch, group, limit = _estimated(job, memory_bytes, *most)
+    if limit == "host memory":  # which a group's values share with the pool's
+        group = max(1, min(group, batch // 8))
+        batch = max(1, batch - group)
     needed = {}
     while batch > 0:
         group = -(-batch // -(-batch // group))

@@ -381,6 +381,6 @@ def fetching(
 def tokens_to_fetch_from(offload: Offload, rates: Rates) -> float:
     """The pairs s of a head from which fetching N of them is faster than reading all.
 
-    s / N above the device's bandwidth over the link's (He and Wu 2024, section 3.2).
+    s / N above the device's bandwidth over the link's (He and Wu 2024).
     """
     return offload.top_n * rates.bytes_per_s / rates.link_bytes_per_s

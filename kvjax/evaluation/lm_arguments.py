@@ -13,18 +13,26 @@ def budget(given: Any) -> Any:
 
 
 def options(given: dict[str, Any]) -> tuple[tuple[tuple[str, Any], ...], ...]:
-    """The policy's options, the budget rule's and the codec's."""
-    found = {"policy": [], "budget_rule": [], "codec": []}
+    """The policy's options, the budget rule's, the codec's and the offload's."""
+    found = {"policy": [], "budget_rule": [], "codec": [], "offload": []}
     for name, value in sorted(given.items()):
         where, _, option = name.partition(".")
         if where not in found or not option:
             raise UserError(
                 f"model_args: {name!r} is unknown; an option of the policy is written "
                 f"policy.{name.rpartition('.')[2]}=..., the rule's "
-                "budget_rule.NAME=..., the codec's codec.NAME=..."
+                "budget_rule.NAME=..., the codec's codec.NAME=..., the offload's "
+                "offload.NAME=..."
             )
         found[where].append((option, value))
     return tuple(map(tuple, found.values()))
+
+
+def offload(top_n: int | None, fields: tuple[tuple[str, Any], ...]) -> Any:
+    """What `Method.offload` takes, from N and the fields that go with it."""
+    if not fields:
+        return top_n
+    return fields if top_n is None else (*fields, ("top_n", top_n))
 
 
 def check_length(method: Method, prompt_tokens: int | None) -> None:

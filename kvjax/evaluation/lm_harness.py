@@ -52,14 +52,15 @@ class Requests:
       memory_gb: see `kvjax.engine.planner.device_memory`; batches are as large as it
         allows.
       codec, rope_positions, implementation: of `Method`.
+      offload: N of `kvjax.Offload`; None keeps values on the device.
       seed: of the sampling.
       batch_size: the harness's; 1, its default, and `auto` are as many prompts as fit,
         another number is the most at once.
       max_batch_size: the most at once.
       device: the harness's, `cuda:0` unless told; not looked at. JAX decides where it
         runs, and the environment's JAX_PLATFORMS says otherwise.
-      **options: the policy's, `policy.NAME`, the rule's, `budget_rule.NAME`, and the
-        codec's, `codec.NAME`.
+      **options: the policy's, `policy.NAME`, the rule's, `budget_rule.NAME`, the
+        codec's, `codec.NAME`, and other fields of the offload, `offload.NAME`.
 
     Raises:
       UserError: what does not fit, most of it before the model is loaded.
@@ -83,6 +84,7 @@ class Requests:
         codec: str = "identity",
         rope_positions: str = "original",
         implementation: str | None = None,
+        offload: int | None = None,
         seed: int = 0,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
@@ -90,7 +92,7 @@ class Requests:
         **options: Any,
     ):
         super().__init__()
-        of_policy, of_rule, of_codec = lm_arguments.options(options)
+        of_policy, of_rule, of_codec, of_offload = lm_arguments.options(options)
         method = Method(
             name="kvjax",
             policy=None if policy in ("full", "none") else policy,
@@ -103,6 +105,7 @@ class Requests:
             rule_options=of_rule,
             codec=codec,
             codec_options=of_codec,
+            offload=lm_arguments.offload(offload, of_offload),
             rope_positions=rope_positions,
             implementation=implementation,
         )
@@ -304,6 +307,7 @@ class Requests:
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes into its results besides the model's arguments."""
         schedule, rule = self.config.schedule, self.config.budget_rule
+        offload = self.config.offload
         sizes = schedule.prefill_chunk, schedule.evict_size
         return {
             "model_num_parameters": sum(
@@ -314,6 +318,7 @@ class Requests:
             "kv_budget": self.config.budget,
             "kv_budget_rule": rule.name if rule else None,
             "kv_codec": self.config.codec.name,
+            "kv_offload": offload and dataclasses.asdict(offload),
             "kv_schedule": ", ".join(map(str, (schedule.phases, *sizes))),
         }
 

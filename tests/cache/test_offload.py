@@ -306,6 +306,12 @@ def test_the_host_limits_the_batch():
     found = planner.plan_job(job_of(spec, None, None, None, asked), 10**8, 16)
     assert (found.batch, found.limited_by) == (5, "host memory")
     assert "on the host" in repr(found)
+    fixed = job_of(spec, None, None, None, asked, batch=6)
+    assert planner.plan_if_fits(fixed, "batch_size", 10**8) is None
+    later = {"codec": codecs.after_prompt("identity")}
+    pool = staggered.plan_job(job_of(spec, None, None, None, asked, **later), 10**8)
+    assert pool.limited_by == "host memory"
+    assert 3 * row < pool.host_bytes <= 5.5 * row
     with pytest.raises(UserError, match=r"host memory of .* is too small for one row"):
         little = on_host(8, memory_gb=0.5 * row / 1e9)
         planner.plan_job(job_of(spec, None, None, None, little), 10**8, 16)

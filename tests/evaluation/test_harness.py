@@ -22,7 +22,7 @@ from testing.asking import (
 )
 from testing.engine import run_batch
 
-from kvjax import Schedule, policies
+from kvjax import Offload, Schedule, policies
 from kvjax.cache import codecs
 from kvjax.cache.config import make_config
 from kvjax.engine import api, compiled, stop_texts
@@ -230,6 +230,11 @@ def test_arguments(model):
     assert answering(model, "h2o", **told).config.budget == (32, 16)
     few_bits = {"codec": "int4", "codec.group": 4}
     assert answering(model, "h2o", **few_bits).config.codec == codecs.int4(4)
+    few = {"offload": 8, "offload.device_layers": 2}
+    found = answering(model, "h2o", **few)
+    assert found.config.offload == Offload(8, 2)
+    assert found.get_model_info()["kv_offload"]["top_n"] == 8
+    assert lm.get_model_info()["kv_offload"] is None
     for size, most in (
         (1, None),
         ("auto", None),
@@ -258,6 +263,8 @@ def test_arguments(model):
         ({"budget_rule.even": 1, "budget_rule": "pyramid"}, "'even'"),
         ({"policy": "h2o", "budget": 24, "schedule": "never"}, "never"),
         ({"codec": "int4", "codec.groups": 4}, "codec 'int4': .*'groups'"),
+        ({"offload": 0}, "top_n.* 0"),
+        ({"offload": 8, "offload.top": 3}, "offload has no top"),
         ({"memory_gb": -1}, "memory_gb -1"),
     ],
 )
