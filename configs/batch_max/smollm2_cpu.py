@@ -23,9 +23,9 @@ freed memory kept, at the same batches.
 `:quality` races at equal scores rather than equal |kv|: KeyDiff in heads that retrieve
 and average attention in the others, with a quarter and an eighth of the pairs where
 they are needed, evicting 32 while reading, beside SnapKV at 512 in the other libraries
-and the full cache; 512 new tokens, one batch at least. We have run our rows of it: of 24
-keys the full cache found 24, a quarter 23 and an eighth 19, which is what SnapKV at 512
-finds, at 49, 90 and 113 tokens/s end to end. The other libraries' rows take an hour.
+and the full cache; 512 new tokens, one batch at least. We have run our rows of it: of
+24 keys the full cache found 24, a quarter 23 and an eighth 19, which is what SnapKV at
+512 finds, at 49, 90 and 113 tokens/s. The other libraries' rows take an hour.
 
 The paper uses larger models on a GPU; model, memory, lengths and |kv| are our choice.
 Times are the medians of three batches or more. About an hour on two CPU cores, and two

@@ -28,7 +28,7 @@ _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 KIND = "pinned_host"  # the memory of a device that JAX types as the host's
 _BY_ROWS = ("cpu", "tpu")  # elsewhere the compiler dies of a scatter on the host
 # A context manager in JAX 0.10, where its successor already has another name.
-_run_on = getattr(_compute_on, "compute_on2", _compute_on.compute_on)
+_run_on: Callable = getattr(_compute_on, "compute_on2", _compute_on.compute_on)
 
 
 def is_host(x: Array) -> bool:
