@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_model, tiny_spec
+from conftest import often, tiny_model, tiny_spec
 from testing import layer
 from testing.engine import run_batch
 from testing.toys import OF_8_CHANNELS
@@ -155,20 +155,24 @@ def config_of(spec, policy, budget, schedule, asked=None, **more):
     return make_config(spec, policy, budget, schedule, offload=asked, **more)
 
 
-@pytest.mark.parametrize("codec", ["identity", "int8", "k8v4_but_ends"])
+METHODS = {
+    "full": (None, Schedule("none", prefill_chunk=8), None),
+    "batch_max": (policies.average_attention(), Schedule(prefill_chunk=8), 24),
+    "heads_apart": (policies.key_diff(), Schedule(prefill_chunk=8), ((16, 32),)),
+    "decode_only": (policies.h2o(), Schedule("decode_only", 8), 24),
+    "snapkv": (policies.snapkv(window=4), Schedule("after_prefill", 8), 24),
+}
+STORED = "identity", "int8", "k8v4_but_ends"
+PAIRS = [(name, codec) for name in METHODS for codec in STORED]
+FEW = [("full", "identity"), ("batch_max", "k8v4_but_ends"), ("heads_apart", "int8")]
+
+
 @pytest.mark.parametrize(
-    ("policy", "schedule", "budget"),
-    [
-        (None, Schedule("none", prefill_chunk=8), None),
-        (policies.average_attention(), Schedule("prefill_and_decode", 8), 24),
-        (policies.key_diff(), Schedule("prefill_and_decode", 8), ((16, 32),)),
-        (policies.h2o(), Schedule("decode_only", 8), 24),
-        (policies.snapkv(window=4), Schedule("after_prefill", 8), 24),
-    ],
-    ids=["full", "batch_max", "heads_apart", "decode_only", "snapkv"],
+    ("name", "codec"), often(PAIRS, FEW, "e2e", several=True), ids=str
 )
-def test_all_values_recalled_are_the_full_cache(policy, schedule, budget, codec):
+def test_all_values_recalled_are_the_full_cache(name, codec):
     """Kept pairs, what is stored, and the output of a step that follows."""
+    policy, schedule, budget = METHODS[name]
     stored = OF_8_CHANNELS.get(codec, codec)
     data, lengths = layer.random_data(SPEC, 3, 60, 0), np.array([48, 0, 29])
     plain = config_of(SPEC, policy, budget, schedule, codec=stored)
