@@ -263,7 +263,7 @@ def test_arguments(model):
         ({"budget_rule.even": 1, "budget_rule": "pyramid"}, "'even'"),
         ({"policy": "h2o", "budget": 24, "schedule": "never"}, "never"),
         ({"codec": "int4", "codec.groups": 4}, "codec 'int4': .*'groups'"),
-        ({"offload": 0}, "top_n.* 0"),
+        ({"offload": 0}, "offload 0: must be at least 1"),
         ({"offload": 8, "offload.top": 3}, "offload has no top"),
         ({"memory_gb": -1}, "memory_gb -1"),
     ],
