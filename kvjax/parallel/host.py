@@ -83,11 +83,10 @@ def like(make: Callable[[], PyTree]) -> PyTree:
 
     A shape without a sharding counts as the device's, and `jax.eval_shape` has none.
     """
-    traced = jax.jit(make).trace()
-    spaces = (aval.memory_space for aval in traced.jaxpr.out_avals)
-    told = lambda x, space: on_host(x) if space == _HOST else x
-    leaves, structure = jax.tree.flatten(jax.eval_shape(make))
-    return structure.unflatten(map(told, leaves, spaces))
+    traced, shapes = jax.make_jaxpr(make, return_shape=True)()
+    leaves, structure = jax.tree.flatten(shapes)
+    told = lambda x, aval: on_host(x) if aval.memory_space == _HOST else x
+    return structure.unflatten(map(told, leaves, traced.out_avals))
 
 
 def on_host(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
