@@ -223,6 +223,8 @@ def _peaks(job: Job, programs: Programs) -> dict[str, int]:
 
 def _host_bytes(job: Job) -> int:
     """The most that a batch's values take in host memory, from their shapes."""
+    if job.config.offload is None:
+        return 0
     group, kept = compiled.arguments(job.group), compiled.arguments(job).decode_state
     read, part, kept = map(host.nbytes, (group.prefill_state, group.decode_state, kept))
     if job.is_staggered:
