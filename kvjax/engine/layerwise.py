@@ -111,7 +111,8 @@ class LayerByLayer:
     def begin(
         self, read: Prefilled, prompt_ids: Sequence[int], seed: int
     ) -> steps.DecodeState:
-        keys, active = runner.row_keys(self.job, prompt_ids, seed)
+        every = runner.row_keys(self.job, prompt_ids, seed)
+        keys, active = (x[: len(prompt_ids)] for x in every)  # no rows are left over
         token = self._drawn(read, keys)
         done = ~active | np.isin(token, self.job.eos)
         return steps.DecodeState(

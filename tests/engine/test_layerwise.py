@@ -127,6 +127,15 @@ def test_readings_are_shared_by_what_reads_alike(tiny):
     assert [[len(head) for head in layer] for layer in kept[0]] == [[16] * 2, [24] * 2]
 
 
+def test_fewer_prompts_than_rows(tiny, readings):
+    """As the last batch of many may have."""
+    config = compressions(tiny.spec)[1]
+    all_of_them = written(tiny, readings, config)
+    job = Job(tiny.spec, config, 5, 64, NEW)
+    found = runner.run_batch(readings.runner(job), PROMPTS, range(len(PROMPTS)))
+    assert found.tokens == all_of_them.tokens
+
+
 def test_a_rule_that_measures_all_layers_first_is_refused(tiny):
     rule = toys.loudest_layers()
     schedule = Schedule("after_prefill")
