@@ -1,9 +1,6 @@
 """What is kept of a KV cache, and how: parts that are checked and joined."""
 
 import dataclasses
-import math
-import re
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,20 +8,14 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.attention import backends
-from kvjax.cache import budgets, by_need, calibrations, codecs, layouts, parts
+from kvjax.cache import budgets, codecs, layouts, parts, sizing
 from kvjax.cache import offload as offloading
 from kvjax.cache.schedule import Schedule
 from kvjax.policies import base, checks
-from kvjax.types import ModelSpec, UserError, whole_number
+from kvjax.types import ModelSpec, UserError
 
 EVICTIONS = ("in_place", "compact")
 ROPE_POSITIONS = ("original", "cache")
-_GIVE = (
-    "give pairs per head as one int, or for every layer one int or one per head, or a "
-    "share of the prompt such as '25%'"
-)
-_EVICT = 16  # pairs that an eviction of small heads drops, see `Schedule.of_budget`
-_SOME = 8  # pairs that a head keeps at least, beyond pinned ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,29 +224,10 @@ def make_config(
     """
     if options.get("rope_positions") == "cache":
         options = {"eviction": "compact"} | options
-    options |= {"codec": codecs.make(codec), "layout": layouts.make(layout)}
-    options["offload"] = offloading.make(offload)
-    if options["offload"] and options["layout"].take_values is None:
-        raise UserError(
-            f"layout {options['layout'].name!r} keeps no values in host memory: leave "
-            "offload out, or take another"
-        )
-    options["layer_codecs"] = _layer_codecs(spec, options["codec"], options["offload"])
-    for each in {options["codec"], *options["layer_codecs"]}:
-        options["layout"].check(each)
-        codecs.check(each, spec.head_dim)
+    options |= _stored(spec, codecs.make(codec), layouts.make(layout), offload)
     policy, schedule = _policy(policy), _schedule(schedule)
     if policy is None:
-        schedule = schedule or Schedule("none")
-        if schedule.phases != "none" or budget is not None:
-            raise UserError(
-                "policy=None is the full cache, without a budget and with the schedule "
-                f"'none': got budget {budget} and {schedule.phases!r}; name a policy"
-            )
-        in_order = options.get("rope_positions") == "cache"  # slots are not reused
-        windows = () if in_order else spec.sliding_windows
-        sizes = schedule.of_budget(None)
-        config = CacheConfig(None, sizes, None, windows=windows, **options)
+        config = _full_cache(spec, budget, schedule, options)
         _check_options(config)
         return config
     schedule = schedule or Schedule()
@@ -267,22 +239,61 @@ def make_config(
     base.validate(policy)
     base.check_params(policy, spec.num_layers)
     if isinstance(budget, str):
-        given, budget = budget, _share_of(budget, length)
+        given, budget = budget, sizing.share_of(budget, length)
         if budget_rule is None:
-            policy, budget_rule = _by_heads(spec, policy, schedule, given, length)
-    rule, sizes = _sizes(spec, budget, budget_rule, schedule, length)
-    possible = budgets.possible(rule, sizes)
+            policy, budget_rule = sizing.by_heads(spec, policy, schedule, given, length)
+    rule, per_layer = sizing.of_layers(spec, budget, budget_rule, schedule, length)
+    possible = budgets.possible(rule, per_layer)
     schedule = schedule.of_budget(min(possible))
     for size in possible:
-        check_budget(size, policy, schedule)
-    config = CacheConfig(policy, schedule, sizes, budget_rule=rule, **options)
-    if len(parts.different(sizes)) > 1:
+        sizing.check_budget(size, policy, schedule)
+    config = CacheConfig(policy, schedule, per_layer, budget_rule=rule, **options)
+    if len(parts.different(per_layer)) > 1:
         mean = float(np.mean(config.head_budgets(spec)))
         config = dataclasses.replace(config, mean_budget=mean)
     _check_options(config)
     _check_heads(config)
     checks.check_rule(policy, spec, min(possible), schedule.evicts_in_decode)
     return config
+
+
+def _stored(
+    spec: ModelSpec,
+    codec: codecs.Codec,
+    layout: layouts.Layout,
+    offload: offloading.Offload | int | dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Fields of `CacheConfig` on how and where pairs are stored, checked."""
+    offload = offloading.make(offload)
+    if offload and layout.take_values is None:
+        raise UserError(
+            f"layout {layout.name!r} keeps no values in host memory: leave offload "
+            "out, or take another"
+        )
+    layer_codecs = _layer_codecs(spec, codec, offload)
+    for each in {codec, *layer_codecs}:
+        layout.check(each)
+        codecs.check(each, spec.head_dim)
+    stored = {"codec": codec, "layout": layout, "offload": offload}
+    return stored | {"layer_codecs": layer_codecs}
+
+
+def _full_cache(
+    spec: ModelSpec,
+    budget: Any,
+    schedule: Schedule | None,
+    options: dict[str, Any],
+) -> CacheConfig:
+    schedule = schedule or Schedule("none")
+    if schedule.phases != "none" or budget is not None:
+        raise UserError(
+            "policy=None is the full cache, without a budget and with the schedule "
+            f"'none': got budget {budget} and {schedule.phases!r}; name a policy"
+        )
+    in_order = options.get("rope_positions") == "cache"  # slots are not reused
+    windows = () if in_order else spec.sliding_windows
+    schedule = schedule.of_budget(None)
+    return CacheConfig(None, schedule, None, windows=windows, **options)
 
 
 def _policy(given: policies.Policy | str | None) -> policies.Policy | None:
@@ -308,99 +319,6 @@ def _schedule(given: Schedule | str | None) -> Schedule | None:
     )
 
 
-def _sizes(
-    spec: ModelSpec,
-    budget: int | Sequence[int | Sequence[int]],
-    rule: budgets.BudgetRule | str | None,
-    schedule: Schedule,
-    length: int | None,
-) -> tuple[budgets.BudgetRule, tuple[parts.Sizes, ...]]:
-    """The rule that shares out a budget, and the sizes that it begins with."""
-    if isinstance(budget, int | np.integer) and not isinstance(budget, bool):
-        budget = int(budget)
-        rule = budgets.for_prompts(budgets.make(rule or "uniform"), length)
-        if rule.reallocate and schedule.evicts_in_prefill:
-            raise UserError(
-                f"budget rule {rule.name!r} changes sizes once the prompt is in, where "
-                f"the schedule {schedule.phases!r} no longer has all its pairs: use "
-                "'after_prefill' or 'decode_only'"
-            )
-        return rule, budgets.allocated(rule, spec, budget)
-    if not np.iterable(budget):
-        raise UserError(f"budget is {budget!r}: {_GIVE}")
-    budget = tuple(_layer_sizes(spec, sizes) for sizes in budget)
-    if rule is not None:
-        raise UserError(
-            f"budget {budget} says every layer's size already: give one int for "
-            "the budget rule to share out, or no rule"
-        )
-    if len(budget) != spec.num_layers:
-        raise UserError(
-            f"{len(budget)} budgets for the {spec.num_layers} layers of {spec.name}: "
-            "give one int, or one per layer"
-        )
-    return budgets.explicit(budget), budget
-
-
-def share(budget: str) -> float:
-    """A budget such as "25%" as a number above 0, and 1 at most.
-
-    Raises:
-      UserError: it is no such share.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", budget.strip())
-    part = float(found[1]) / 100 if found else 0.0
-    if not 0 < part <= 1:
-        raise UserError(f"budget is {budget!r}: {_GIVE}")
-    return part
-
-
-def _share_of(budget: str, length: int | None) -> int:
-    """Pairs per head, from a share of a prompt's tokens."""
-    part = share(budget)
-    if length is None:
-        raise UserError(
-            f"budget {budget!r} is a share of a prompt whose length is not known here: "
-            "say it by `length`, or give pairs per head"
-        )
-    return max(round(part * length), 1)
-
-
-def _by_heads(
-    spec: ModelSpec,
-    policy: policies.Policy,
-    schedule: Schedule,
-    budget: str,
-    length: int,
-) -> tuple[policies.Policy, budgets.BudgetRule]:
-    """Sizes by head where they are known for the model, else all alike.
-
-    A calibration counts a text's first and newest pairs as kept, so the rule pins them:
-    a small head without them makes more harm than large ones mend.
-    """
-    if policy.needs_all_heads:
-        return policy, budgets.uniform()
-    if spec.name not in calibrations.shipped_names():
-        warnings.warn(
-            f"budget {budget!r} keeps the same in every head, as no calibration of "
-            f"{spec.name} comes with kvjax. Heads that keep what they need find more: "
-            "experiments/calibrate.py measures it, and "
-            "budget_rule=budgets.make('calibrated', path=...) takes it; "
-            "budget_rule='uniform' says that this is meant",
-            stacklevel=4,
-        )
-        return policy, budgets.uniform()
-    pinned = policies.protect(policy, calibrations.SINKS, calibrations.NEWEST)
-    chunk = schedule.prefill_chunk if schedule.evicts_in_prefill else None
-    evict = schedule.evict_size or chunk or _EVICT
-    evict *= schedule.evicts_again
-    least = max(pinned.num_pinned + evict + _SOME, 2 * evict)
-    floor = max(calibrations.FLOOR, math.ceil(least / _SOME) * _SOME)
-    if _share_of(budget, length) < floor:  # too few to share out
-        return policy, budgets.uniform()
-    return pinned, by_need.calibrated(length, floor=floor)
-
-
 def _layer_codecs(
     spec: ModelSpec, codec: codecs.Codec, offload: offloading.Offload | None
 ) -> tuple[codecs.Codec, ...]:
@@ -415,19 +333,6 @@ def _layer_codecs(
     return tuple(
         each._replace(after_prompt=codec.after_prompt, of_layer=None) for each in found
     )
-
-
-def _layer_sizes(spec: ModelSpec, given: int | Sequence[int]) -> parts.Sizes:
-    """One layer's sizes."""
-    if isinstance(given, str) or not np.iterable(given):
-        return whole_number("budget", given)
-    sizes = [whole_number("budget", size) for size in given]
-    if len(sizes) != spec.num_kv_heads:
-        raise UserError(
-            f"a layer's budget has {len(sizes)} sizes for the {spec.num_kv_heads} KV "
-            f"heads of {spec.name}: give one int, or one per head"
-        )
-    return parts.simplest(sizes)
 
 
 def _check_heads(config: CacheConfig) -> None:
@@ -466,39 +371,4 @@ def _check_options(config: CacheConfig) -> None:
         raise UserError(
             f"rope_positions='cache' moves the keys under past queries, which policy "
             f"{config.policy.name!r} compares with them: use rope_positions='original'"
-        )
-
-
-def check_budget(budget: int, policy: policies.Policy, schedule: Schedule) -> None:
-    """Raises UserError if the policy cannot work under so small a budget.
-
-    Warns where an eviction leaves less than half of it.
-    """
-    if budget < 1:
-        raise UserError(f"budget {budget}: a head must keep at least 1 pair")
-    schedule = schedule.of_budget(budget)
-    chunk, evict = schedule.prefill_chunk, schedule.evict_size
-    if schedule.evicts_in_prefill and evict < chunk:
-        raise UserError(
-            f"schedule evict_size={evict} makes no room for a chunk of {chunk} tokens: "
-            "raise evict_size, or lower prefill_chunk"
-        )
-    least = budget - evict if schedule.evicts_again else budget
-    if least < 1:
-        raise UserError(
-            f"budget {budget} must be larger than the {evict} pairs that one eviction "
-            "drops: raise the budget, or lower the schedule's prefill_chunk and "
-            "evict_size"
-        )
-    if policy.num_pinned and policy.num_pinned >= least:
-        raise UserError(
-            f"policy {policy.name!r} pins {policy.num_pinned} pairs, but an eviction "
-            f"at budget {budget} leaves {least}: raise the budget or pin fewer"
-        )
-    if 2 * least < budget:
-        warnings.warn(
-            f"an eviction leaves {least} of the {budget} pairs of the budget: raise "
-            "the budget, or lower the schedule's prefill_chunk and evict_size to "
-            f"{budget // 2} or less",
-            stacklevel=3,
         )

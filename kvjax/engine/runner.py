@@ -20,8 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache
-from kvjax.cache import budgets
-from kvjax.cache.config import check_budget
+from kvjax.cache import budgets, sizing
 from kvjax.engine import compiled, steps
 from kvjax.engine.compiled import Job, Programs
 from kvjax.engine.planner import Plan, plan_job
@@ -125,7 +124,7 @@ class Whole:
         mean = sum(pairs) // len(pairs)
         sizes = budgets.reallocated(config.budget_rule, means, mean)
         for size in set(sizes):
-            check_budget(size, config.policy, config.schedule)
+            sizing.check_budget(size, config.policy, config.schedule)
         if sizes != config.budget:
             config = dataclasses.replace(config, budget=sizes)
             self.job = dataclasses.replace(self.job, config=config)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvjax import policies
-from kvjax.cache import budgets, codecs, config, offload, parts
+from kvjax.cache import budgets, codecs, offload, parts, sizing
 from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.offload import Offload
 from kvjax.cache.schedule import Schedule
@@ -112,11 +112,11 @@ class Method:
         schedule = Schedule(self.phases, *sizes)
         policy = self._policy()
         if isinstance(self.budget, str):  # sizes follow from the prompts
-            config.share(self.budget)
+            sizing.share(self.budget)
             return policy, schedule
         sizes = self.budget if isinstance(self.budget, tuple) else (self.budget,)
         for size in budgets.possible(rule, sizes) if sizes != (None,) else ():
-            config.check_budget(size, policy, schedule)
+            sizing.check_budget(size, policy, schedule)
         return policy, schedule
 
     def _policy(self) -> policies.Policy:
@@ -161,7 +161,7 @@ class Method:
     def share(self) -> float | None:
         """The share of a prompt that the budget is; None where it is none."""
         text = isinstance(self.budget, str)
-        return config.share(self.budget) if text else self.budget_share
+        return sizing.share(self.budget) if text else self.budget_share
 
     @property
     def rule(self) -> str | None:

@@ -1,0 +1,171 @@
+"""How a budget becomes sizes: shares of a prompt, rules, and what is too small."""
+
+import math
+import re
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax import policies
+from kvjax.cache import budgets, by_need, calibrations, parts
+from kvjax.cache.schedule import Schedule
+from kvjax.types import ModelSpec, UserError, whole_number
+
+_GIVE = (
+    "give pairs per head as one int, or for every layer one int or one per head, or a "
+    "share of the prompt such as '25%'"
+)
+_EVICT = 16  # pairs that an eviction of small heads drops, see `Schedule.of_budget`
+_SOME = 8  # pairs that a head keeps at least, beyond pinned ones
+
+
+def of_layers(
+    spec: ModelSpec,
+    budget: int | Sequence[int | Sequence[int]],
+    rule: budgets.BudgetRule | str | None,
+    schedule: Schedule,
+    length: int | None,
+) -> tuple[budgets.BudgetRule, tuple[parts.Sizes, ...]]:
+    """The rule that shares out a budget, and the sizes that it begins with.
+
+    Raises:
+      UserError: no whole numbers, or other than one per layer or head; a rule beside
+        sizes that leave nothing to share out, or one that the schedule comes too early
+        for.
+    """
+    if isinstance(budget, int | np.integer) and not isinstance(budget, bool):
+        budget = int(budget)
+        rule = budgets.for_prompts(budgets.make(rule or "uniform"), length)
+        if rule.reallocate and schedule.evicts_in_prefill:
+            raise UserError(
+                f"budget rule {rule.name!r} changes sizes once the prompt is in, where "
+                f"the schedule {schedule.phases!r} no longer has all its pairs: use "
+                "'after_prefill' or 'decode_only'"
+            )
+        return rule, budgets.allocated(rule, spec, budget)
+    if not np.iterable(budget):
+        raise UserError(f"budget is {budget!r}: {_GIVE}")
+    budget = tuple(_layer_sizes(spec, sizes) for sizes in budget)
+    if rule is not None:
+        raise UserError(
+            f"budget {budget} says every layer's size already: give one int for "
+            "the budget rule to share out, or no rule"
+        )
+    if len(budget) != spec.num_layers:
+        raise UserError(
+            f"{len(budget)} budgets for the {spec.num_layers} layers of {spec.name}: "
+            "give one int, or one per layer"
+        )
+    return budgets.explicit(budget), budget
+
+
+def share(budget: str) -> float:
+    """A budget such as "25%" as a number above 0, and 1 at most.
+
+    Raises:
+      UserError: it is no such share.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", budget.strip())
+    part = float(found[1]) / 100 if found else 0.0
+    if not 0 < part <= 1:
+        raise UserError(f"budget is {budget!r}: {_GIVE}")
+    return part
+
+
+def share_of(budget: str, length: int | None) -> int:
+    """Pairs per head, from a share of a prompt's tokens.
+
+    Raises:
+      UserError: it is no share, or of nobody knows what.
+    """
+    part = share(budget)
+    if length is None:
+        raise UserError(
+            f"budget {budget!r} is a share of a prompt whose length is not known here: "
+            "say it by `length`, or give pairs per head"
+        )
+    return max(round(part * length), 1)
+
+
+def by_heads(
+    spec: ModelSpec,
+    policy: policies.Policy,
+    schedule: Schedule,
+    budget: str,
+    length: int,
+) -> tuple[policies.Policy, budgets.BudgetRule]:
+    """Sizes by head where they are known for the model, else all alike.
+
+    A calibration counts a text's first and newest pairs as kept, so the rule pins them:
+    a small head without them makes more harm than large ones mend.
+    """
+    if policy.needs_all_heads:
+        return policy, budgets.uniform()
+    if spec.name not in calibrations.shipped_names():
+        warnings.warn(
+            f"budget {budget!r} keeps the same in every head, as no calibration of "
+            f"{spec.name} comes with kvjax. Heads that keep what they need find more: "
+            "experiments/calibrate.py measures it, and "
+            "budget_rule=budgets.make('calibrated', path=...) takes it; "
+            "budget_rule='uniform' says that this is meant",
+            stacklevel=4,
+        )
+        return policy, budgets.uniform()
+    pinned = policies.protect(policy, calibrations.SINKS, calibrations.NEWEST)
+    chunk = schedule.prefill_chunk if schedule.evicts_in_prefill else None
+    evict = schedule.evict_size or chunk or _EVICT
+    evict *= schedule.evicts_again
+    least = max(pinned.num_pinned + evict + _SOME, 2 * evict)
+    floor = max(calibrations.FLOOR, math.ceil(least / _SOME) * _SOME)
+    if share_of(budget, length) < floor:  # too few to share out
+        return policy, budgets.uniform()
+    return pinned, by_need.calibrated(length, floor=floor)
+
+
+def _layer_sizes(spec: ModelSpec, given: int | Sequence[int]) -> parts.Sizes:
+    """One layer's sizes."""
+    if isinstance(given, str) or not np.iterable(given):
+        return whole_number("budget", given)
+    sizes = [whole_number("budget", size) for size in given]
+    if len(sizes) != spec.num_kv_heads:
+        raise UserError(
+            f"a layer's budget has {len(sizes)} sizes for the {spec.num_kv_heads} KV "
+            f"heads of {spec.name}: give one int, or one per head"
+        )
+    return parts.simplest(sizes)
+
+
+def check_budget(budget: int, policy: policies.Policy, schedule: Schedule) -> None:
+    """Raises UserError if the policy cannot work under so small a budget.
+
+    Warns where an eviction leaves less than half of it.
+    """
+    if budget < 1:
+        raise UserError(f"budget {budget}: a head must keep at least 1 pair")
+    schedule = schedule.of_budget(budget)
+    chunk, evict = schedule.prefill_chunk, schedule.evict_size
+    if schedule.evicts_in_prefill and evict < chunk:
+        raise UserError(
+            f"schedule evict_size={evict} makes no room for a chunk of {chunk} tokens: "
+            "raise evict_size, or lower prefill_chunk"
+        )
+    least = budget - evict if schedule.evicts_again else budget
+    if least < 1:
+        raise UserError(
+            f"budget {budget} must be larger than the {evict} pairs that one eviction "
+            "drops: raise the budget, or lower the schedule's prefill_chunk and "
+            "evict_size"
+        )
+    if policy.num_pinned and policy.num_pinned >= least:
+        raise UserError(
+            f"policy {policy.name!r} pins {policy.num_pinned} pairs, but an eviction "
+            f"at budget {budget} leaves {least}: raise the budget or pin fewer"
+        )
+    if 2 * least < budget:
+        warnings.warn(
+            f"an eviction leaves {least} of the {budget} pairs of the budget: raise "
+            "the budget, or lower the schedule's prefill_chunk and evict_size to "
+            f"{budget // 2} or less",
+            stacklevel=3,
+        )
