@@ -28,7 +28,8 @@ from typing import Any
 
 import command_line
 from absl import flags
-from memory_parts import PAGES, PARTS, PUBLISHED, PUBLISHED_OF, Asked, as_text
+from memory_parts import PAGES, PARTS, PUBLISHED, PUBLISHED_OF
+from memory_table import Asked, as_text
 
 from kvjax.evaluation import arithmetic, files, roofline
 from kvjax.evaluation.report import figures

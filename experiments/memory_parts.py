@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
+from memory_kcache import kcache
+from memory_table import Asked, Columns, Part, Rows
 
-from kvjax.cache.offload import Offload
 from kvjax.evaluation import arithmetic, roofline
-from kvjax.evaluation.report.tables import Table, markdown
 from kvjax.models import presets
 from kvjax.types import ModelSpec
 
@@ -24,51 +24,6 @@ SLOW_LINKS = (0.5e9, 2.5e9)  # bytes/s
 GRID = 32  # tokens between the lengths that are tried
 DEVICE_GB = (24, 40, 80, 141)
 ROW_TOKENS = (2048, 8192, 32768)
-
-KCACHE_OF = "llama-2-7b"
-# The paper describes its device by all but the link, for which PCIe 4 stands.
-KCACHE_ON = roofline.Device(roofline.Rates(1e12, 180e12, 32e9), 64e9)
-KCACHE_N, KCACHE_LAYERS, KCACHE_NEW = (32, 64, 128), 1, 1024
-KCACHE = {  # (prompt, batch): tokens/s of the full cache and of each N; the paper's
-    (1024, 16): (485.9, 441.0, 389.7, 315.7),
-    (4096, 14): (251.2, 290.8, 267.8, 231.4),
-    (15_360, 3): (65.9, 76.6, 75.8, 73.7),
-    (15_360, 5): (None, 102.5, 100.4, 95.1),
-}
-
-Rows = list[dict[str, Any]]
-Columns = dict[str, Callable[[dict[str, Any]], str]]
-
-
-class Asked(NamedTuple):
-    """The command line, checked."""
-
-    specs: Sequence[ModelSpec]
-    name: str  # of the device
-    device: roofline.Device
-    tokens: int
-    batches: Sequence[int]
-    longest: int
-    seed: int
-    link: arithmetic.Link
-    budget: int
-    dtype: str
-
-
-class Part(NamedTuple):
-    """A table and what is to be said below it.
-
-    Attributes:
-      title: above the table.
-      rows: what JSON has.
-      columns: the rows' cells by the head of their column.
-      notes: a paragraph each.
-    """
-
-    title: str
-    rows: Rows
-    columns: Columns
-    notes: Sequence[str] = ()
 
 
 # --- the parts ------------------------------------------------------------------------
@@ -460,42 +415,6 @@ def _fitting(spec: ModelSpec, asked: Asked) -> dict[str, Any]:
     }
 
 
-def kcache(asked: Asked) -> Part:
-    """KCache's table: values in host memory, as published and by the roofline."""
-    device, spec = KCACHE_ON, presets.spec(KCACHE_OF)
-    found: Rows = []
-    for (prompt, batch), published in KCACHE.items():
-        for top_n, told in zip((None, *KCACHE_N), published, strict=True):
-            offload = top_n and Offload(top_n, KCACHE_LAYERS)
-            made = arithmetic.fetching(spec, offload, batch, prompt, KCACHE_NEW, device)
-            found.append(
-                {"prompt": prompt, "batch": batch, "top_n": top_n, "published": told}
-                | made._asdict()
-            )
-    columns: Columns = {
-        "prompt": lambda row: f"{row['prompt']:,}",
-        "batch": lambda row: str(row["batch"]),
-        "N": lambda row: str(row["top_n"] or "all"),
-        "published tok/s": lambda row: str(row["published"] or "out of memory"),
-        "roofline tok/s": lambda row: f"{row['decode_tokens_per_s']:.1f}",
-        "rows that fit": lambda row: str(row["rows"]),
-        "host GB": lambda row: f"{row['host_row_bytes'] * row['rows'] / 1e9:.0f}",
-    }
-    least = arithmetic.tokens_to_fetch_from(Offload(KCACHE_N[-1]), device.rates)
-    notes = [
-        f"{spec.name}, {KCACHE_NEW:,} new tokens, bfloat16, values of the first "
-        f"{KCACHE_LAYERS} layers on the device. The device is the paper's: "
-        f"{device.memory_bytes / 1e9:g} GB, {device.rates.bytes_per_s / 1e12:g} TB/s, "
-        f"{device.rates.flops_per_s / 1e12:g} TFLOP/s; of its link the paper says "
-        f"nothing, and {device.rates.link_bytes_per_s / 1e9:g} GB/s are ours.",
-        f"By s / N alone fetching {KCACHE_N[-1]} pairs would pay from {least:,.0f} "
-        "tokens on. The roofline lets the link work beside the device and takes "
-        "choosing and gathering as free; what is published pays for both, so it falls "
-        "with N where the roofline does not.",
-    ]
-    return Part("Values in host memory", found, columns, notes)
-
-
 PARTS: dict[str, Callable[[Asked], Part]] = {
     part.__name__: part
     for part in (kv, step, bits, claims, pages, beams, swap, crossing, rows, kcache)
@@ -507,13 +426,6 @@ _UNPACKING = (
 
 
 # --- text -----------------------------------------------------------------------------
-
-
-def as_text(part: Part) -> str:
-    """A part in Markdown."""
-    cells = [[form(row) for form in part.columns.values()] for row in part.rows]
-    table = markdown(Table(list(part.columns), cells))
-    return "\n\n".join([f"## {part.title}", table, *part.notes])
 
 
 def _gib(count: float) -> str:

@@ -384,3 +384,26 @@ def tokens_to_fetch_from(offload: Offload, rates: Rates) -> float:
     s / N above the device's bandwidth over the link's (He and Wu 2024).
     """
     return offload.top_n * rates.bytes_per_s / rates.link_bytes_per_s
+
+
+def hidden(spec: ModelSpec, prompt: int, rates: Rates, bits: float = 16) -> float:
+    """How often a layer's arithmetic covers the way of its values to the host.
+
+        (2 weights of a layer's matrices + 4 H D s) / FLOPs per second
+        --------------------------------------------------------------
+        K D bits / 8                     / bytes per second of the link
+
+    for every token of a prompt of s: from 1 on, values leave while the prompt is read
+    and nobody waits for them. With as many KV heads as query heads, 11 d^2 weights and
+    16 bits it is `11 d + 2 s > FLOPS / bandwidth` of He and Wu 2024 (arXiv 2404.18057).
+
+    Args:
+      spec: the model's shape.
+      prompt: s, tokens of a prompt that is read at once.
+      rates: FLOPs and the link's.
+      bits: of a number.
+    """
+    weights = roofline.active_weights(spec) / spec.num_layers
+    flops = 2 * weights + 4 * spec.num_heads * spec.head_dim * prompt
+    sent = spec.num_kv_heads * spec.head_dim * bits / 8
+    return flops / rates.flops_per_s * rates.link_bytes_per_s / sent

@@ -189,3 +189,17 @@ def test_slips_are_one_line(ask, told):
     with pytest.raises(UserError, match=told) as caught:
         ask()
     assert "\n" not in str(caught.value)
+
+
+def test_values_that_leave_behind_the_arithmetic():
+    """11 d + 2 s of the paper, with what its model's matrices really have: 12 d."""
+    spec, rates = presets.spec("llama-2-7b"), roofline.Rates(1e12, 180e12, 32e9)
+    matrices = (4 * 4096**2 + 3 * 4096 * 11_008) / 4096  # 12.06 d
+    for prompt in (1024, 15_360):
+        wanted = (matrices + 2 * prompt) / (180e12 / 32e9)
+        assert arithmetic.hidden(spec, prompt, rates) == pytest.approx(wanted)
+    fewer = arithmetic.hidden(SMALL, 1024, rates)  # 8 KV heads of 32: 4 times as easy
+    flops = MATRICES / 32 / 1024 + 4 * 2 * 1024
+    assert fewer == pytest.approx(flops / (180e12 / 32e9))
+    assert arithmetic.hidden(SMALL, 1024, rates, bits=8) == pytest.approx(2 * fewer)
+    assert arithmetic.hidden(SMALL, 1024, roofline.device("tpu-v5e").rates) == math.inf

@@ -14,7 +14,9 @@ sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
 
 import memory_arithmetic
 import memory_parts
-from memory_parts import PARTS, Asked
+import memory_table
+from memory_parts import PARTS
+from memory_table import Asked
 
 from kvjax.evaluation import arithmetic, roofline
 from kvjax.evaluation.report import figures
@@ -62,7 +64,7 @@ def made(name):
 @pytest.mark.parametrize("name", [name for name in PARTS if name != "rows"])
 def test_a_part_is_a_table_with_its_notes(name):
     part = made(name)
-    title, table, *notes = memory_parts.as_text(part).split("\n\n")
+    title, table, *notes = memory_table.as_text(part).split("\n\n")
     lines = table.split("\n")
     assert title == f"## {part.title}" and len(lines) == 2 + len(part.rows)
     assert len({line.count("|") for line in lines}) == 1 and notes
@@ -71,7 +73,7 @@ def test_a_part_is_a_table_with_its_notes(name):
 
 
 def test_bytes_and_shares():
-    text = memory_parts.as_text(made("kv"))
+    text = memory_table.as_text(made("kv"))
     assert "| llama-3-8b |            8, 32 |           128 |          0.5 |" in text
     (_, row) = made("step").rows
     assert row["share_of_pairs"] == pytest.approx(0.534, abs=1e-3)
@@ -115,7 +117,7 @@ def test_batches_that_fit(monkeypatch):
     assert batch["2048"] == left // (2048 * (0.5 * 2**20 + positions))
     assert batch["kv 1024"] > 1.9 * batch["2048"] > 1.9 * 4 * batch["8192"] > 0
     assert row["batch"][24]["32768"] == 0
-    text = memory_parts.as_text(part)
+    text = memory_table.as_text(part)
     assert "| llama-2-7b |       13.5 |            0.500 |" in text
     assert " 7, 1, -, 15 | " in text
 
