@@ -42,10 +42,11 @@ from kvjax.cache.config import CacheConfig
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import Plan
 from kvjax.models import decoder
+from kvjax.parallel import host
 from kvjax.types import ModelSpec, UserError
 
 _COPIED = 2**28  # bytes of the array that is copied: more than caches hold
-_SECONDS = 0.4  # of each of the two measurements
+_SECONDS = 0.4  # of each measurement
 
 
 class Work(NamedTuple):
@@ -348,11 +349,12 @@ def _bytes_of(job: Job, config: CacheConfig, held) -> tuple[float, float]:
 
 @functools.cache
 def measured_rates(dtype: str = "float32") -> Rates:
-    """The default device's rates, from a copy and a matrix product; about a second.
+    """The default device's rates, from copies and a matrix product; a second or two.
 
     The best of many tries each. The copy reads and writes 256 MiB in place (a new array
     every time would measure page faults on a CPU); the product is of square matrices of
-    the dtype, as large as the backend needs to be at its best.
+    the dtype, as large as the backend needs to be at its best. As many bytes come over
+    the link; a CPU has none, and a device without host memory is not asked.
     """
     like = jnp.dtype(dtype)
     source = jnp.ones((_COPIED // like.itemsize,), like)
@@ -360,7 +362,15 @@ def measured_rates(dtype: str = "float32") -> Rates:
     size = 2048 if jax.devices()[0].platform == "cpu" else 8192
     square = jnp.full((size, size), 1 / size, like)  # its own square
     multiplied = _best(jax.jit(lambda x: x @ x), square)
-    return Rates(2 * _COPIED / copied, 2 * size**3 / multiplied)
+    has_link = jax.devices()[0].platform != "cpu" and host.is_there()
+    link = measured_link() if has_link else math.inf
+    return Rates(2 * _COPIED / copied, 2 * size**3 / multiplied, link)
+
+
+def measured_link() -> float:
+    """Bytes per second from pinned host memory to the default device."""
+    away = host.to_host(jnp.ones((_COPIED // 4,), jnp.float32))
+    return _COPIED / _best(lambda _: host.to_device(away), away)
 
 
 def _best(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:

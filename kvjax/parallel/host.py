@@ -114,22 +114,30 @@ def nbytes(tree: PyTree) -> int:
     return sum(map(size, jax.tree.leaves(tree)))
 
 
+def is_there() -> bool:
+    """Whether the default device offers memory of its host."""
+    return KIND in _kinds()
+
+
 def check() -> None:
     """Raises UserError where the default device offers no memory of its host."""
-    device = jax.devices()[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if KIND not in kinds:
+    if not is_there():
         raise UserError(
-            f"values cannot lie in host memory: {device.device_kind} offers "
-            f"{', '.join(kinds)} and no {KIND}; leave offload out"
+            f"values cannot lie in host memory: {jax.devices()[0].device_kind} offers "
+            f"{', '.join(_kinds())} and no {KIND}; leave offload out"
         )
 
 
-def _by_rows(work: Callable, x: Array, *given: Array) -> Array:
-    """work(x, *given), computed where x lies."""
+def _kinds() -> list[str]:
+    """Memories that the default device can reach."""
+    return [memory.kind for memory in jax.devices()[0].addressable_memories()]
+
+
+def _by_rows(work: Callable, x: Array, *given: Array, writes: int = 0) -> Any:
+    """work(x, *given), computed where x lies; it writes so many tokens of a row."""
     if not is_host(x):
         return work(x, *to_device(given))
-    if not works_by_rows():
+    if not can_write(x, writes):
         return to_host(work(*to_device((x, *given))))
     return _on_host(work, x, *given)
 

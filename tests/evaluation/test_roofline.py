@@ -8,7 +8,7 @@ import pytest
 from conftest import tiny_spec
 from testing.engine import run_batch
 
-from kvjax import Schedule, cache, policies
+from kvjax import Offload, Schedule, cache, policies
 from kvjax.cache.config import make_config
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import as_plan, state_bytes, weights_bytes
@@ -172,6 +172,43 @@ def test_windows_bound_what_is_read():
     assert all_read == near
 
 
+def a_step(tokens=1, held=100, **options):
+    """One step of 4 rows, its heads with so many pairs."""
+    job = Job(SPEC, make_config(SPEC, None, None, **options), 4, 256, 8)
+    pairs = (held,) * (SPEC.num_layers * SPEC.num_kv_heads)
+    return roofline.step(job, 4, tokens, pairs, logits=tokens == 1)
+
+
+def test_values_on_the_host_by_hand():
+    """In one layer of two: 2 heads of 4 queries that name 4 pairs each, 4 rows."""
+    all_read, few = a_step(), a_step(offload=Offload(4, device_layers=1))
+    heads, value = 4 * 2, 4 * 32
+    assert all_read.link_bytes == 0
+    assert few.link_bytes == heads * (16 + 1) * value
+    assert all_read.bytes - few.bytes == heads * (100 - 16 + 1) * value  # none written
+    assert all_read.flops - few.flops == heads * 2 * 32 * 4 * (100 - 16)
+    assert a_step(held=9, offload=Offload(4, 1)).link_bytes == heads * (9 + 1) * value
+    mean = a_step(offload=Offload(4, 1, queries="mean"))
+    assert mean.link_bytes == heads * (4 + 1) * value
+    block = a_step(tokens=32, offload=Offload(4, 1))  # attends to all
+    assert block.link_bytes == heads * (100 + 32) * value
+    assert block.flops == a_step(tokens=32).flops
+    slow = Rates(float("inf"), float("inf"), 1e9)
+    assert roofline.seconds([few, block], slow) == pytest.approx(
+        (few.link_bytes + block.link_bytes) / 1e9
+    )
+
+
+def test_codes_by_hand():
+    """A key of 32 numbers is 32 bytes and a scale of 2, where it was 128."""
+    numbers, codes = a_step(), a_step(codec="int8")
+    heads = 4 * SPEC.num_layers * SPEC.num_kv_heads
+    assert numbers.bytes - codes.bytes == heads * 101 * 2 * (4 * 32 - 34)
+    assert numbers.flops == codes.flops
+    away = a_step(codec="int8", offload=Offload(4, device_layers=0))
+    assert away.link_bytes == heads * (16 + 1) * 34
+
+
 def test_a_pool_reads_the_weights_for_every_group():
     config = make_config(SPEC, policies.recency(), 64, Schedule("after_prefill"))
     whole = plan_of(config, batch=6)
@@ -207,6 +244,8 @@ def test_rates_are_measured():
     rates = roofline.measured_rates()
     assert 1e8 < rates.bytes_per_s < 1e14 and 1e8 < rates.flops_per_s < 1e16
     assert roofline.measured_rates() is rates
+    assert rates.link_bytes_per_s == float("inf")  # a CPU's host is itself
+    assert roofline.measured_link() > 1e8
 
 
 def test_devices_by_name():
