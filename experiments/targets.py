@@ -96,7 +96,7 @@ def compile_for(target, function, *shapes, donate=()):
     where = device(target)
     alone = jax.sharding.Mesh([where], ("one",))
     there = jax.NamedSharding(alone, jax.P(), memory_kind=host.KIND)
-    here = jax.sharding.SingleDeviceSharding(where)
+    here = jax.NamedSharding(alone, jax.P())
     put = lambda s: jax.ShapeDtypeStruct(
         s.shape, s.dtype, sharding=there if host.nbytes(s) else here
     )

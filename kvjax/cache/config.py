@@ -265,7 +265,7 @@ def _stored(
 ) -> dict[str, Any]:
     """Fields of `CacheConfig` on how and where pairs are stored, checked."""
     offload = offloading.make(offload)
-    if offload and layout.take_values is None:
+    if offload and layout.exchange_values is None:
         raise UserError(
             f"layout {layout.name!r} keeps no values in host memory: leave offload "
             "out, or take another"

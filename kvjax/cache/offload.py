@@ -12,8 +12,7 @@ the link together and are dropped again.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -116,24 +115,39 @@ def codec_of(codec: Codec, layer: int, offload: Offload) -> Codec:
     return codec._replace(value=codec.value._replace(on_host=True))
 
 
-def recall(
+class Choice(NamedTuple):
+    """The pairs whose values are wanted, for every query's token of every head.
+
+    Attributes:
+      slots: theirs, below C.
+      there: False for those that stand for none, where fewer than N are seen.
+      weights: theirs for every query, 0 for none.
+      sums: the partial attention over all pairs, its output still to come.
+      seen: statistics of the weights of all pairs.
+    """
+
+    slots: Int[Array, "B K T N"]
+    there: Bool[Array, "B K T N"]
+    weights: Float[Array, "B K G T N"]
+    sums: Partial
+    seen: Observation
+
+
+def choose(
     q: Float[Array, "B K G T D"],
     k: Float[Array, "B K C D"],
-    take_values: Callable[[Int[Array, "B K N"]], Float[Array, "B K N D"]],
     pos: Int[Array, "B K C"],
     q_pos: Int[Array, "B T"],
     n: Int[Array, "B"],
     stats: frozenset[str],
     scoring: Scoring,
     offload: Offload,
-) -> tuple[Partial, Observation]:
-    """Attention over the pairs of the largest weights; statistics are those of all.
+) -> Choice:
+    """The pairs of the largest weights, whose values `attended` wants.
 
     Args:
       q: queries.
       k: keys as attention sees them.
-      take_values: slots of every head -> their values, on the device. A slot may be
-        named twice.
       pos: position of each slot's pair, -1 for an empty slot.
       q_pos: position of each query.
       n: real queries per row.
@@ -150,17 +164,25 @@ def recall(
     named = jnp.broadcast_to(slots[:, :, None], (*weights.shape[:4], most))
     some = jnp.take_along_axis(weights, named, axis=-1)
     some = jnp.where(there[:, :, None], some, 0.0)
-    values = take_values(slots.reshape(*slots.shape[:2], -1))
-    values = values.reshape(*slots.shape, q.shape[4])
-    values = jnp.where(there[..., None], values, 0)  # empty slots hold anything
+    return Choice(slots, there, some, sums, seen)
+
+
+def attended(
+    choice: Choice, values: Float[Array, "B K TN D"], offload: Offload
+) -> Partial:
+    """Attention by the values of the pairs chosen, in their slots' order."""
+    values = values.reshape(*choice.slots.shape, -1)
+    values = jnp.where(choice.there[..., None], values, 0)  # empty slots hold anything
     out = jnp.einsum(
         "bkgtn,bktnd->bkgtd",
-        some.astype(values.dtype),
+        choice.weights.astype(values.dtype),
         values,
         preferred_element_type=jnp.float32,
     )
-    denominator = jnp.sum(some, -1) if offload.renormalize else sums.denominator
-    return sums._replace(out=out, denominator=denominator), seen
+    sums = choice.sums._replace(out=out)
+    if not offload.renormalize:
+        return sums
+    return sums._replace(denominator=jnp.sum(choice.weights, -1))
 
 
 def _chosen(

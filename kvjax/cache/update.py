@@ -171,14 +171,13 @@ def _recalled(
 ):
     """`_attended` with the values of few pairs, which come from host memory."""
     layout = config.layout
-    layer = layout.write(layer, k, v, slots, positions)
-    partial, seen = offload.recall(
-        q,
-        _turned(layout.keys(layer), ops.apply_rope, config),
-        functools.partial(layout.take_values, layer),
-        *(layout.positions(layer), positions, n, wanted, ops.scoring, config.offload),
-    )
-    return layer, partial, seen
+    layer = layout.write_keys(layer, k, slots, positions)
+    keys = _turned(layout.keys(layer), ops.apply_rope, config)
+    given = q, keys, layout.positions(layer), positions, n, wanted, ops.scoring
+    choice = offload.choose(*given, config.offload)
+    wanted = choice.slots.reshape(*choice.slots.shape[:2], -1)
+    layer, values = layout.exchange_values(layer, v, slots, positions, wanted)
+    return layer, offload.attended(choice, values, config.offload), choice.seen
 
 
 def _only_in(

@@ -27,6 +27,7 @@ from kvjax.types import PyTree, UserError
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 KIND = "pinned_host"  # the memory of a device that JAX types as the host's
 _BY_ROWS = ("cpu", "tpu")  # elsewhere the compiler dies of a scatter on the host
+_AT_ONCE = 8  # tokens of a row; TPU's compiler dies of 32, and of any of 8 bits
 # A context manager in JAX 0.10, where its successor already has another name.
 _run_on: Callable = getattr(_compute_on, "compute_on2", _compute_on.compute_on)
 
@@ -59,7 +60,21 @@ def put(
     new: Shaped[Array, "B K T ..."],
 ) -> Shaped[Array, "B K C ..."]:
     """x with new slots; those of C or more are not written, no slot is named twice."""
-    return _by_rows(_put, x, slots, new)
+    return _by_rows(_put, x, slots, new, writes=slots.shape[2])
+
+
+def exchange(
+    x: Shaped[Array, "B K C ..."],
+    slots: Int[Array, "B K T"],
+    new: Shaped[Array, "B K T ..."],
+    wanted: Int[Array, "B K N"],
+) -> tuple[Shaped[Array, "B K C ..."], Shaped[Array, "B K N ..."]]:
+    """`put`, and `take` of what is there then, in one visit to the host.
+
+    What one computation on the host hands to another goes through the device, all of
+    it: two visits would take x over the link and back.
+    """
+    return _by_rows(_exchange, x, slots, new, wanted, writes=slots.shape[2])
 
 
 def insert(
@@ -68,7 +83,7 @@ def insert(
     """x with `part` in its rows from `row` on."""
     if not is_host(x):
         return lax.dynamic_update_slice_in_dim(x, to_device(part), row, axis=0)
-    return _by_rows(_insert, x, row, part)
+    return _by_rows(_insert, x, row, part, writes=1)
 
 
 def rows(
@@ -142,18 +157,30 @@ def _by_rows(work: Callable, x: Array, *given: Array, writes: int = 0) -> Any:
     return _on_host(work, x, *given)
 
 
-def _on_host(work: Callable, *given: Array) -> Array:
+def _on_host(work: Callable, *given: Array) -> Any:
     """work(*given), computed by the host's processor."""
     run = _run_on(work, compute_type="device_host", out_memory_spaces=_HOST)
     return run(*to_host(given))
 
 
+def can_write(x: Array, tokens: int) -> bool:
+    """Whether the host writes so many tokens of every row of x where it lies."""
+    if not works_by_rows():
+        return False
+    few = tokens <= _AT_ONCE and x.dtype.itemsize > 1
+    return few or not tokens or _platform() == "cpu"
+
+
 def works_by_rows() -> bool:
     """Whether the host computes on its arrays; asked once a process, by trying."""
     elsewhere = jax.sharding.get_abstract_mesh().abstract_device
-    if elsewhere:
-        return elsewhere.platform in _BY_ROWS
-    return jax.default_backend() in _BY_ROWS and _tried()
+    return _platform() in _BY_ROWS and (bool(elsewhere) or _tried())
+
+
+def _platform() -> str:
+    """Of the device that the program is for."""
+    elsewhere = jax.sharding.get_abstract_mesh().abstract_device
+    return elsewhere.platform if elsewhere else jax.default_backend()
 
 
 @functools.cache
@@ -212,6 +239,11 @@ def _put(x: Array, slots: Array, new: Array) -> Array:
     index = lax.reshape(slots, (*slots.shape, 1))
     beyond = lax.GatherScatterMode.FILL_OR_DROP
     return lax.scatter(x, index, new, numbers, unique_indices=True, mode=beyond)
+
+
+def _exchange(x: Array, slots: Array, new: Array, wanted: Array) -> tuple:
+    x = _put(x, slots, new)
+    return x, _take(x, wanted)
 
 
 def _insert(x: Array, row: Array, part: Array) -> Array:

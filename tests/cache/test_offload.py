@@ -1,7 +1,6 @@
 """KCache: values in host memory, against NumPy, against caches on the device."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -90,12 +89,14 @@ def expected(q, k, v, pos, q_pos, asked, scoring):
 
 
 def recalled(q, k, v, pos, q_pos, asked, scoring=PLAIN, stats=NOTHING):
-    n = np.full(len(q), q.shape[3], np.int32)
-    take = lambda slots: jnp.take_along_axis(jnp.asarray(v), slots[..., None], axis=2)
-    run = functools.partial(offload.recall, stats=stats, scoring=scoring, offload=asked)
-    return jax.jit(lambda q, k, pos, q_pos, n: run(q, k, take, pos, q_pos, n))(
-        q, k, pos, q_pos, n
-    )
+    @jax.jit
+    def run(q, k, v, pos, q_pos, n):
+        choice = offload.choose(q, k, pos, q_pos, n, stats, scoring, asked)
+        slots = choice.slots.reshape(*choice.slots.shape[:2], -1, 1)
+        values = jnp.take_along_axis(v, slots, axis=2)
+        return offload.attended(choice, values, asked), choice.seen
+
+    return run(q, k, v, pos, q_pos, np.full(len(q), q.shape[3], np.int32))
 
 
 @pytest.mark.parametrize("scoring", [PLAIN, Scoring(2.0, 8)], ids=["plain", "capped"])

@@ -48,8 +48,11 @@ class Layout(NamedTuple):
       check: codec -> None; raises UserError for a codec that does not fit.
       encode: (layer, codec) -> layer, the same pairs in the same slots, stored by
         another codec; None where all are stored as they are.
-      take_values: (layer, slots [B, K, N]) -> [B, K, N, D], the values of some slots,
-        decoded, as they were written, on the device; None where it cannot keep values
+      write_keys: (layer, k, slots, positions) -> layer, the half of `write` that the
+        choice of values needs.
+      exchange_values: (layer, v [B, K, T, D], slots, positions, wanted [B, K, N]) ->
+        (layer, [B, K, N, D]), the other half, and with it the values of the slots
+        wanted, decoded, on the device. Both are None where a layout cannot keep values
         in host memory, as their codec says (`TensorCodec.on_host`).
     """
 
@@ -68,7 +71,8 @@ class Layout(NamedTuple):
     stored: Callable[[PyTree], PyTree]
     check: Callable[..., None]
     encode: Callable[..., PyTree] | None = None
-    take_values: Callable[..., Array] | None = None
+    write_keys: Callable[..., PyTree] | None = None
+    exchange_values: Callable[..., tuple] | None = None
 
     def capacity(self, layer: PyTree) -> int:
         """C, slots per head."""

@@ -96,44 +96,46 @@ def _empty_ring(codec: Codec, shape: tuple[int, ...], dtype) -> Residual | None:
 def keys(layer: DenseLayer) -> Array:
     """[B, K, C, D]."""
     decoded = layer.codec.key.decode(layer.k, jnp.dtype(layer.dtype))
-    return _with_residual(layer, decoded, "k", layer.positions)
+    return _with_residual(layer, decoded, "k", _all_slots(layer.positions))
 
 
 def values(layer: DenseLayer) -> Array:
     """[B, K, C, D]."""
-    return _decoded_values(layer, host.to_device(layer.v), layer.positions)
+    stored = host.to_device(layer.v)
+    return _decoded_values(layer, stored, _all_slots(layer.positions))
 
 
-def take_values(layer: DenseLayer, slots: Int[Array, "B K N"]) -> Array:
-    """[B, K, N, D], of some slots."""
-    stored = jax.tree.map(lambda leaf: host.take(leaf, slots), layer.v)
-    here = jnp.take_along_axis(layer.positions, slots, axis=2)
-    return _decoded_values(layer, host.to_device(stored), here)
+def _all_slots(positions: Int[Array, "B K C"]) -> Int[Array, "B K C"]:
+    slots = jnp.arange(positions.shape[2], dtype=jnp.int32)
+    return jnp.broadcast_to(slots, positions.shape)
 
 
 def _decoded_values(
-    layer: DenseLayer, stored: PyTree, positions: Int[Array, "B K N"]
+    layer: DenseLayer, stored: PyTree, slots: Int[Array, "B K N"]
 ) -> Array:
-    """[B, K, N, D] of what is stored for these positions."""
+    """[B, K, N, D] of what is stored in these slots."""
     decoded = layer.codec.value.decode(stored, jnp.dtype(layer.dtype))
-    return _with_residual(layer, decoded, "v", positions)
+    return _with_residual(layer, decoded, "v", slots)
 
 
 def _with_residual(
-    layer: DenseLayer, decoded: Array, which: str, positions: Int[Array, "B K N"]
+    layer: DenseLayer, decoded: Array, which: str, slots: Int[Array, "B K N"]
 ) -> Array:
     """First and newest pairs in the place of their decoded codes."""
     ring = layer.residual
     if ring is None:
         return decoded
-    place = _place(layer.codec, positions)  # of an empty slot, no matter
+    positions = jnp.take_along_axis(layer.positions, slots, axis=2)
+    place = _place(layer.codec, positions, slots)  # of an empty slot, no matter
     newest = jnp.take_along_axis(ring.positions, place, axis=2) == positions
     newest = (newest & (positions >= 0))[..., None]
     as_they_were = jnp.take_along_axis(getattr(ring, which), place[..., None], axis=2)
     return jnp.where(newest, as_they_were, decoded)
 
 
-def _place(codec: Codec, positions: Int[Array, "*axes"]) -> Int[Array, "*axes"]:
+def _place(
+    codec: Codec, positions: Int[Array, "*axes"], slots: Int[Array, "*axes"]
+) -> Int[Array, "*axes"]:
     """Where a `Residual` has these tokens, if it has them."""
     first, newest = codec.sinks, max(codec.residual_length, 1)
     later = jnp.minimum(first + positions % newest, first + codec.residual_length - 1)
@@ -183,28 +185,80 @@ def write(
     positions: Int[Array, "B T"],
 ) -> DenseLayer:
     """Writes new keys and values [B, K, T, D] into the slots claimed for them."""
+    layer = write_keys(layer, k, slots, positions)
     put = lambda leaf, new: _put(leaf, slots, new)
-    layer = layer.replace(
-        k=jax.tree.map(put, layer.k, layer.codec.key.encode(k)),
-        v=jax.tree.map(put, layer.v, layer.codec.value.encode(v)),
-    )
-    if layer.residual is None:
+    stored = jax.tree.map(put, layer.v, layer.codec.value.encode(v))
+    return _with_values(layer, stored, v, slots, positions)
+
+
+def write_keys(
+    layer: DenseLayer,
+    k: Array,
+    slots: Int[Array, "B K T"],
+    positions: Int[Array, "B T"],
+) -> DenseLayer:
+    """`write`, of keys [B, K, T, D] whose values are still to come."""
+    ring, put = layer.residual, lambda leaf, new: _put(leaf, slots, new)
+    layer = layer.replace(k=jax.tree.map(put, layer.k, layer.codec.key.encode(k)))
+    if ring is None:
         return layer
+    here = _written(layer, slots, positions)
+    place = _places(layer.codec, here, slots, ring)
+    return layer.replace(
+        residual=ring.replace(
+            k=_put(ring.k, place, k), positions=_put(ring.positions, place, here)
+        )
+    )
+
+
+def exchange_values(
+    layer: DenseLayer,
+    v: Array,
+    slots: Int[Array, "B K T"],
+    positions: Int[Array, "B T"],
+    wanted: Int[Array, "B K N"],
+) -> tuple[DenseLayer, Array]:
+    """Writes values [B, K, T, D] of keys that are written, and reads [B, K, N, D]."""
+    leaves, structure = jax.tree.flatten(layer.v)
+    new = jax.tree.leaves(layer.codec.value.encode(v))
+    pairs = zip(leaves, new, strict=True)
+    both = [host.exchange(leaf, slots, x, wanted) for leaf, x in pairs]
+    stored, taken = map(structure.unflatten, zip(*both, strict=True))
+    layer = _with_values(layer, stored, v, slots, positions)
+    return layer, _decoded_values(layer, host.to_device(taken), wanted)
+
+
+def _with_values(
+    layer: DenseLayer, stored: PyTree, v: Array, slots: Array, positions: Array
+) -> DenseLayer:
+    """The layer with these values, the last of them in its residual too."""
+    layer, ring = layer.replace(v=stored), layer.residual
+    if ring is None:
+        return layer
+    here = _written(layer, slots, positions)
+    place = _places(layer.codec, here, slots, ring)
+    return layer.replace(residual=ring.replace(v=_put(ring.v, place, v)))
+
+
+def _written(
+    layer: DenseLayer, slots: Int[Array, "B K T"], positions: Int[Array, "B T"]
+) -> Int[Array, "B K T"]:
+    """Positions of new pairs, -1 where they are given no slot."""
     here = jnp.broadcast_to(positions[:, None], slots.shape)
-    here = jnp.where(slots < layer.positions.shape[2], here, EMPTY)
-    return layer.replace(residual=_ring_with(layer.codec, layer.residual, k, v, here))
+    return jnp.where(slots < layer.positions.shape[2], here, EMPTY)
 
 
-def _ring_with(
-    codec: Codec, ring: Residual, k: Array, v: Array, positions: Int[Array, "B K T"]
-) -> Residual:
-    """The first and newest of these pairs in their places; those at -1 are none."""
+def _places(
+    codec: Codec,
+    positions: Int[Array, "B K T"],
+    slots: Int[Array, "B K T"],
+    ring: Residual,
+) -> Int[Array, "B K T"]:
+    """Where the first and newest of these pairs go; those at -1 are none."""
     newest = jnp.max(positions, axis=-1, keepdims=True)
     kept = (positions > newest - codec.residual_length) | (positions < codec.sinks)
     beyond = ring.positions.shape[2]
-    place = jnp.where(kept & (positions >= 0), _place(codec, positions), beyond)
-    put = lambda leaf, new: _put(leaf, place, new)
-    return Residual(put(ring.k, k), put(ring.v, v), put(ring.positions, positions))
+    return jnp.where(kept & (positions >= 0), _place(codec, positions, slots), beyond)
 
 
 def evict(layer: DenseLayer, mask: Bool[Array, "B K C"]) -> DenseLayer:
@@ -216,10 +270,14 @@ def encode(layer: DenseLayer, codec: Codec) -> DenseLayer:
     """The same pairs, stored by another codec."""
     k, v, positions = keys(layer), values(layer), layer.positions
     ring = _empty_ring(codec, k.shape, k.dtype)
+    if ring is not None:
+        place = _places(codec, positions, _all_slots(positions), ring)
+        put = lambda leaf, new: _put(leaf, place, new)
+        ring = Residual(put(ring.k, k), put(ring.v, v), put(ring.positions, positions))
     return layer.replace(
         k=codec.key.encode(k),
         v=_placed(codec, codec.value.encode(v)),
-        residual=ring and _ring_with(codec, ring, k, v, positions),
+        residual=ring,
         codec=codec,
     )
 
@@ -276,7 +334,11 @@ def write_attend(
 ):
     """Both in one kernel, where there is one that can write what is stored."""
     how = stats, implementation, scoring
-    if layer.residual is not None or layer.codec.value.on_host:
+    if layer.codec.value.on_host:
+        if all(host.can_write(leaf, k.shape[2]) for leaf in jax.tree.leaves(layer.v)):
+            return None
+        return _attend_beside(layer, q, k, v, slots, positions, n, *how)
+    if layer.residual is not None:
         return None
     if not attention.fuses_write(q, *_stored(layer), *how):
         return None
@@ -289,6 +351,12 @@ def write_attend(
     partial, seen, k, v = attention.write_attend(*given, *how)
     layer = layer.replace(k=_with_numbers(layer.k, k), v=_with_numbers(layer.v, v))
     return layer, partial, seen
+
+
+def _attend_beside(layer: DenseLayer, q, k, v, slots, positions, n, *how):
+    """Both, for the values of a host that cannot write so many: all go to and fro."""
+    here = write(layer.replace(v=host.to_device(layer.v)), k, v, slots, positions)
+    return here.replace(v=host.to_host(here.v)), *attend(here, q, positions, n, *how)
 
 
 def _stored(layer: DenseLayer) -> tuple[Pairs, Pairs]:
@@ -372,6 +440,7 @@ LAYOUT = Layout(
     write_attend=write_attend,
     stored=lambda layer: (layer.k, layer.v, layer.residual),
     check=check,
-    take_values=take_values,
+    write_keys=write_keys,
+    exchange_values=exchange_values,
     encode=encode,
 )
