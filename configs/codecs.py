@@ -25,6 +25,8 @@ _CODECS = {
     "4 bits, rotated": "int4_rotated",
     "2 bits": "int2",
     "2 bits, rotated": "int2_rotated",
+    "2 bits, keys by channel": "kivi",
+    "4 bits, keys by channel": {"name": "kivi", "bits": 4},
 }
 
 

@@ -253,6 +253,7 @@ def make_config(
         config = dataclasses.replace(config, mean_budget=mean)
     _check_options(config)
     _check_heads(config)
+    _check_residual(config, min(possible))
     checks.check_rule(policy, spec, min(possible), schedule.evicts_in_decode)
     return config
 
@@ -292,6 +293,12 @@ def _full_cache(
         )
     in_order = options.get("rope_positions") == "cache"  # slots are not reused
     windows = () if in_order else spec.sliding_windows
+    if any(windows) and (codec := options["codec"]).key.group_size > 1:
+        raise UserError(
+            f"codec {codec.name!r} encodes {codec.key.group_size} keys together, and "
+            f"{spec.name} drops single pairs that leave its sliding windows: use int2, "
+            "or another codec that takes tokens one by one"
+        )
     schedule = schedule.of_budget(None)
     return CacheConfig(None, schedule, None, windows=windows, **options)
 
@@ -343,6 +350,25 @@ def _check_heads(config: CacheConfig) -> None:
             f"policy {config.policy.name!r} looks across the heads of a layer, which "
             "cannot keep different numbers of pairs then: give one size per layer, or "
             "use another policy"
+        )
+
+
+def _check_residual(config: CacheConfig, budget: int) -> None:
+    """Raises UserError for pairs that cannot be evicted, or more than are kept."""
+    codec, schedule = config.codec, config.schedule
+    if codec.residual_length > budget:
+        raise UserError(
+            f"codec {codec.name!r} leaves the newest {codec.residual_length} pairs as "
+            f"they are, and a head keeps {budget}: lower residual_length or raise the "
+            "budget"
+        )
+    later = codec.after_prompt and not schedule.evicts_in_decode
+    if codec.key.group_size > 1 and not later:
+        raise UserError(
+            f"codec {codec.name!r} encodes {codec.key.group_size} keys together, and "
+            f"policy {config.policy.name!r} evicts single pairs under the schedule "
+            f"{schedule.phases!r}: take after_prompt({codec.name!r}) with the schedule "
+            "'after_prefill' or 'prefill_only', or a codec such as int2"
         )
 
 

@@ -111,7 +111,7 @@ def test_generates_with_a_registered_codec(tiny):
         (toys.HALVED._replace(residual_length=-1), r"residual_length"),
         (
             codecs.Codec("grouped", toys.ROUNDED._replace(group_size=32), toys.ROUNDED),
-            r"codec 'grouped' encodes 32 tokens together .*layout 'dense'",
+            r"'grouped' encodes 32 keys together .*residual_length of 32 at least",
         ),
     ],
 )

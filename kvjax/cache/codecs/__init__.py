@@ -15,6 +15,7 @@ from kvjax.cache.codecs.base import (
     plain,
     tensor_bytes,
 )
+from kvjax.cache.codecs.channels import kivi
 from kvjax.cache.codecs.float8 import fp8
 from kvjax.cache.codecs.outliers import int4_outliers
 from kvjax.cache.codecs.pairs import after_prompt, by_layer, k8v4, pair
@@ -24,7 +25,7 @@ from kvjax.cache.codecs.uniform import int2, int4, int8
 
 register("identity", lambda: identity)
 for _factory in (
-    *(fp8, int2, int2_rotated, int4, int4_outliers, int4_rotated, int8),
+    *(fp8, int2, int2_rotated, int4, int4_outliers, int4_rotated, int8, kivi),
     *(after_prompt, by_layer, k8v4, pair, rotated),
 ):
     register(_factory.__name__, _factory)
@@ -45,6 +46,7 @@ __all__ = [
     "int4_rotated",
     "int8",
     "k8v4",
+    "kivi",
     "make",
     "names",
     "pair",

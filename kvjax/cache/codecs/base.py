@@ -1,7 +1,7 @@
 """How keys and values are stored: a codec turns pairs into what memory holds and back.
 
-Every leaf of a stored pytree leads with [B, K, C], so that layouts can write and move
-slots without knowing the codec.
+Every leaf of a stored pytree leads with [B, K, C], or with C / G where G tokens are
+encoded together, so that layouts can write and move slots without knowing the codec.
 """
 
 import functools
@@ -26,8 +26,8 @@ class TensorCodec(NamedTuple):
         does not go.
       encode: [B, K, T, D] -> stored, T in place of C.
       decode: (stored, dtype) -> [B, K, C, D] in the dtype that attention reads.
-      group_size: tokens that are encoded together; layouts whose slots are reused one
-        by one take 1 only.
+      group_size: G, tokens that are encoded together; where it is not 1, `init` and
+        `encode` are given whole groups, and none of their pairs can be evicted.
       turned: of what is a rotation around another: that one, and D -> the matrix H
         [D, D] of decode(stored) = inner.decode(stored) H^T, with which attention turns
         queries and outputs rather than pairs. None where there is none.

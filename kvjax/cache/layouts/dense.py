@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 from kvjax import attention
 from kvjax.attention.stored import Pairs, Stored
 from kvjax.cache.codecs import Codec, plain
+from kvjax.cache.layouts import groups
 from kvjax.cache.layouts.base import Layout, first_of, insert_rows
 from kvjax.parallel import host
 from kvjax.types import EMPTY, Codes, ModelSpec, PyTree, UserError
@@ -29,7 +30,8 @@ from kvjax.types import EMPTY, Codes, ModelSpec, PyTree, UserError
 class Residual:
     """The first S and the newest R pairs of every row as they were.
 
-    Token p lies at p, or from S on at S + p mod R.
+    Token p lies at p, or from S on at S + p mod R. Of keys that are encoded in groups
+    it is slot s that lies at s mod R, as a group is of neighbouring slots.
 
     Attributes:
       k: [B, K, S + R, D].
@@ -68,8 +70,9 @@ def init(
 ) -> DenseLayer:
     """An empty layer of `capacity` slots per head."""
     shape = (batch, spec.num_kv_heads, capacity, spec.head_dim)
+    whole = (*shape[:2], groups.rounded(capacity, codec.key), shape[3])
     return DenseLayer(
-        k=codec.key.init(shape, dtype),
+        k=codec.key.init(whole, dtype),
         v=_placed(codec, codec.value.init(shape, dtype)),
         positions=jnp.full(shape[:3], EMPTY, jnp.int32),
         residual=_empty_ring(codec, shape, dtype),
@@ -96,6 +99,7 @@ def _empty_ring(codec: Codec, shape: tuple[int, ...], dtype) -> Residual | None:
 def keys(layer: DenseLayer) -> Array:
     """[B, K, C, D]."""
     decoded = layer.codec.key.decode(layer.k, jnp.dtype(layer.dtype))
+    decoded = decoded[:, :, : layer.positions.shape[2]]  # of whole groups
     return _with_residual(layer, decoded, "k", _all_slots(layer.positions))
 
 
@@ -137,6 +141,8 @@ def _place(
     codec: Codec, positions: Int[Array, "*axes"], slots: Int[Array, "*axes"]
 ) -> Int[Array, "*axes"]:
     """Where a `Residual` has these tokens, if it has them."""
+    if _in_groups(codec):
+        return slots % codec.residual_length
     first, newest = codec.sinks, max(codec.residual_length, 1)
     later = jnp.minimum(first + positions % newest, first + codec.residual_length - 1)
     return jnp.where(positions < first, positions, later)
@@ -198,8 +204,13 @@ def write_keys(
     positions: Int[Array, "B T"],
 ) -> DenseLayer:
     """`write`, of keys [B, K, T, D] whose values are still to come."""
-    ring, put = layer.residual, lambda leaf, new: _put(leaf, slots, new)
-    layer = layer.replace(k=jax.tree.map(put, layer.k, layer.codec.key.encode(k)))
+    codec, ring, capacity = layer.codec.key, layer.residual, layer.positions.shape[2]
+    if _in_groups(layer.codec):
+        stored = groups.with_new(layer.k, codec, ring.k, k, slots, capacity)
+    else:
+        put = lambda leaf, new: _put(leaf, slots, new)
+        stored = jax.tree.map(put, layer.k, codec.encode(k))
+    layer = layer.replace(k=stored)
     if ring is None:
         return layer
     here = _written(layer, slots, positions)
@@ -255,10 +266,15 @@ def _places(
     ring: Residual,
 ) -> Int[Array, "B K T"]:
     """Where the first and newest of these pairs go; those at -1 are none."""
-    newest = jnp.max(positions, axis=-1, keepdims=True)
-    kept = (positions > newest - codec.residual_length) | (positions < codec.sinks)
+    order = jnp.where(positions < 0, EMPTY, slots) if _in_groups(codec) else positions
+    newest = jnp.max(order, axis=-1, keepdims=True)
+    kept = (order > newest - codec.residual_length) | (positions < codec.sinks)
     beyond = ring.positions.shape[2]
     return jnp.where(kept & (positions >= 0), _place(codec, positions, slots), beyond)
+
+
+def _in_groups(codec: Codec) -> bool:
+    return codec.key.group_size > 1
 
 
 def evict(layer: DenseLayer, mask: Bool[Array, "B K C"]) -> DenseLayer:
@@ -275,7 +291,7 @@ def encode(layer: DenseLayer, codec: Codec) -> DenseLayer:
         put = lambda leaf, new: _put(leaf, place, new)
         ring = Residual(put(ring.k, k), put(ring.v, v), put(ring.positions, positions))
     return layer.replace(
-        k=codec.key.encode(k),
+        k=groups.all_of(codec.key, k),
         v=_placed(codec, codec.value.encode(v)),
         residual=ring,
         codec=codec,
@@ -393,14 +409,20 @@ def _with_scales(stored: PyTree, new: PyTree, slots: Int[Array, "B K 1"]) -> PyT
 
 
 def check(codec: Codec) -> None:
-    """Raises UserError for tokens encoded together: slots are reused one by one."""
-    for tensor in (codec.key, codec.value):
-        if tensor.group_size != 1:
-            raise UserError(
-                f"codec {codec.name!r} encodes {tensor.group_size} tokens together "
-                f"({tensor.name}), and the layout 'dense' reuses slots one by one: use "
-                "a codec with group_size 1"
-            )
+    """Raises UserError for tokens that are encoded together where this cannot be."""
+    size, newest = codec.key.group_size, codec.residual_length
+    if codec.value.group_size > 1:
+        raise UserError(
+            f"codec {codec.name!r} encodes {codec.value.group_size} values together "
+            f"({codec.value.name}), and the layout 'dense' writes them one by one: use "
+            "a codec of values with group_size 1"
+        )
+    if size > 1 and (newest < size or codec.sinks):
+        raise UserError(
+            f"codec {codec.name!r} encodes {size} keys together ({codec.key.name}), "
+            f"which wait in the residual: give it a residual_length of {size} at least "
+            f"and no sinks, got {newest} and {codec.sinks}"
+        )
 
 
 def _put(

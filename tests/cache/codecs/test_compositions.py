@@ -36,7 +36,7 @@ def job_of(spec, codec, schedule=AFTER, budget=BUDGET, batch=3, policy="key_diff
 ALIKE = [
     name
     for name in codecs.names()
-    if "toy" not in name and name not in ("after_prompt", "by_layer")
+    if "toy" not in name and name not in ("after_prompt", "by_layer", "kivi")
 ]
 
 

@@ -1,0 +1,66 @@
+"""Keys that are encoded in groups of G neighbouring slots, once all of these are full.
+
+::
+
+    slot     0 ......... G-1   G ....... 2G-1   2G ... live-1
+             one group         one group        not whole yet: in the residual
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.cache.codecs import TensorCodec
+from kvjax.types import PyTree
+
+
+def rounded(capacity: int, codec: TensorCodec) -> int:
+    """Slots in whole groups."""
+    return -(-capacity // codec.group_size) * codec.group_size
+
+
+def with_new(
+    stored: PyTree,
+    codec: TensorCodec,
+    residual: Array,
+    new: Array,
+    slots: Int[Array, "B K T"],
+    capacity: int,
+) -> PyTree:
+    """What is stored, with the groups that T new keys make whole.
+
+    Args:
+      stored: of the codec; its leaves lead with [B, K, groups].
+      codec: encodes G slots together.
+      residual: [B, K, R, D], slot s at s mod R, the newest before the new ones.
+      new: [B, K, T, D].
+      slots: theirs, one after the other from the first empty one; `capacity` for none.
+      capacity: slots of a head.
+    """
+    size, held, count = codec.group_size, residual.shape[2], slots.shape[2]
+    first = slots[..., :1]
+    past = first + jnp.sum(slots < capacity, axis=-1, keepdims=True, dtype=jnp.int32)
+    most = (size - 1 + count) // size  # groups that so many can make whole
+    group = first // size + jnp.arange(most, dtype=jnp.int32)[None, None]
+    within = jnp.arange(size, dtype=jnp.int32)[None, None, None]
+    at = (group[..., None] * size + within).reshape(*slots.shape[:2], -1)
+    place = jnp.where(at < first, at % held, held + jnp.minimum(at - first, count - 1))
+    both = jnp.concatenate([residual, new.astype(residual.dtype)], axis=2)
+    made = codec.encode(jnp.take_along_axis(both, place[..., None], axis=2))
+    whole = (group + 1) * size <= past
+    beyond = rounded(capacity, codec) // size
+    target = jnp.where(whole, group, beyond)
+    batch, heads = slots.shape[:2]
+    rows, columns = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
+
+    def put(leaf, new):
+        at = leaf.at[rows, columns, target]
+        return at.set(new, mode="drop", unique_indices=True)
+
+    return jax.tree.map(put, stored, made)
+
+
+def all_of(codec: TensorCodec, keys: Array) -> PyTree:
+    """[B, K, C, D] encoded, the last group filled up with zeros."""
+    short = rounded(keys.shape[2], codec) - keys.shape[2]
+    return codec.encode(jnp.pad(keys, [(0, 0), (0, 0), (0, short), (0, 0)]))
