@@ -125,7 +125,7 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("name", often(PIECES, ["odd", "one by one"], "e2e"))
+@pytest.mark.parametrize("name", often(PIECES, ["odd"], "e2e"))
 @pytest.mark.parametrize("newest", [4, 10, 16])
 def test_groups_are_made_when_they_are_whole(name, newest):
     codec = codecs.kivi(2, 4, residual_length=newest)
@@ -182,6 +182,7 @@ def test_alone_in_pools_and_layer_by_layer_as_in_a_batch(tiny, way):
     same(cache.kept_positions(apart.state), found)
 
 
+@pytest.mark.e2e
 def test_many_bits_are_the_full_cache(tiny):
     """With 8 bits and groups of 8 the tokens are those of numbers."""
     how = {"max_new_tokens": 9, "memory_gb": 0.1}
