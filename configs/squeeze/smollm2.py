@@ -14,6 +14,7 @@ each before anything goes; decoding holds |kv| pairs and drops one for every new
 the paper has it. The window is the layer's budget, which is what `recency` keeps:
 `sliding_window` has one width for all layers. The first batch of squeezed budgets
 compiles once more when sizes are known, in its prefill's time: compare no rates.
+`budgets.py` has the same rules at shares of 10 to 80%.
 
 Expected, of 10 keys: H2O finds 5, the others 2; squeezed at 0.35 none, at 0.8 4 and 2.
 docs/decisions.md says why. Seven minutes of CPU time, four with programs of an earlier

@@ -100,6 +100,22 @@ def test_rules_of_the_survey():
     assert experiment.fidelity.num_windows and len({m.policy for m in methods}) == 9
 
 
+def test_rules_of_squeeze_attention():
+    """`configs/squeeze/budgets.py`: three rules at every share, with and without it."""
+    experiment = from_config(load_config("squeeze/budgets.py")("0.4").to_dict(), {})
+    experiment.check()
+    spec = tiny_spec(num_layers=30, num_kv_heads=3, name="smollm2-135m-instruct")
+    full, *methods = experiment.methods
+    assert full.policy is None and len(methods) == 3 * 5 * 2
+    configs = {method.name: method.cache_config(spec, 500) for method in methods}
+    for method in methods:
+        config = configs[method.name]
+        assert set(config.head_budgets(spec)) == {round(500 * method.share)}
+        assert config.measures == ("squeezed" in method.name)
+        assert config.schedule.phases == "after_prefill"
+    assert {method.share for method in methods} == {0.1, 0.2, 0.4, 0.6, 0.8}
+
+
 def records(folder, fields):
     return run.run(from_config(fields, {}), folder / "out", lambda *step: None)
 

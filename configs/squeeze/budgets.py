@@ -1,0 +1,64 @@
+"""SqueezeAttention's Figure 3: the score against the budget, with and without it.
+
+    python experiments/run.py --config=configs/squeeze/budgets.py --workdir=runs/squeeze
+    python experiments/run.py --config=configs/squeeze/budgets.py:0.8 --workdir=runs/p80
+
+Wang and Gan 2024, arXiv 2404.04793, Figure 3 and Table 2: the three rules of
+`smollm2.py`, at 10 to 80% of the pairs, shared out uniformly and by `squeeze` with p =
+0.35, or what follows the colon. The report's picture has a line for each way; where two
+reach the same score, their budgets are a row of the paper's Table 2.
+
+SmolLM2-135M-Instruct reads 50 prompts of 500 tokens in which a pass key is hidden, all
+of each before anything goes. Whole models, as `squeeze` measures all layers of a prompt
+before it says their sizes: an hour on two CPU cores. Stop it at any moment and start it
+again.
+"""
+
+from ml_collections import ConfigDict
+
+_PERCENT = (10, 20, 40, 60, 80)
+_POLICIES = {
+    "H2O": {"policy": "h2o"},
+    "Sliding window": {"policy": "recency"},
+    "StreamingLLM": {"policy": "streaming", "options": {"sinks": 4}},
+}
+
+
+def get_config(p: str = "0.35") -> ConfigDict:
+    """The fields of `quality.Quality`, and what methods and tasks share."""
+    rules = {"": "uniform", ", squeezed": {"name": "squeeze", "p": float(p)}}
+    return ConfigDict(
+        {
+            "model": "smollm2-135m-instruct",
+            "dtype": "float32",
+            "memory_gb": 3.0,
+            "seed": 0,
+            "haystack": "",
+            "prefill_chunk": 64,
+            "methods": (
+                {"name": "Full cache"},
+                *(
+                    {
+                        "name": f"{name}{way}, {percent}%",
+                        "series": f"{name}{way}",
+                        "phases": "after_prefill",
+                        "budget": f"{percent}%",
+                        "budget_rule": rule,
+                        **fields,
+                    }
+                    for percent in _PERCENT
+                    for name, fields in _POLICIES.items()
+                    for way, rule in rules.items()
+                ),
+            ),
+            "tasks": (
+                {
+                    "name": "needle",
+                    "options": {"depths": (0.1, 0.3, 0.5, 0.7, 0.9)},
+                },
+            ),
+            "num_examples": 50,
+            "prompt_tokens": 500,
+            "max_new_tokens": 12,
+        }
+    )
