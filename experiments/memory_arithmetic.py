@@ -16,6 +16,7 @@ formulae of `kvjax.evaluation.arithmetic`, and times are rooflines. The parts:
   crossing the lengths at which the second is faster
   rows     how many rows of every known shape fit on devices, full and compressed
   kcache   values in host memory: a paper's rates, and the roofline's
+  squeeze  a share of the pairs: a paper's gains, and the roofline's
 
 Prints a table for each, draws step.png and claims.png in --workdir, and last prints one
 JSON line. Ten seconds.

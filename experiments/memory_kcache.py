@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from memory_table import Asked, Columns, Part, Rows
 
+from kvjax.cache.config import make_config
 from kvjax.cache.offload import Offload
 from kvjax.evaluation import arithmetic, roofline
 from kvjax.models import presets
@@ -27,7 +28,9 @@ def kcache(asked: Asked) -> Part:
     for (prompt, batch), published in KCACHE.items():
         for top_n, told in zip((None, *KCACHE_N), published, strict=True):
             offload = top_n and Offload(top_n, KCACHE_LAYERS)
-            made = arithmetic.fetching(spec, offload, batch, prompt, KCACHE_NEW, device)
+            config = make_config(spec, None, None, offload=offload)
+            given = spec, config, batch, prompt, KCACHE_NEW, device
+            made = arithmetic.decoding(*given)
             found.append(
                 {"prompt": prompt, "batch": batch, "top_n": top_n, "published": told}
                 | made._asdict()

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from memory_kcache import kcache
+from memory_squeeze import squeeze
 from memory_table import Asked, Columns, Part, Rows
 
 from kvjax.evaluation import arithmetic, roofline
@@ -417,7 +418,19 @@ def _fitting(spec: ModelSpec, asked: Asked) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[Asked], Part]] = {
     part.__name__: part
-    for part in (kv, step, bits, claims, pages, beams, swap, crossing, rows, kcache)
+    for part in (
+        kv,
+        step,
+        bits,
+        claims,
+        pages,
+        beams,
+        swap,
+        crossing,
+        rows,
+        kcache,
+        squeeze,
+    )
 }
 _UNPACKING = (
     "Weights stay in 16 bits, and to unpack fewer bits takes no time here: a device's "

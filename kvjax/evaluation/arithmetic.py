@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax import policies
-from kvjax.cache.config import make_config
+from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.offload import Offload
 from kvjax.cache.schedule import Schedule
 from kvjax.engine.compiled import Job
@@ -332,11 +332,11 @@ def equal_rate(spec: ModelSpec, tokens: int, rates: Rates) -> float:
     return kv_bytes(spec, 1, tokens) / recompute_seconds(spec, tokens, rates)
 
 
-# --- values in host memory ------------------------------------------------------------
+# --- whole methods --------------------------------------------------------------------
 
 
-class Fetching(NamedTuple):
-    """A batch whose values lie in host memory, or None of whose do.
+class Decoding(NamedTuple):
+    """A batch that generates.
 
     Attributes:
       decode_tokens_per_s: of the whole batch, by the roofline.
@@ -349,33 +349,33 @@ class Fetching(NamedTuple):
     host_row_bytes: int
 
 
-def fetching(
+def decoding(
     spec: ModelSpec,
-    offload: Offload | None,
+    config: CacheConfig,
     batch: int,
     prompt: int,
     new: int,
     device: Device,
     dtype: str = "bfloat16",
-) -> Fetching:
-    """KCache (He and Wu 2024, arXiv 2404.18057) or the full cache, by shapes alone.
+) -> Decoding:
+    """How fast a method could generate, and for how many, by shapes alone.
 
     Args:
       spec: the model's shape.
-      offload: N and L; None is the full cache.
+      config: what is kept, when, and where.
       batch: rows that decode together.
       prompt: tokens of each.
       new: tokens to generate.
       device: its rates and memory.
       dtype: of weights and pairs.
     """
-    config = make_config(spec, None, None, Schedule("none"), offload=offload)
-    job = Job(spec, config, batch, prompt, new, dtype)
-    plan = as_plan(job, "batch_size", 0, 0)
+    plan = as_plan(Job(spec, config, batch, prompt, new, dtype), "batch_size", 0, 0)
     rate = roofline.predict(plan, device.rates).decode_tokens_per_s
-    weights = plan.weights_bytes
-    rows = rows_that_fit(device.memory_bytes, weights, plan.row_bytes)
-    return Fetching(rate, rows, plan.host_bytes // batch)
+    rows = rows_that_fit(device.memory_bytes, plan.weights_bytes, plan.row_bytes)
+    return Decoding(rate, rows, plan.host_bytes // batch)
+
+
+# --- values in host memory ------------------------------------------------------------
 
 
 def tokens_to_fetch_from(offload: Offload, rates: Rates) -> float:

@@ -122,6 +122,22 @@ def test_batches_that_fit(monkeypatch):
     assert " 7, 1, -, 15 | " in text
 
 
+def test_a_share_gains_by_its_bytes():
+    """Mistral at 224: bytes of 14.2 GB of weights, 1,024 and 307 pairs on average."""
+    part = PARTS["squeeze"](asked())
+    last = {row["model"]: row for row in part.rows if row["published"]}
+    assert {name: row["published"] for name, row in last.items()} == {
+        "mistral-7b": 2.2,
+        "llama-2-70b": 1.4,
+    }
+    weights, pairs = 14.22e9, 224 * 2**17
+    all_read, few = (weights + pairs * kept for kept in (1024, 307))
+    assert last["mistral-7b"]["gains"][1] == pytest.approx(all_read / few, rel=0.01)
+    gains = [row["gains"] for row in part.rows if row["model"] == "mistral-7b"]
+    assert gains == sorted(gains) and all(one < other for one, other in gains)
+    assert "| llama-2-70b |    64 |" in memory_table.as_text(part)
+
+
 @pytest.mark.parametrize("name", memory_arithmetic.PICTURES)
 def test_pictures(name, tmp_path):
     import matplotlib
