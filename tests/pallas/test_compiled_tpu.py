@@ -256,14 +256,16 @@ def test_values_stay_on_the_host(target):
     assert memory.temp_size_in_bytes < away / 4
 
 
-def test_codes_on_the_host_go_to_and_fro():
+@pytest.mark.parametrize("target", TARGETS)
+def test_codes_on_the_host_go_to_and_fro(target):
     """TPU's compiler dies of a host that writes 8 bits."""
-    away, memory = decoding(TARGETS[-1], offloaded(4, codec="int8"))
+    away, memory = decoding(target, offloaded(4, codec="int8"))
     assert away == 4 * 8 * (4096 + 128) * (128 + 2)
     assert memory.host_alias_size_in_bytes >= away
 
 
-def test_values_go_to_the_host_while_prompts_are_read():
+@pytest.mark.parametrize("target", TARGETS)
+def test_values_go_to_the_host_while_prompts_are_read(target):
     """Of a block's values, one layer's at a time is on the device."""
     job = offloaded(4, schedule=Schedule("none", prefill_chunk=512))
     given = arguments(job)
@@ -274,13 +276,14 @@ def test_values_go_to_the_host_while_prompts_are_read():
         return steps.prefill(params, state, tokens, lengths, **how)
 
     shapes = given.params, given.prefill_state, given.tokens, given.rows
-    made = targets.compile_for(TARGETS[-1], run, *shapes, donate=(1,))
+    made = targets.compile_for(target, run, *shapes, donate=(1,))
     memory = made.memory_analysis()
     assert memory.host_alias_size_in_bytes == away
     assert memory.host_temp_size_in_bytes == 0
 
 
-def test_values_go_to_the_host_when_prompts_are_in():
+@pytest.mark.parametrize("target", TARGETS)
+def test_values_go_to_the_host_when_prompts_are_in(target):
     """A group's are moved, and put into the pool's rows where these lie."""
     job = offloaded(16, codec=codecs.after_prompt("identity"))
     group = arguments(dataclasses.replace(job, batch=4))
@@ -290,12 +293,12 @@ def test_values_go_to_the_host_when_prompts_are_in():
         how = {"spec": job.spec, "config": job.config}
         return steps.compact(state, capacity=job.decode_capacity, **how)
 
-    made = targets.compile_for(TARGETS[-1], moved, group.prefill_state)
+    made = targets.compile_for(target, moved, group.prefill_state)
     part = group.decode_state
     assert made.memory_analysis().host_output_size_in_bytes == host.nbytes(part)
     row = jax.ShapeDtypeStruct((), jnp.int32)
     given = pool, part, row
-    made = targets.compile_for(TARGETS[-1], steps.insert, *given, donate=(0,))
+    made = targets.compile_for(target, steps.insert, *given, donate=(0,))
     memory = made.memory_analysis()
     assert memory.host_alias_size_in_bytes == host.nbytes(pool)
     assert memory.host_temp_size_in_bytes == 0
