@@ -154,7 +154,7 @@ KIVI = codecs.kivi(2, 8, residual_length=12)
 WAYS = {
     "full": (KIVI,),
     "full, later": (codecs.after_prompt(KIVI),),
-    "kept": (codecs.after_prompt(KIVI), "snapkv", 24, AFTER),
+    "kept": (codecs.after_prompt(KIVI), "key_diff", 24, AFTER),
     "heads apart": (codecs.after_prompt(KIVI), "key_diff", ((16, 40), (32, 24)), ONLY),
 }
 
