@@ -293,14 +293,15 @@ def _full_cache(
         )
     in_order = options.get("rope_positions") == "cache"  # slots are not reused
     windows = () if in_order else spec.sliding_windows
-    if any(windows) and (codec := options["codec"]).key.group_size > 1:
+    schedule = schedule.of_budget(None)
+    config = CacheConfig(None, schedule, None, windows=windows, **options)
+    if any(windows) and (codec := _in_groups(config)):
         raise UserError(
             f"codec {codec.name!r} encodes {codec.key.group_size} keys together, and "
             f"{spec.name} drops single pairs that leave its sliding windows: use int2, "
             "or another codec that takes tokens one by one"
         )
-    schedule = schedule.of_budget(None)
-    return CacheConfig(None, schedule, None, windows=windows, **options)
+    return config
 
 
 def _policy(given: policies.Policy | str | None) -> policies.Policy | None:
@@ -353,17 +354,24 @@ def _check_heads(config: CacheConfig) -> None:
         )
 
 
+def _in_groups(config: CacheConfig) -> codecs.Codec | None:
+    """The codec of some layer that encodes several keys together, if any does."""
+    every = config.layer_codecs or (config.codec,)
+    return next((codec for codec in every if codec.key.group_size > 1), None)
+
+
 def _check_residual(config: CacheConfig, budget: int) -> None:
     """Raises UserError for pairs that cannot be evicted, or more than are kept."""
-    codec, schedule = config.codec, config.schedule
+    schedule, every = config.schedule, config.layer_codecs or (config.codec,)
+    codec = max(every, key=lambda codec: codec.residual_length)
     if codec.residual_length > budget:
         raise UserError(
             f"codec {codec.name!r} leaves the newest {codec.residual_length} pairs as "
             f"they are, and a head keeps {budget}: lower residual_length or raise the "
             "budget"
         )
-    later = codec.after_prompt and not schedule.evicts_in_decode
-    if codec.key.group_size > 1 and not later:
+    codec = _in_groups(config)
+    if codec and (schedule.evicts_in_decode or not codec.after_prompt):
         raise UserError(
             f"codec {codec.name!r} encodes {codec.key.group_size} keys together, and "
             f"policy {config.policy.name!r} evicts single pairs under the schedule "

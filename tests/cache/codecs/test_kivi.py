@@ -219,6 +219,8 @@ def test_refused(options, words):
             Schedule("decode_only", prefill_chunk=8),
             r"'decode_only'.*int2",
         ),
+        (codecs.by_layer("int8", KIVI), 24, AFTER, r"'kivi' encodes 8 keys together"),
+        (codecs.after_prompt(codecs.by_layer("int8", KIVI)), 10, AFTER, r"newest 12"),
         (codecs.after_prompt(KIVI), 10, AFTER, r"newest 12 pairs .*a head keeps 10"),
         (codecs.pair(KIVI, "int8"), None, None, r"residual_length of 8 at least"),
         (codecs.pair("int8", KIVI._replace(value=KIVI.key)), None, None, "one by one"),
@@ -232,5 +234,7 @@ def test_refused_with(codec, budget, schedule, words):
 
 
 def test_windows_drop_single_pairs():
-    with pytest.raises(UserError, match=r"sliding windows: use int2"):
-        cache.make_config(tiny_spec(sliding_windows=(16, 0)), None, None, codec=KIVI)
+    for codec in (KIVI, codecs.by_layer("int8", KIVI)):
+        with pytest.raises(UserError, match=r"sliding windows: use int2"):
+            spec = tiny_spec(sliding_windows=(16, 0))
+            cache.make_config(spec, None, None, codec=codec)
