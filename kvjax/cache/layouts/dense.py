@@ -100,13 +100,13 @@ def keys(layer: DenseLayer) -> Array:
     """[B, K, C, D]."""
     decoded = layer.codec.key.decode(layer.k, jnp.dtype(layer.dtype))
     decoded = decoded[:, :, : layer.positions.shape[2]]  # of whole groups
-    return _with_residual(layer, decoded, "k", _all_slots(layer.positions))
+    return _with_residual(layer, decoded, "k")
 
 
 def values(layer: DenseLayer) -> Array:
     """[B, K, C, D]."""
     stored = host.to_device(layer.v)
-    return _decoded_values(layer, stored, _all_slots(layer.positions))
+    return _decoded_values(layer, stored)
 
 
 def _all_slots(positions: Int[Array, "B K C"]) -> Int[Array, "B K C"]:
@@ -115,21 +115,27 @@ def _all_slots(positions: Int[Array, "B K C"]) -> Int[Array, "B K C"]:
 
 
 def _decoded_values(
-    layer: DenseLayer, stored: PyTree, slots: Int[Array, "B K N"]
+    layer: DenseLayer, stored: PyTree, slots: Int[Array, "B K N"] | None = None
 ) -> Array:
-    """[B, K, N, D] of what is stored in these slots."""
+    """[B, K, N, D] of what is stored in these slots, or in all."""
     decoded = layer.codec.value.decode(stored, jnp.dtype(layer.dtype))
     return _with_residual(layer, decoded, "v", slots)
 
 
 def _with_residual(
-    layer: DenseLayer, decoded: Array, which: str, slots: Int[Array, "B K N"]
+    layer: DenseLayer,
+    decoded: Array,
+    which: str,
+    slots: Int[Array, "B K N"] | None = None,
 ) -> Array:
     """First and newest pairs in the place of their decoded codes."""
-    ring = layer.residual
+    ring, positions = layer.residual, layer.positions
     if ring is None:
         return decoded
-    positions = jnp.take_along_axis(layer.positions, slots, axis=2)
+    if slots is None:
+        slots = _all_slots(positions)
+    else:
+        positions = jnp.take_along_axis(positions, slots, axis=2)
     place = _place(layer.codec, positions, slots)  # of an empty slot, no matter
     newest = jnp.take_along_axis(ring.positions, place, axis=2) == positions
     newest = (newest & (positions >= 0))[..., None]
