@@ -96,7 +96,7 @@ def compile_for(target, function, *shapes, donate=()):
     where = device(target)
     alone = jax.sharding.Mesh([where], ("one",))
     there = jax.NamedSharding(alone, jax.P(), memory_kind=host.KIND)
-    here = jax.NamedSharding(alone, jax.P())
+    here = jax.sharding.SingleDeviceSharding(where)
     put = lambda s: jax.ShapeDtypeStruct(
         s.shape, s.dtype, sharding=there if host.nbytes(s) else here
     )
