@@ -13,14 +13,14 @@
 import functools
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array
 
 from kvjax.attention import kernels, library, reference
 from kvjax.attention.reference import PLAIN
-from kvjax.attention.stored import Pairs, Stored
+from kvjax.attention.stored import Pairs, Stored, unturned
 from kvjax.pallas.common import device, not_hopper
 from kvjax.registry import Registry
 from kvjax.types import Observation, Partial, Scoring, UserError
@@ -50,8 +50,9 @@ class Backend(NamedTuple):
         Decided from shapes, dtypes and the device alone, while tracing.
       priority: (q, k) -> its rank where nobody is named: of those that can run, the
         highest does. `BY_NAME` is never chosen.
-      self_test: head dim -> what is wrong with its answers on this device, or None.
-        Asked once a process, before it is chosen without being named.
+      self_test: (head dim, the keys' `TensorCodec` or None) -> what is wrong with its
+        answers on this device, or None. Asked once a process, before it is chosen
+        without being named.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Backend(NamedTuple):
         [Array, Array, frozenset[str], Scoring], str | None
     ] = lambda *_: None
     priority: Callable[[Array, Pairs], int] = lambda q, k: BY_NAME
-    self_test: Callable[[int], str | None] = lambda head_dim: None
+    self_test: Callable[[int, Any], str | None] = lambda *_: None
 
 
 BACKENDS = Registry("attention implementation")
@@ -114,7 +115,7 @@ def select_backend(
             for backend in _by_priority(q, k)
             if _runs_here(backend)
             and not backend.unsupported_reason(q, k, stats, scoring)
-            and _works(backend, k.shape[3])
+            and _works(backend, k)
         )
     backend = BACKENDS.make(implementation)
     if reason := _unsupported(backend, q, k, stats, scoring):
@@ -164,28 +165,35 @@ def _tell_once(name: str, reason: str) -> None:
     )
 
 
-def _works(backend: Backend, head_dim: int) -> bool:
+def _works(backend: Backend, k: Pairs) -> bool:
     """Whether a backend gives right answers here.
 
     A new compiler or device must cost speed, never a run. Where the program is for a
     device that is not there, nothing can be tried.
     """
     elsewhere = bool(jax.sharding.get_abstract_mesh().abstract_device)
-    return elsewhere or _tried(backend, head_dim)
+    return elsewhere or _tried(backend, k.shape[3], _codec_read(k))
+
+
+def _codec_read(k: Pairs) -> Any:
+    """The codec whose codes kernels may read; None where they get numbers."""
+    pairs = unturned(k)[0] if isinstance(k, Stored) else None
+    return pairs.codec if pairs and pairs.codes is not None else None
 
 
 @functools.cache
-def _tried(backend: Backend, head_dim: int) -> bool:
+def _tried(backend: Backend, head_dim: int, codec: Any) -> bool:
     try:
         with jax.ensure_compile_time_eval():
-            wrong = backend.self_test(head_dim)
+            wrong = backend.self_test(head_dim, codec)
     except Exception as error:  # whatever a compiler may say
         wrong = f"{type(error).__name__}: {error}".splitlines()[0]
     if wrong:
         warnings.warn(
             f"attention implementation {backend.name!r} does not work on "
-            f"{jax.devices()[0].device_kind} with head dim {head_dim} ({wrong}): "
-            "another one runs instead",
+            f"{jax.devices()[0].device_kind} with head dim {head_dim}"
+            f"{f' and keys in {codec.name}' if codec else ''} ({wrong}): another one "
+            "runs instead",
             stacklevel=2,
         )
     return not wrong

@@ -106,7 +106,9 @@ class Kernels:
         """The arrays themselves, or their codes; None if neither can be read."""
         if not isinstance(pairs, Stored):
             return pairs
-        return pairs.codes if hasattr(self._load(), "CODES") else None
+        codes = pairs.codes
+        known = codes is not None and self._load().reads(codes, pairs.shape[-1])
+        return codes if known else None
 
     def _load(self) -> ModuleType:
         return importlib.import_module(self.module)
@@ -132,6 +134,7 @@ def self_test(
     attend: Callable[..., tuple[Partial, Observation]],
     write_attend: Callable[..., tuple] | None,
     head_dim: int,
+    codec: Any = None,
 ) -> str | None:
     """What is wrong with a backend's functions here, on a small case; None if nothing.
 
@@ -139,14 +142,15 @@ def self_test(
       attend: of a `Backend`, in bfloat16.
       write_attend: likewise; None where it has none.
       head_dim: what it is to be tried with.
+      codec: the `TensorCodec` that stores keys and values; None is as they are.
     """
-    wrong = max(_attend_error(attend, length, head_dim) for length in (1, 24))
+    wrong = max(_attend_error(attend, length, head_dim, codec) for length in (1, 24))
     if write_attend:
-        wrong = max(wrong, _write_error(write_attend, head_dim))
+        wrong = max(wrong, _write_error(write_attend, head_dim, codec))
     return None if wrong < TOLERATED else f"it is {wrong:.2g} off"
 
 
-def _attend_error(attend: Callable, length: int, depth: int) -> float:
+def _attend_error(attend: Callable, length: int, depth: int, codec: Any) -> float:
     """The largest difference from NumPy's output and weights.
 
     The slots are no whole number of tiles, and the empty ones hold NaN.
@@ -158,15 +162,16 @@ def _attend_error(attend: Callable, length: int, depth: int) -> float:
     pos = np.where(np.arange(slots) <= last, np.arange(slots), -1)
     q_pos = last - np.arange(length)[::-1]
     seen = (pos >= 0) & (pos <= q_pos[:, None])
-    exact = [x.astype(np.float64) for x in (q, k, v)]
+    row = lambda x: jnp.asarray(x)[None]
+    held = lambda x: decoded(_stored(row(x), codec))[0]
+    exact = [np.asarray(x, np.float64) for x in (q, held(k), held(v))]
     weights = np.einsum("kgtd,kcd->kgtc", *exact[:2]) / np.sqrt(depth)
     weights = np.where(seen, np.exp(weights), 0)
     weights /= weights.sum(-1, keepdims=True)
     k[:, last + 1 :], v[:, last + 1 :] = np.nan, np.nan
-    row = lambda x: jnp.asarray(x)[None]
     run = jax.jit(attend, static_argnums=(6, 7))
     found, observation = run(
-        *(row(q), row(k), row(v)),
+        *(row(q), _stored(row(k), codec), _stored(row(v), codec)),
         row(np.broadcast_to(pos, (2, slots)).astype(np.int32)),
         row(q_pos.astype(np.int32)),
         jnp.full((1,), length, jnp.int32),
@@ -184,20 +189,32 @@ def _attend_error(attend: Callable, length: int, depth: int) -> float:
     )
 
 
-def _write_error(write_attend: Callable, depth: int) -> float:
+def _write_error(write_attend: Callable, depth: int, codec: Any) -> float:
     """How far the caches are from what they should be after a fused write."""
     draw = np.random.default_rng(1).normal
     array = lambda *shape: jnp.asarray(draw(size=shape), jnp.bfloat16)
-    k, v = array(2, 1, 2, 128, depth)
-    new_k, new_v = array(2, 1, 2, depth)
+    k, v = (_stored(x, codec) for x in array(2, 1, 2, 128, depth))
+    new = [_numbers(_stored(x, codec)) for x in array(2, 1, 2, 1, depth)]
+    new_k, new_v = (x[:, :, 0] for x in new)
     one, zeros = jnp.ones((1,), jnp.int32), jnp.zeros((1, 2, 128), jnp.int32)
     slot = jnp.asarray([[37, 128]], jnp.int32)  # the second head's goes nowhere
     given = array(1, 2, 4, 1, depth), new_k, new_v, slot, k, v, zeros, one[:, None], one
     found = jax.jit(write_attend, static_argnums=(9, 10))(*given, NO_STATS, PLAIN)[2:]
-    wanted = k.at[0, 0, 37].set(new_k[0, 0]), v.at[0, 0, 37].set(new_v[0, 0])
-    wide = lambda x: np.asarray(x, np.float64)
-    pairs = zip(found, wanted, strict=True)
+    put = lambda old, new: _numbers(old).at[0, 0, 37].set(new[0, 0])
+    wide = lambda x: np.asarray(_numbers(x), np.float64)
+    pairs = zip(found, (put(k, new_k), put(v, new_v)), strict=True)
     return max(_largest(wide(a) - wide(b)) for a, b in pairs)
+
+
+def _stored(x: Array, codec: Any) -> Pairs:
+    """Keys or values [B, K, C, D] as the codec stores them."""
+    return x if codec is None else Stored(codec.encode(x), codec, x.shape, x.dtype)
+
+
+def _numbers(pairs: Pairs | Codes) -> Array:
+    """What a fused write writes: the numbers, or the codes of stored ones."""
+    codes = pairs.codes if isinstance(pairs, Stored) else pairs
+    return codes.codes if isinstance(codes, Codes) else codes
 
 
 def _largest(difference: np.ndarray) -> float:

@@ -6,6 +6,9 @@ between, so that softmax and statistics cost no traffic. A block of queries take
 kernel with a running softmax and, where statistics are asked for, a second one that
 goes over the keys again and adds up the columns with the final log-sum-exp. Both are
 exact: a weight in a statistic is divided by its row's final sum.
+
+Of keys and values that are stored as codes, these are what streams through shared
+memory; see `gpu_tiles`.
 """
 
 import functools
@@ -17,11 +20,18 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-from kvjax.pallas import gpu_block
+from kvjax.pallas import gpu_block, gpu_tiles
 from kvjax.pallas.common import HOPPER, LOWEST, STATS, Scored, device, not_hopper
-from kvjax.pallas.gpu_block import LANES, TILE, swizzle_of, tile_type, whole_width
 from kvjax.pallas.gpu_launch import launch
-from kvjax.types import Scoring
+from kvjax.pallas.gpu_tiles import (
+    LANES,
+    TILE,
+    Ring,
+    Source,
+    tile_type,
+    whole_width,
+)
+from kvjax.types import Codes, Scoring
 
 
 class Chip(NamedTuple):
@@ -51,7 +61,7 @@ class How(NamedTuple):
 
     def launch(self, body, *, grid, out, scratch, **facts):
         """A kernel that runs `body`, or interprets it; see `gpu_launch.launch`."""
-        ops = gpu_block.Ops(self.interpret)
+        ops = gpu_tiles.Ops(self.interpret)
         body = functools.partial(body, ops=ops, scoring=self.scoring, **facts)
         return launch(
             body, grid=grid, out=out, scratch=scratch, interpret=self.interpret
@@ -108,8 +118,8 @@ def unsupported_reason(
 
 def attend(
     q: Float[Array, "B K G T D"],
-    k: Float[Array, "B K C D"],
-    v: Float[Array, "B K C D"],
+    k: Float[Array, "B K C D"] | Codes,
+    v: Float[Array, "B K C D"] | Codes,
     pos: Int[Array, "B K C"],
     q_pos: Int[Array, "B T"],
     n: Int[Array, "B"],
@@ -123,7 +133,7 @@ def attend(
     """As `kvjax.attention.attend`, whose arrays these are. Empty slots may hold NaN.
 
     Args:
-      q, k, v, pos, q_pos, n: see there.
+      q, k, v, pos, q_pos, n: see there. K, and V, may be codes that `reads` knows.
       stats: of `common.STATS`.
       logits_soft_cap: c of c tanh(x / c) on the scaled products; 0 for none.
       local_window: tokens that a query sees, itself included; 0 for all before it.
@@ -136,8 +146,8 @@ def attend(
     """
     scoring = Scoring(logits_soft_cap, local_window)
     how = How(_chip(q, k, stats, device_kind, interpret), scoring, interpret)
-    heads = k.shape[1]
-    k, v, pos = (rearrange(x, "b k ... -> (b k) ...") for x in (k, v, pos))
+    heads = q.shape[1]
+    k, v, pos = _source(k), _source(v), _all_heads(pos)
     score = _one_query if q.shape[3] == 1 else _block_of_queries
     scored = score(q, k, v, pos, q_pos, n, stats, how)
     split = lambda x: rearrange(x, "(b k) c -> b k c", k=heads)
@@ -148,7 +158,7 @@ def attend(
 
 def attention_stats(
     q: Float[Array, "B K G T D"],
-    k: Float[Array, "B K C D"],
+    k: Float[Array, "B K C D"] | Codes,
     pos: Int[Array, "B K C"],
     q_pos: Int[Array, "B T"],
     n: Int[Array, "B"],
@@ -168,23 +178,47 @@ def attention_stats(
     """
     scoring = Scoring(logits_soft_cap, local_window)
     how = How(_chip(q, k, stats, device_kind, interpret), scoring, interpret)
-    heads = k.shape[1]
+    heads = q.shape[1]
     q, q_pos = _whole_tiles(q, q_pos)
     fill = ((0, 0), (0, 0), (0, 0), (0, q_pos.shape[1] - max_logit.shape[3]))
     known = (
         rearrange(jnp.pad(x, fill), "b k g t -> (b k) (g t)")
         for x in (max_logit, denominator)
     )
-    k, pos = (rearrange(x, "b k ... -> (b k) ...") for x in (k, pos))
+    k, pos = _source(k), _all_heads(pos)
     found = _sums_of_columns(q, k, pos, q_pos, n, *known, stats, how)
     return {
         name: rearrange(x, "(b k) c -> b k c", k=heads) for name, x in found.items()
     }
 
 
+def reads(codes: Codes, depth: int) -> bool:
+    """Whether the kernels take keys or values as these codes, of D channels.
+
+    Copies to shared memory are of whole 16 bytes, and so are the parts of D channels
+    that lie at one place of every byte.
+    """
+    return codes.centre is None and codes.codes.shape[3] % 16 == 0 and depth % 16 == 0
+
+
+def _source(pairs: Array | Codes) -> Source:
+    """Keys or values with all rows' heads as their first axis."""
+    if not isinstance(pairs, Codes):
+        return Source(_all_heads(pairs))
+    scale = rearrange(pairs.scale, "b k c n -> (b k) (c n)")
+    return Source(_all_heads(pairs.codes), scale)
+
+
+def _all_heads(x: Array) -> Array:
+    return rearrange(x, "b k ... -> (b k) ...")
+
+
 def _chip(q, k, stats, kind: str | None, interpret: bool) -> Chip:
     """The device to cut for; ValueError where the kernels cannot take the arrays."""
     kind = "H200" if interpret else kind or device().kind
+    if isinstance(k, Codes):  # of numbers like the queries
+        shape = (*k.codes.shape[:3], q.shape[-1])
+        k = jax.ShapeDtypeStruct(shape, q.dtype)
     reason = unsupported_reason(q, k, stats, None if interpret else kind)
     if reason:
         raise ValueError(reason)
@@ -202,7 +236,28 @@ class Cut(NamedTuple):
     stages: int
 
 
-def cut(heads: int, slots: int, width: int, chip: Chip) -> Cut:
+class Room(NamedTuple):
+    """What the rings of decoding take of shared memory.
+
+    Attributes:
+      slot: bytes of a slot's key and value, or of one of them where they share a ring.
+      wide: tiles of numbers that codes become.
+    """
+
+    slot: int
+    wide: int
+
+
+def _room(k: Source, v: Source) -> Room:
+    """One ring where keys and values lie alike, else two."""
+    rings = [k] if k.alike(v) else [k, v]
+    coded = sum(ring.scale is not None for ring in rings)
+    return Room(sum(ring.slot_bytes for ring in rings), coded)
+
+
+def cut(
+    heads: int, slots: int, width: int, chip: Chip, room: Room | None = None
+) -> Cut:
     """Segments as few as shared memory allows, but enough to occupy the device.
 
     None is shorter than four tiles, below which the start of a thread block shows. Two
@@ -214,25 +269,31 @@ def cut(heads: int, slots: int, width: int, chip: Chip) -> Cut:
       slots: slots of a head.
       width: the head dimension.
       chip: the device.
+      room: what a ring takes; None is that of numbers.
     """
     count, width = -(-slots // TILE), whole_width(width)
-    stage = TILE * (width * 2 + 4)  # a tile of keys or values, and positions
+    room = room or Room(width * 2, 0)
+    stage = TILE * (room.slot + 4)  # keys or values, and positions
+    deep = (chip.decode - room.wide) * width * 2 // room.slot  # in as many bytes
+    deep = max(chip.decode, deep)
     per_tile = TILE * 4 * LANES  # scores, kept for the whole segment
     fixed = LANES * (width * (2 + 4) + TILE * 2) + TILE * 4  # queries, output, weights
-    most = (chip.shared - fixed - chip.decode * stage) // per_tile
+    fixed += room.wide * TILE * width * 2
+    most = (chip.shared - fixed - deep * stage) // per_tile
     spread = max(1, min(chip.processors // heads, count // 4))
     tiles = min(most, -(-count // spread))
     segments = -(-count // tiles)
     half = (chip.shared // 2 - fixed - tiles * per_tile) // stage
     shared = half >= 2 and heads * segments > chip.processors
-    return Cut(segments, tiles, min(half, chip.decode) if shared else chip.decode)
+    return Cut(segments, tiles, min(half, deep) if shared else deep)
 
 
 def _one_query(q, k, v, pos, q_pos, n, stats, how: How) -> Scored:
     """Decoding; `k`, `v` and `pos` have all rows' heads as their first axis."""
     heads, group, _, width = q.shape[1:]
     all_heads, capacity = pos.shape
-    count, tiles, stages = cut(all_heads, capacity, width, how.chip)
+    room = _room(k, v) if k.scale is not None or v.scale is not None else None
+    count, tiles, stages = cut(all_heads, capacity, width, how.chip, room)
     lanes = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, LANES - group), (0, 0)))
     part = (jnp.arange(LANES) < group)[None] & (n > 0)[:, None]
     part = jnp.repeat(part.astype(jnp.float32) / group, heads, axis=0)
@@ -242,7 +303,11 @@ def _one_query(q, k, v, pos, q_pos, n, stats, how: How) -> Scored:
         "attn_sum": _f32(all_heads, capacity),
         "weights": _f32(all_heads, count * tiles * TILE, LANES),
     }
-    swizzle, filled = swizzle_of(width), whole_width(width)
+    filled, alike = whole_width(width), k.alike(v)
+    ring = lambda source: Ring.of(source, stages, width, filled, q.dtype)
+    ready = lambda source: plgpu.Barrier(
+        num_arrivals=source.copies, num_barriers=stages
+    )
     run = how.launch(
         gpu_block.decode,
         tiles=tiles,
@@ -255,14 +320,16 @@ def _one_query(q, k, v, pos, q_pos, n, stats, how: How) -> Scored:
             found_type[way],
         ),
         scratch={
-            "q_tile": tile_type((LANES, width), q.dtype, swizzle),
-            "ring": tile_type((stages, TILE, filled), k.dtype, swizzle),
+            "q_tile": tile_type((LANES, width), q.dtype, k.swizzle(width)),
+            "k_ring": ring(k),
+            "v_ring": None if alike else ring(v),
             "seen": plgpu.SMEM((stages, TILE), jnp.int32),
             "scores": plgpu.SMEM((tiles * TILE, LANES), jnp.float32),
-            "weights": tile_type((LANES, TILE), v.dtype, swizzle),
+            "weights": tile_type((LANES, TILE), q.dtype, v.swizzle(width)),
             "out_tile": plgpu.SMEM((LANES, filled), jnp.float32),
             "spare": plgpu.SMEM((TILE,), jnp.float32),
-            "ready": plgpu.Barrier(num_barriers=stages),
+            "k_ready": ready(k),
+            "v_ready": None if alike else ready(v),
             "q_ready": plgpu.Barrier(),
             "pos_ready": plgpu.Barrier(num_barriers=stages),
         },
@@ -321,17 +388,20 @@ def _block_of_queries(q, k, v, pos, q_pos, n, stats, how: How) -> Scored:
     q, q_pos = _whole_tiles(q, q_pos)
     gaps = jnp.pad(pos, ((0, 0), (0, -capacity % TILE)), constant_values=-1) < 0
     gaps = jnp.any(rearrange(gaps, "h (i c) -> h i c", c=TILE), axis=-1)
-    stages, swizzle = how.chip.rows, swizzle_of(width)
+    stages = how.chip.rows
+    ring = lambda source: Ring.of(source, stages, width, width, q.dtype)
     run = how.launch(
         gpu_block.rows,
         grid={"head": all_heads, "tile": q.shape[1] // TILE},
         out=(_f32(*q.shape), _f32(*q.shape[:2]), _f32(*q.shape[:2])),
         scratch={
-            "q_tile": tile_type((TILE, width), q.dtype, swizzle),
-            "k_ring": tile_type((stages, TILE, width), k.dtype, swizzle),
-            "v_ring": tile_type((stages, TILE, width), v.dtype, swizzle),
+            "q_tile": tile_type((TILE, width), q.dtype, k.swizzle(width)),
+            "k_ring": ring(k),
+            "v_ring": ring(v),
             "seen": plgpu.SMEM((stages, TILE), jnp.int32),
-            "ready": plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+            "ready": plgpu.Barrier(
+                num_arrivals=k.copies + v.copies + 1, num_barriers=stages
+            ),
             "q_ready": plgpu.Barrier(),
         },
     )
@@ -369,20 +439,20 @@ def _sums_of_columns(
     seen = real & (denominator > 0)
     lse = max_logit + jnp.log(jnp.where(seen, denominator, 1.0))
     lse = jnp.where(seen, lse, jnp.inf)
-    names, swizzle = sorted(stats), swizzle_of(width)
+    names, swizzle = sorted(stats), k.swizzle(width)
     run = how.launch(
         gpu_block.columns,
         grid={"head": all_heads, "tile": -(-capacity // TILE)},
         out={name: _f32(all_heads, capacity) for name in names},
         scratch={
-            "k_tile": tile_type((TILE, width), k.dtype, swizzle),
+            "k_tile": Ring.of(k, 1, width, width, q.dtype),
             "seen": plgpu.SMEM((TILE,), jnp.int32),
             "q_ring": tile_type((stages, TILE, width), q.dtype, swizzle),
             "now_ring": plgpu.SMEM((stages, TILE), jnp.int32),
             "lse_ring": plgpu.SMEM((stages, TILE), jnp.float32),
             "spare": {name: plgpu.SMEM((TILE,), jnp.float32) for name in names},
             "ready": plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-            "k_ready": plgpu.Barrier(num_arrivals=2),
+            "k_ready": plgpu.Barrier(num_arrivals=k.copies + 1),
         },
     )
     return run(q, k, pos, q_pos, lse, n)

@@ -38,7 +38,6 @@ from kvjax.pallas.tpu_kernel import LANES, SUBLANES, SUMS, Case, Form, Pick, bod
 from kvjax.types import Codes
 
 NAME = "kvjax_attention"  # in profiles and compiler dumps
-CODES = (8, 4, 2)  # bits that are read as they are stored
 DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -115,6 +114,11 @@ def unsupported_reason(
     return None
 
 
+def reads(codes: Codes, depth: int) -> bool:
+    """Whether the kernels take keys or values as these codes, of D channels."""
+    return codes.centre is None
+
+
 def attend(
     q: Float[Array, "B K G T D"],
     k: Float[Array, "B K C D"] | Codes,
@@ -133,7 +137,7 @@ def attend(
 
     Args:
       q, k, v, pos, q_pos, n: see there; all of float32 or of bfloat16. K, and V, may be
-        `kvjax.types.Codes` without a centre, of any of `CODES`.
+        codes that `reads` knows.
       stats: of `common.STATS`.
       logits_soft_cap: c of c tanh(x / c) on the scaled products; 0 for none.
       local_window: tokens that a query sees, itself included; 0 for all before it.

@@ -13,6 +13,8 @@ from testing.kernels import TOLERANCE, by_hand, draw, finite, generated
 from kvjax import attention, policies
 from kvjax.attention import Backend, backends, kernels, reference
 from kvjax.attention.reference import NO_STATS, PLAIN
+from kvjax.attention.stored import Stored, decoded
+from kvjax.cache import codecs
 from kvjax.cache.config import make_config
 from kvjax.pallas import tpu
 from kvjax.registry import Registry
@@ -270,6 +272,21 @@ def test_a_kernel_is_tried_with_the_head_dim_that_it_is_for(table):
         assert chosen(*arrays(head_dim=96), SUMS) == "reference"
 
 
+def test_a_kernel_is_tried_with_the_codes_that_it_is_for(table):
+    codes_are_wrong = lambda q, k, v, *rest: (
+        wrong(q, decoded(k), decoded(v), *rest)
+        if isinstance(k, Stored)
+        else over_nan(q, k, v, *rest)
+    )
+    backend = register_kernel(codes_are_wrong, None)
+    q, k = arrays()
+    tensor = codecs.int8().key
+    coded = Stored(jax.eval_shape(tensor.encode, k), tensor, k.shape, k.dtype)
+    with pytest.warns(UserWarning, match="keys in int8, one scale"):
+        assert chosen(q, coded, SUMS) == "tiles"
+    assert chosen(q, k, SUMS) == backend.name
+
+
 def test_a_kernel_that_works_is_taken(table):
     register_kernel()
     found = jax.jit(lambda: jnp.int32(len(chosen(*arrays(), SUMS))))
@@ -283,8 +300,10 @@ INTERPRETED = ["pallas_tpu_interpret", "pallas_gpu_interpret"]
 
 @pytest.mark.parametrize("name", often(INTERPRETED, INTERPRETED[:1], others="kernels"))
 @pytest.mark.parametrize("head_dim", often([128, 96], [128], others="kernels"))
-def test_our_kernels_pass_their_test(name, head_dim):
-    assert backends.BACKENDS.make(name).self_test(head_dim) is None
+@pytest.mark.parametrize("codec", [None, "int8", "int4"])
+def test_our_kernels_pass_their_test(name, head_dim, codec):
+    codec = codec and codecs.make(codec).key
+    assert backends.BACKENDS.make(name).self_test(head_dim, codec) is None
 
 
 @pytest.mark.parametrize("broken", ["attend", "write_attend"])

@@ -25,6 +25,7 @@ from kvjax.pallas import tpu
 from kvjax.types import EMPTY, Scoring
 
 KERNEL = "pallas_tpu_interpret"
+KERNELS = [KERNEL, "pallas_gpu_interpret"]
 CODECS = {
     "int8": codecs.int8(),
     "int8_in_groups": codecs.int8(16),
@@ -69,6 +70,7 @@ def test_is_attention_over_what_it_decodes_to(
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("length", often([1, 16], [1], "e2e"))
 @pytest.mark.parametrize(
     ("name", "depth"),
@@ -79,14 +81,16 @@ def test_is_attention_over_what_it_decodes_to(
         several=True,
     ),
 )
-def test_kernels_read_codes(name, depth, length):
+def test_kernels_read_codes(name, depth, length, kernel):
     case, numbers = of(name, length, depth, slots=300)
     scoring = Scoring(logits_soft_cap=2.0, local_window=250)
-    partial, seen = attention.attend(*case, STATS, KERNEL, scoring)
+    partial, seen = jax.block_until_ready(
+        attention.attend(*case, STATS, kernel, scoring)
+    )
     out, expected = by_hand(*numbers, scoring=scoring)
     np.testing.assert_allclose(attention.normalize(partial), out, atol=1e-5)
     q, k, _, *rest = case
-    again = attention.attention_stats(q, k, *rest, partial, STATS, KERNEL, scoring)
+    again = attention.attention_stats(q, k, *rest, partial, STATS, kernel, scoring)
     for stat in STATS:
         for found in (seen, again):
             np.testing.assert_allclose(getattr(found, stat), expected[stat], atol=1e-5)
@@ -105,7 +109,8 @@ def test_kernels_round_codes_to_nothing_else(name):
 
 
 @pytest.mark.parametrize(
-    "implementation", ["tiles", pytest.param(KERNEL, marks=pytest.mark.kernels)]
+    "implementation",
+    ["tiles", *(pytest.param(name, marks=pytest.mark.kernels) for name in KERNELS)],
 )
 def test_what_is_no_number(implementation):
     """NaN among a head's live pairs shows; in the kernel's empty slots it does not."""
@@ -123,7 +128,7 @@ def test_what_is_no_number(implementation):
     found, _ = attention.attend(q, *spoilt, live, *rest, STATS, implementation)
     broken = np.isnan(attention.normalize(found))
     assert np.all(broken[0, 0]) and not np.any(broken[1]) and not np.any(broken[0, 1])
-    if implementation == KERNEL:
+    if implementation in KERNELS:
         gone = jnp.where(here, EMPTY, pos)
         found, _ = attention.attend(q, *spoilt, gone, *rest, STATS, implementation)
         want, _ = by_hand(*numbers[:3], gone, *rest)

@@ -23,6 +23,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
 import model_step
 
 from kvjax.attention.reference import PLAIN
+from kvjax.cache import codecs
 from kvjax.pallas import gpu
 from kvjax.pallas.common import STATS
 from kvjax.types import Scoring
@@ -127,6 +128,23 @@ def test_compiles_for_h200(shape, stats, scoring, h200, h200_mesh):
     if t % 64 and t > 1:
         allowed += 2 * heads * g * 64 * -(-t // 64) * d * 4
     assert memory.temp_size_in_bytes < allowed
+
+
+@pytest.mark.parametrize("name", ["int8", "k8v4", "int4"])
+@pytest.mark.parametrize("length", [1, 64])
+@pytest.mark.parametrize("depth", [64, 128])
+def test_attention_over_codes_compiles_for_h200(name, length, depth, h200, h200_mesh):
+    """Nothing of a layer is decoded, or copied, outside of the kernel."""
+    q, k, v, *rest = shapes(64, 8, 4, length, 1032, depth, sharding=h200)
+    codec = codecs.make(name)
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200)
+    pairs = [
+        jax.tree.map(place, jax.eval_shape(tensor.encode, x))
+        for tensor, x in ((codec.key, k), (codec.value, v))
+    ]
+    memory = compiled(jitted(ALL).trace(q, *pairs, *rest))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pairs))
+    assert memory.temp_size_in_bytes < 0.01 * size + 2 * q.size * (length > 1)
 
 
 def test_statistics_alone_compile_for_h200(h200, h200_mesh):

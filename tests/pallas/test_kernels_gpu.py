@@ -14,11 +14,13 @@ import pytest
 from conftest import often
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testing.kernels import by_hand, shapes
+from testing.kernels import by_hand, shapes, stored
 
 from kvjax.attention import attend, normalize
 from kvjax.attention.reference import PLAIN
-from kvjax.pallas import gpu, gpu_block, gpu_launch
+from kvjax.attention.stored import decoded
+from kvjax.cache import codecs
+from kvjax.pallas import gpu, gpu_launch, gpu_tiles
 from kvjax.pallas.common import STATS
 from kvjax.types import Partial, Scoring
 
@@ -219,17 +221,44 @@ def test_split_segments(monkeypatch):
         np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("name", ["int8", "k8v4"])
+def test_split_segments_of_codes(name):
+    """Keys and values of one ring, and of two."""
+    case, codec = Case(1, 2, 3, 1, 776, 64), codecs.make(name)
+    given = case.q, case.k, case.v, case.pos, case.q_pos, case.n
+    q, k, v, *rest = (jnp.asarray(x) for x in given)
+    k, v = stored(codec, k, v)
+    found = interpreted(ALL, PLAIN)(q, k.arrays, v.arrays, *rest)
+    out, stats = by_hand(q, decoded(k), decoded(v), *rest)
+    got = normalize(Partial(found.out, found.max_logit, found.denominator))
+    np.testing.assert_allclose(got, out, atol=1e-5)
+    for stat, want in stats.items():
+        np.testing.assert_allclose(getattr(found, stat), want, atol=1e-5)
+
+
+ROOMS = {
+    "numbers": lambda width: None,
+    "int8": lambda width: gpu.Room(width + 2, 1),
+    "k8v4": lambda width: gpu.Room(width + 2 + width * 9 // 16, 2),
+    "int2": lambda width: gpu.Room(width * 5 // 16, 1),
+}
+
+
 @pytest.mark.parametrize("heads", [1, 8, 100, 132, 512])
 @pytest.mark.parametrize("slots", [8, 64, 1000, 2048, 8192, 100_000])
 @pytest.mark.parametrize("width", gpu.WIDTHS)
-def test_the_cut_covers_the_slots_and_fits(heads, slots, width):
+@pytest.mark.parametrize("name", ROOMS)
+def test_the_cut_covers_the_slots_and_fits(heads, slots, width, name):
+    room = ROOMS[name](width)
     for chip in gpu.CHIPS.values():
-        segments, tiles, stages = gpu.cut(heads, slots, width, chip)
+        segments, tiles, stages = gpu.cut(heads, slots, width, chip, room)
         assert (segments - 1) * tiles * 64 < slots <= segments * tiles * 64
         per_slot = 4 * 8
-        used = stages * 64 * gpu_block.whole_width(width) * 2 + tiles * 64 * per_slot
+        number = 2 * gpu_tiles.whole_width(width)
+        slot, wide = room or (number, 0)
+        used = 64 * (stages * slot + wide * number + tiles * per_slot)
         assert stages >= 2 and used <= chip.shared
-        if segments > 1 and slots <= 2048:
+        if segments > 1 and slots <= (1000 if room else 2048):
             assert heads * segments <= chip.processors + heads
 
 
