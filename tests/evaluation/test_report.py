@@ -332,7 +332,23 @@ def test_a_sweeps_report_has_its_pictures(tmp_path):
         "heat_map.png",
         "pareto.png",
     ]
-    report.write_report([r | {"kl": None} for r in records[1:]], tmp_path)
+    bare = [record | {"kl": None} for record in records[1:]]
+    report.write_report(bare, tmp_path)
+    for figure in (figures.heat_map, scatters.pareto):
+        assert len(figure(bare).axes) == len(figure(records).axes) / 2
+
+
+def test_budget_rules_over_a_heat_map_have_lines_of_their_own():
+    told = figures.heat_map(
+        [
+            make_record(f"M {slots}{rule}", series="M", budget=slots, budget_rule=rule)
+            for rule in (None, "squeeze(p=0.3)")
+            for slots in (8, 16)
+        ]
+    )
+    names = [note.get_text() for note in told.axes[0].texts if "kv" in note.get_text()]
+    schedule = "prefill_and_decode"
+    assert names == [f"{schedule}, |kv| =", f"{schedule},\nsqueeze(p=0.3),\n|kv| ="]
 
 
 def test_perplexities_of_a_sweep(tmp_path):

@@ -145,8 +145,8 @@ def not_measured(axes: Any) -> None:
 
 
 def heat_map(records: Sequence[Record]) -> Any:
-    """Score and KL of a sweep: series down, schedules and budgets across."""
-    from matplotlib.colors import LogNorm, Normalize
+    """Score and KL, if known, of a sweep: series down, schedules and budgets across."""
+    from matplotlib.colors import Normalize
 
     frame, full = groups.sweep(records), groups.full_cache(records)
     settings = frame[["setting", "slots"]].drop_duplicates()
@@ -158,24 +158,34 @@ def heat_map(records: Sequence[Record]) -> Any:
     cells = cells.set_index(["series", "setting", "slots"])[["score", "kl"]]
     cells = cells.unstack(["setting", "slots"])
     score, kl = (cells[key].loc[names, across].to_numpy() for key in ("score", "kl"))
-    figure = new_figure((10, 1.9 + 0.29 * len(names)), records)
-    left, right = figure.subplots(1, 2, sharey=True)
+    count = 1 + bool(frame["kl"].notna().any())
+    figure = new_figure((5 * count, 1.9 + 0.29 * len(names)), records)
+    panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
     known = full.get("score") is not None
     reference = f"; full cache {full['score']:.2f}" if known else ""
-    title = {"loc": "left", "pad": 34, "fontsize": 11}
-    left.set_title(groups.score_of(records).title + reference, **title)
-    _cells(left, score, Normalize(0, 1), "{:.2f}")
-    right.set_title("KL from full cache (nats per token)", **title)
-    above = kl[kl > 0]
-    low, high = (above.min(), above.max()) if above.size else (0.1, 1.0)
-    scale = LogNorm(max(low, 1e-3), max(high, 2 * max(low, 1e-3)), clip=True)
-    _cells(right, kl, scale, "{:.2g}", reverse=True)
-    for axes in (left, right):
+    lines = 1 + max(_over_columns(name).count("\n") for name, _ in across)
+    title = {"loc": "left", "pad": 22 + 12 * lines, "fontsize": 11}
+    panels[0].set_title(groups.score_of(records).title + reference, **title)
+    _cells(panels[0], score, Normalize(0, 1), "{:.2f}")
+    for axes in panels[1:]:
+        axes.set_title("KL from full cache (nats per token)", **title)
+        _cells(axes, kl, _kl_scale(kl), "{:.2g}", reverse=True)
+    for axes in panels:
         axes.tick_params(top=False, labeltop=True, labelbottom=False)
         axes.set_xticks(range(len(settings)), settings["slots"])
         _name_settings(axes, list(settings["setting"]))
-    left.set_yticks(range(len(names)), names, color="black")
+    panels[0].set_yticks(range(len(names)), names, color="black")
     return figure
+
+
+def _kl_scale(kl: np.ndarray) -> Any:
+    """Of colours, logarithmic between the least and the largest."""
+    from matplotlib.colors import LogNorm
+
+    above = kl[kl > 0]
+    low, high = (above.min(), above.max()) if above.size else (0.1, 1.0)
+    low = max(low, 1e-3)
+    return LogNorm(low, max(high, 2 * low), clip=True)
 
 
 def _cells(
@@ -204,6 +214,11 @@ def _plain(axes: Any) -> None:
     axes.tick_params(length=0)
 
 
+def _over_columns(setting: str) -> str:
+    """A schedule's name, with a budget rule on a line of its own."""
+    return f"{setting}, |kv| =".replace(", ", ",\n" if ", " in setting else ", ")
+
+
 def _name_settings(axes: Any, settings: Sequence[str]) -> None:
     """Names of schedules over their columns, and a gap between two of them."""
     start = 0
@@ -211,7 +226,7 @@ def _name_settings(axes: Any, settings: Sequence[str]) -> None:
         count = len(list(same))
         place = {"xytext": (0, 18), "textcoords": "offset points", "ha": "center"}
         axes.annotate(
-            f"{name}, |kv| =",
+            _over_columns(name),
             (start + (count - 1) / 2, 1),
             xycoords=("data", "axes fraction"),
             fontsize=9,

@@ -306,25 +306,27 @@ def _rates(record: Record) -> tuple[float, float]:
 
 
 def pareto(records: Sequence[Record]) -> Any:
-    """A column of two panels per schedule: quality above, KL below."""
+    """A column of panels per schedule: quality, and below it KL if that is known."""
     frame, full = groups.sweep(records), groups.full_cache(records)
     settings = list(frame["setting"].unique())
-    figure = new_figure((1 + 4.5 * len(settings), 8.4), records)
-    panels = figure.subplots(2, len(settings), squeeze=False, sharey="row")
+    shown = [("score", 1, groups.score_of(records).axis)]
+    if frame["kl"].notna().any():
+        shown.append(("kl", -1, "KL (nats per token)"))
+    figure = new_figure((1 + 4.5 * len(settings), 4.2 * len(shown)), records)
+    panels = figure.subplots(len(shown), len(settings), squeeze=False, sharey="row")
     drawn = []
-    for name, (above, below) in zip(settings, panels.T, strict=True):
+    for name, column in zip(settings, panels.T, strict=True):
         members = frame[frame["setting"] == name]
-        above.set_title(name, loc="left", fontweight="bold")
-        below.set_xlabel("KV cache per prompt while decoding (MB)")
-        for axes, key, sign in ((above, "score", 1), (below, "kl", -1)):
+        column[0].set_title(name, loc="left", fontweight="bold")
+        column[-1].set_xlabel("KV cache per prompt while decoding (MB)")
+        for axes, (key, sign, _) in zip(column, shown, strict=True):
             points = members[["decode", key]].to_numpy() / [1e6, 1]
             star = points_of([full], "kv_bytes_decode", key)[0]
             drawn.append((axes, points, sign, list(members["series"]), star))
-    above, below = panels[:, 0]
-    above.set_ylabel(groups.score_of(records).axis)
-    above.set_ylim(-0.05, 1.12)
-    below.set_ylabel("KL (nats per token)")
-    for below in panels[1]:
+    for row, (_, _, axis) in zip(panels, shown, strict=True):
+        row[0].set_ylabel(axis)
+    panels[0, 0].set_ylim(-0.05, 1.12)
+    for below in panels[1:].flat:
         log_axis(below, points_of(records, _PEAK, "kl")[:, 1])
     for axes, points, sign, _, star in drawn:
         _crowd(axes, points, sign, star)
