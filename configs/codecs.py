@@ -1,11 +1,16 @@
 """The full cache in fewer bits: what does each codec change of a model's predictions?
 
     python experiments/run.py --config=configs/codecs.py --workdir=runs/codecs
+    python experiments/run.py --config=configs/codecs.py:after_prompt \\
+        --config.fidelity.num_windows=120 --workdir=runs/codecs_after
 
 SmolLM2-135M-Instruct reads prompts of 768 tokens and predicts the 64 that follow, with
 all pairs kept and stored by each of the codecs: the loss, divergence from the full
 cache's predictions, agreement of the likeliest token. Beside it, whether a pass key in
 a prompt of 1,000 tokens is found. Nothing is evicted: what is lost, the bits have lost.
+Pairs are encoded as they come, so that the prompt too is read through them; after the
+colon `after_prompt` reads it as it is and encodes its pairs when it is in, which all
+codecs then share: 120 windows are 100,000 tokens of text.
 
 Layer by layer, so that nothing is timed. `--config.fidelity.num_windows=1` and
 `--config.num_examples=1` are for a first look. Stop it at any moment and start it
@@ -30,8 +35,12 @@ _CODECS = {
 }
 
 
-def get_config() -> ConfigDict:
-    """The fields of `quality.Quality`."""
+def get_config(when: str = "as_it_comes") -> ConfigDict:
+    """The fields of `quality.Quality`, for pairs encoded `as_it_comes` or after."""
+    if when not in ("as_it_comes", "after_prompt"):
+        raise OSError(f"{when!r} is not as_it_comes or after_prompt")
+    later = lambda codec: {"name": "after_prompt", "codec": codec}
+    how = later if when == "after_prompt" else lambda codec: codec
     return ConfigDict(
         {
             "model": "smollm2-135m-instruct",
@@ -43,7 +52,10 @@ def get_config() -> ConfigDict:
             "prefill_chunk": 64,
             "methods": (
                 {"name": "Full cache"},
-                *({"name": name, "codec": codec} for name, codec in _CODECS.items()),
+                *(
+                    {"name": name, "codec": how(codec)}
+                    for name, codec in _CODECS.items()
+                ),
             ),
             "num_examples": 20,
             "prompt_tokens": 1000,

@@ -5,8 +5,8 @@
 
 Wang and Gan 2024, arXiv 2404.04793, Figure 3 and Table 2: the three rules of
 `smollm2.py`, at 10 to 80% of the pairs, shared out uniformly and by `squeeze` with p =
-0.35, or what follows the colon. The report's picture has a line for each way; where two
-reach the same score, their budgets are a row of the paper's Table 2.
+0.35, or what follows the colon. The report's pictures have a panel for each way; where
+two reach the same score, their budgets are a row of the paper's Table 2.
 
 SmolLM2-135M-Instruct reads 50 prompts of 500 tokens in which a pass key is hidden, all
 of each before anything goes. Whole models, as `squeeze` measures all layers of a prompt
@@ -40,7 +40,7 @@ def get_config(p: str = "0.35") -> ConfigDict:
                 *(
                     {
                         "name": f"{name}{way}, {percent}%",
-                        "series": f"{name}{way}",
+                        "series": name,
                         "phases": "after_prefill",
                         "budget": f"{percent}%",
                         "budget_rule": rule,

@@ -18,6 +18,7 @@ from kvjax.evaluation.tasks import base, data, text
 from kvjax.types import ModelSpec, UserError
 
 Fields = Mapping[str, Any]
+Pairs = tuple[tuple[str, Any], ...]  # of such, which have a hash
 # Fields that methods share where they do not set their own, and tasks.
 OF_METHODS = ("pinned", "prefill_chunk", "evict_size", "budget", "codec")
 OF_TASKS = ("num_examples", "prompt_tokens", "max_new_tokens")
@@ -146,7 +147,7 @@ class Method:
         Raises:
           UserError: an unknown name, or options that it does not take.
         """
-        return codecs.make(self.codec, **dict(self.codec_options))
+        return _made_codec(self.codec, self.codec_options)
 
     def made_offload(self) -> Offload | None:
         """Which values lie in host memory.
@@ -174,10 +175,28 @@ class Method:
         return _called(self.codec, self.codec_options)
 
 
-def _called(name: str | None, options: tuple[tuple[str, Any], ...]) -> str | None:
+def _called(name: str | None, options: Pairs) -> str | None:
     """A name, and parameters if there are any."""
-    told = ", ".join(f"{key}={value}" for key, value in options)
-    return f"{name}({told})" if told else name
+    told = lambda value: _called(*_aside(value)) if _is_named(value) else value
+    every = ", ".join(f"{key}={told(value)}" for key, value in options)
+    return f"{name}({every})" if every else name
+
+
+def _made_codec(name: str, options: Pairs) -> codecs.Codec:
+    """A codec whose parameters may be codecs with parameters."""
+    made = lambda value: _made_codec(*_aside(value)) if _is_named(value) else value
+    return codecs.make(name, **{key: made(value) for key, value in options})
+
+
+def _is_named(value: Any) -> bool:
+    """Whether pairs stand for something that has a name and parameters."""
+    pairs = isinstance(value, tuple) and all(isinstance(x, tuple) for x in value)
+    return pairs and "name" in dict(value)
+
+
+def _aside(pairs: Pairs) -> tuple[str, Pairs]:
+    """The name among pairs, and the others."""
+    return dict(pairs)["name"], tuple(pair for pair in pairs if pair[0] != "name")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,9 +380,10 @@ def with_options(cls, fields: Fields, what: str):
 
 
 def _as_pairs(options: Fields) -> tuple[tuple[str, Any], ...]:
-    """Sorted pairs, lists among the values made tuples: what can be hashed."""
+    """Sorted pairs, lists and dicts among the values made tuples: these have a hash."""
+    plain = lambda value: tuple(value) if isinstance(value, list) else value
     return tuple(
-        (key, tuple(value) if isinstance(value, list) else value)
+        (key, _as_pairs(value) if isinstance(value, Mapping) else plain(value))
         for key, value in sorted(options.items())
     )
 

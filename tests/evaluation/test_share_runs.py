@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import pathlib
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from conftest import tiny_model, tiny_spec
 from testing.prose import HAYSTACK, make_tokenizer
 
-from kvjax.cache import calibrations
+from kvjax.cache import calibrations, codecs, make_config
 from kvjax.evaluation import run
 from kvjax.evaluation.run import from_config
 from kvjax.types import UserError
@@ -157,3 +158,42 @@ def test_no_such_share(folder, monkeypatch, budget, method):
         fields = QUALITY | {"methods": (*QUALITY["methods"], own)}
     with pytest.raises(UserError, match=f"budget is {budget!r}: give pairs"):
         records(folder, fields)
+
+
+@pytest.mark.parametrize("percent", ["50", "25", "12.5"])
+def test_rules_in_equal_bytes(percent):
+    """`configs/equal_bytes.py`: as many bytes, or all pairs if these take fewer."""
+    experiment = from_config(load_config("equal_bytes.py")(percent).to_dict(), {})
+    experiment.check()
+    spec = tiny_spec(
+        num_layers=2, num_kv_heads=3, head_dim=64, name="smollm2-135m-instruct"
+    )
+    full, *methods = experiment.methods
+    assert full.policy is None and len(methods) == 3 * 4
+    for method in methods:
+        config = method.cache_config(spec, 1000)
+        pair = 4 + codecs.pair_bytes(config.codec, 64, "bfloat16")
+        share = float(percent) / 100 * (4 + 2 * 2 * 64) / pair
+        kept = set(config.head_budgets(spec))
+        assert len(kept) == 1 and abs(kept.pop() - 1000 * min(1.0, share)) <= 1
+
+
+@pytest.mark.parametrize("when", ["as_it_comes", "after_prompt"])
+def test_codecs_that_are_compared(when):
+    """`configs/codecs.py`: the same ones, from the first block on or later."""
+    experiment = from_config(load_config("codecs.py")(when).to_dict(), {})
+    experiment.check()
+    full, *methods = experiment.methods
+    configs = [m.cache_config(tiny_spec(head_dim=64), 1000) for m in methods]
+    assert not full.policy and len(configs) == 12
+    assert {c.codec.after_prompt for c in configs} == {when == "after_prompt"}
+    told = {
+        "as_it_comes": "int8(group=32)",
+        "after_prompt": "after_prompt(codec=int8(group=32))",
+    }
+    assert methods[1].stored == told[when]
+    same = make_config(tiny_spec(head_dim=64), None, None, codec=codecs.int8(32))
+    assert configs[1].codec.key is same.codec.key
+    json.dumps(dataclasses.asdict(experiment))  # as a run's folder has it
+    with pytest.raises(OSError, match="'never' is not"):
+        load_config("codecs.py")("never")

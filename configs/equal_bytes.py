@@ -1,0 +1,81 @@
+"""More pairs in fewer bits: what is found in the same bytes?
+
+    python experiments/run.py --config=configs/equal_bytes.py:25 --workdir=runs/bytes/25
+
+What follows the colon is the percentage of the full cache's bytes in bfloat16, position
+included, that stay. SmolLM2-135M-Instruct reads prompts of 1,000 tokens, evicting while
+it reads, 32 pairs at a time, with sinks and newest pairs pinned, in which a pass key or
+a magic number is hidden: three wordings, 20 prompts each. Three rules keep as many
+pairs of 16 bits, 8, 8 and 4, or 4 as these bytes hold. Beside it, how far predictions
+on other text are from the full cache's. `--config.prompt_tokens=2000` is for longer
+prompts.
+
+Layer by layer, so that nothing is timed: an hour on two CPU cores, which compute in
+float32, and hold the pairs of 16 bits in twice the bytes that are meant. Stop it at any
+moment and start it again. `python experiments/report.py runs/bytes/*` joins runs.
+"""
+
+from ml_collections import ConfigDict
+
+_BYTES = {"16 bits": 260, "8 bits": 136, "8 and 4 bits": 106, "4 bits, rotated": 76}
+_CODECS = {
+    "16 bits": "identity",
+    "8 bits": "int8",
+    "8 and 4 bits": "k8v4",
+    "4 bits, rotated": "int4_rotated",
+}
+_POLICIES = {
+    "KeyDiff": "key_diff",
+    "Average": "average_attention",
+    "SnapKV": "snapkv",
+}
+_DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+_TASKS = {
+    "needle": {"depths": _DEPTHS},
+    "passkey": {"depths": _DEPTHS},
+    "ruler/niah_single_2": {},
+}
+
+
+def get_config(percent: str = "25") -> ConfigDict:
+    """The fields of `quality.Quality` for a percentage of the bytes."""
+    share = lambda codec: min(100.0, float(percent) * _BYTES["16 bits"] / _BYTES[codec])
+    return ConfigDict(
+        {
+            "model": "smollm2-135m-instruct",
+            "dtype": "float32",
+            "memory_gb": 8.0,
+            "seed": 0,
+            "haystack": "",
+            "layerwise": True,
+            "pinned": (4, 16),
+            "prefill_chunk": 32,
+            "evict_size": 32,
+            "methods": (
+                {"name": "Full cache"},
+                *(
+                    {
+                        "name": f"{name}, {bits}",
+                        "series": f"{name}, {bits}",
+                        "policy": policy,
+                        "budget": f"{share(bits):.1f}%",
+                        "budget_rule": "uniform",
+                        "codec": codec,
+                    }
+                    for bits, codec in _CODECS.items()
+                    for name, policy in _POLICIES.items()
+                ),
+            ),
+            "num_examples": 20,
+            "prompt_tokens": 1000,
+            "max_new_tokens": 16,
+            "tasks": tuple(
+                {"name": name, "options": options} for name, options in _TASKS.items()
+            ),
+            "fidelity": {
+                "num_windows": 8,
+                "prompt_tokens": 1000,
+                "continuation_tokens": 64,
+            },
+        }
+    )
