@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import often, tiny_spec
-from testing import stored_bits
+from testing import layer, stored_bits
 from testing.engine import run_batch
 
 import kvjax
@@ -16,6 +16,7 @@ from kvjax import Schedule, UserError, cache
 from kvjax.cache import codecs, layouts
 from kvjax.engine import layerwise, runner
 from kvjax.engine.compiled import Job, bucket
+from kvjax.parallel import meshes
 
 B, K, C, D = 3, 2, 61, 8  # slots fill no whole number of groups
 LAYOUT = layouts.DEFAULT
@@ -152,7 +153,7 @@ AFTER = Schedule("after_prefill", prefill_chunk=8)
 ONLY = Schedule("prefill_only", prefill_chunk=8, evict_size=8)
 KIVI = codecs.kivi(2, 8, residual_length=12)
 WAYS = {
-    "full": (KIVI,),
+    "full": (KIVI, None, None, Schedule("none", prefill_chunk=8)),
     "full, later": (codecs.after_prompt(KIVI),),
     "kept": (codecs.after_prompt(KIVI), "key_diff", 24, AFTER),
     "heads apart": (codecs.after_prompt(KIVI), "key_diff", ((16, 40), (32, 24)), ONLY),
@@ -180,6 +181,24 @@ def test_alone_in_pools_and_layer_by_layer_as_in_a_batch(tiny, way):
     apart = runner.run_batch(readings.runner(job), PROMPTS, range(3))
     assert apart.tokens == together.tokens
     same(cache.kept_positions(apart.state), found)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("way", ["full", "kept"])
+@pytest.mark.parametrize("asked", ["data:4,model:2", "data:8,model:1"])
+def test_over_a_mesh_as_on_one_device(way, asked):
+    spec = tiny_spec(num_layers=1, num_kv_heads=2, num_heads=4)
+    config = job_of(spec, *WAYS[way]).config
+    data = layer.random_data(spec, 8, 60, 0)
+    lengths = np.array([48, 0, 29, 24, 48, 7, 30, 1])
+    kept, end = layer.run(spec, config, data, lengths, 48)
+    over = meshes.mesh(asked, spec.num_kv_heads)
+    also_kept, also = layer.run(spec, config, data, lengths, 48, over)
+    same(also_kept, kept)
+    for read in (LAYOUT.keys, LAYOUT.values):
+        live = lambda x, read=read: np.where(x.positions[..., None] >= 0, read(x), 0)
+        found, wanted = (live(x.layers[0]) for x in (also, end))
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 @pytest.mark.e2e
