@@ -230,6 +230,11 @@ class Codes(NamedTuple):
     centre: BFloat16[Array, "B K C N"] | None = None
 
 
+def numbers_of(pairs: Array | Codes) -> Array:
+    """What a slot holds of keys or values: the numbers themselves, or their codes."""
+    return pairs.codes if isinstance(pairs, Codes) else pairs
+
+
 class Scoring(NamedTuple):
     """What a layer does to its scaled products before the softmax; static.
 

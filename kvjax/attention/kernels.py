@@ -19,7 +19,7 @@ from jaxtyping import Array
 from kvjax.attention.reference import NO_STATS, PLAIN
 from kvjax.attention.stored import Pairs, Stored, decoded
 from kvjax.pallas.common import Scored, device
-from kvjax.types import Codes, Observation, Partial, Scoring
+from kvjax.types import Codes, Observation, Partial, Scoring, numbers_of
 
 TOLERATED = 0.05  # of a right answer, whose numbers are about 1 and rounded to bfloat16
 
@@ -213,8 +213,7 @@ def _stored(x: Array, codec: Any) -> Pairs:
 
 def _numbers(pairs: Pairs | Codes) -> Array:
     """What a fused write writes: the numbers, or the codes of stored ones."""
-    codes = pairs.codes if isinstance(pairs, Stored) else pairs
-    return codes.codes if isinstance(codes, Codes) else codes
+    return numbers_of(pairs.codes if isinstance(pairs, Stored) else pairs)
 
 
 def _largest(difference: np.ndarray) -> float:

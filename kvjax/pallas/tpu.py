@@ -35,7 +35,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.pallas.common import STATS, Scored, device
 from kvjax.pallas.tpu_kernel import LANES, SUBLANES, SUMS, Case, Form, Pick, body
-from kvjax.types import Codes
+from kvjax.types import Codes, numbers_of
 
 NAME = "kvjax_attention"  # in profiles and compiler dumps
 DTYPES = (jnp.float32, jnp.bfloat16)
@@ -265,7 +265,7 @@ def _case(
     tiles = tiles or tiles_here()
     batch, kv_heads, group, length, depth = q.shape
     forms = _form(k, depth), _form(k if v is None else v, depth)
-    slots = (k.codes if isinstance(k, Codes) else k).shape[2]
+    slots = numbers_of(k).shape[2]
     if length == 1:
         queries, heads = 1, kv_heads
     else:
@@ -288,7 +288,7 @@ def _form(pairs: Array | Codes, depth: int) -> Form:
 
 def write_grain(pairs: Array | Codes) -> int:
     """Slots that one written memory tile of K or V spans."""
-    numbers = pairs.codes if isinstance(pairs, Codes) else pairs
+    numbers = numbers_of(pairs)
     return Form(numbers.shape[3], numbers.dtype.itemsize).grain
 
 
@@ -430,7 +430,7 @@ def _add_pick(call: _Call, case: Case, pos, total) -> None:
 def _add_pairs(call: _Call, case: Case, name: str, pairs, form: Form) -> None:
     """A tile of K or V, and of its scales."""
     coded = isinstance(pairs, Codes)
-    numbers = pairs.codes if coded else pairs
+    numbers = numbers_of(pairs)
     shape = (form.width, case.tile) if form.minor else (case.tile, form.width)
     spec = pl.BlockSpec(
         (1, case.heads, *shape),

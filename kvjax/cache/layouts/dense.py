@@ -23,7 +23,7 @@ from kvjax.cache.codecs import Codec, plain
 from kvjax.cache.layouts import groups
 from kvjax.cache.layouts.base import Layout, first_of, insert_rows
 from kvjax.parallel import host
-from kvjax.types import EMPTY, Codes, ModelSpec, PyTree, UserError
+from kvjax.types import EMPTY, Codes, ModelSpec, PyTree, UserError, numbers_of
 
 
 @flax.struct.dataclass
@@ -368,7 +368,7 @@ def write_attend(
     layer = layer.replace(
         k=_with_scales(layer.k, new_k, slots), v=_with_scales(layer.v, new_v, slots)
     )
-    new = _numbers(new_k)[:, :, 0], _numbers(new_v)[:, :, 0], slots[..., 0]
+    new = numbers_of(new_k)[:, :, 0], numbers_of(new_v)[:, :, 0], slots[..., 0]
     given = q, *new, *_stored(layer), layer.positions, positions, n
     partial, seen, k, v = attention.write_attend(*given, *how)
     layer = layer.replace(k=_with_numbers(layer.k, k), v=_with_numbers(layer.v, v))
@@ -396,13 +396,8 @@ def _stored(layer: DenseLayer) -> tuple[Pairs, Pairs]:
     )
 
 
-def _numbers(stored: PyTree) -> Array:
-    """Of what a kernel writes: the numbers themselves, or their codes."""
-    return stored.codes if isinstance(stored, Codes) else stored
-
-
 def _with_numbers(stored: PyTree, numbers: Array) -> PyTree:
-    """What is stored, with these in the place of `_numbers`."""
+    """What is stored, with these in the place of `numbers_of`."""
     coded = isinstance(stored, Codes)
     return stored._replace(codes=numbers) if coded else numbers
 
