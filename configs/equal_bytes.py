@@ -5,10 +5,10 @@
 What follows the colon is the percentage of the full cache's bytes in bfloat16, position
 included, that stay. SmolLM2-135M-Instruct reads prompts of 1,000 tokens, evicting while
 it reads, 32 pairs at a time, with sinks and newest pairs pinned, in which a pass key or
-a magic number is hidden: three wordings, 20 prompts each. Three rules keep as many
-pairs of 16 bits, 8, 8 and 4, or 4 as these bytes hold. Beside it, how far predictions
-on other text are from the full cache's. `--config.prompt_tokens=2000` is for longer
-prompts.
+a magic number is hidden: three wordings, 20 prompts each. Three rules with all heads
+alike, and *retrieval heads* with heads by need (see heads.py), keep as many pairs of 16
+bits, 8, 8 and 4, or 4 as these bytes hold. Beside it, how far predictions on other text
+are from the full cache's. `--config.prompt_tokens=2000` is for longer prompts.
 
 Layer by layer, so that nothing is timed: an hour on two CPU cores, which compute in
 float32, and hold the pairs of 16 bits in twice the bytes that are meant. Stop it at any
@@ -24,10 +24,12 @@ _CODECS = {
     "8 and 4 bits": "k8v4",
     "4 bits, rotated": "int4_rotated",
 }
-_POLICIES = {
-    "KeyDiff": "key_diff",
-    "Average": "average_attention",
-    "SnapKV": "snapkv",
+_BY_NEED = {"name": "calibrated", "even": 0.25, "floor": 64}
+_POLICIES = {  # and how pairs are shared out among heads
+    "KeyDiff": ("key_diff", "uniform"),
+    "Average": ("average_attention", "uniform"),
+    "SnapKV": ("snapkv", "uniform"),
+    "Retrieval heads": ("kvjax.policies:retrieval_heads", _BY_NEED),
 }
 _DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 _TASKS = {
@@ -59,11 +61,11 @@ def get_config(percent: str = "25") -> ConfigDict:
                         "series": f"{name}, {bits}",
                         "policy": policy,
                         "budget": f"{share(bits):.1f}%",
-                        "budget_rule": "uniform",
+                        "budget_rule": rule,
                         "codec": codec,
                     }
                     for bits, codec in _CODECS.items()
-                    for name, policy in _POLICIES.items()
+                    for name, (policy, rule) in _POLICIES.items()
                 ),
             ),
             "num_examples": 20,
