@@ -11,6 +11,7 @@ from jaxtyping import Array
 from kvjax import attention
 from kvjax.cache import budgets, codecs, layouts
 from kvjax.cache.layouts import dense
+from kvjax.cache.layouts.base import put
 from kvjax.types import EMPTY
 
 ROUNDED = codecs.TensorCodec(
@@ -76,8 +77,8 @@ def _write(layer, k, v, slots, positions):
         jnp.where(slots < size, slots, beyond),
         jnp.where(slots >= size, slots - size, beyond),
     )
-    put = lambda parts, new: tuple(map(dense._put, parts, places, (new, new)))
-    return layer.replace(k=put(layer.k, k), v=put(layer.v, v))
+    both = lambda parts, new: tuple(map(put, parts, places, (new, new)))
+    return layer.replace(k=both(layer.k, k), v=both(layer.v, v))
 
 
 def _evict(layer, mask):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax.parallel import host
 from kvjax.types import PyTree
@@ -86,6 +86,45 @@ class Layout(NamedTuple):
 def insert_rows(layer: PyTree, other: PyTree, row: Int[Array, ""]) -> PyTree:
     """Writes the rows of `other` over those of `layer` from `row` on."""
     return jax.tree.map(lambda mine, new: host.insert(mine, new, row), layer, other)
+
+
+def put(
+    leaf: Shaped[Array, "B K C ..."], slots: Int[Array, "B K T"], new: Array
+) -> Shaped[Array, "B K C ..."]:
+    """Puts `new` into slots; those of C or more are not written."""
+    shape = *slots.shape, *leaf.shape[3:]
+    new = jnp.broadcast_to(new, shape).astype(leaf.dtype)
+    if host.is_host(leaf):
+        return host.put(leaf, slots, new)
+    return jax.lax.platform_dependent(
+        leaf, slots, new, cpu=_put_on_cpu, default=_scatter
+    )
+
+
+def _scatter(leaf, slots, new):
+    rows = jnp.arange(leaf.shape[0])[:, None, None]
+    columns = jnp.arange(leaf.shape[1])[None, :, None]
+    return leaf.at[rows, columns, slots].set(new, mode="drop", unique_indices=True)
+
+
+def _put_on_cpu(leaf, slots, new):
+    """XLA's CPU backend scatters short floats by widening the whole leaf and back."""
+    size = leaf.dtype.itemsize
+    if not jnp.issubdtype(leaf.dtype, jnp.floating) or size > 2:
+        return _scatter(leaf, slots, new)
+    if slots.shape[2] == 1:
+        return mark(leaf, slots, new)
+    bits = lambda x: jax.lax.bitcast_convert_type(x, f"uint{8 * size}")
+    put = _scatter(bits(leaf), slots, bits(new))
+    return jax.lax.bitcast_convert_type(put, leaf.dtype)
+
+
+def mark(
+    leaf: Shaped[Array, "B K C ..."], slot: Int[Array, "B K 1"], new: Array
+) -> Shaped[Array, "B K C ..."]:
+    """`put` for one slot of small leaves; on TPU a scatter is slow, a select not."""
+    here = jnp.arange(leaf.shape[2], dtype=jnp.int32)[None, None] == slot
+    return jnp.where(here.reshape(here.shape + (1,) * (leaf.ndim - 3)), new, leaf)
 
 
 def first_of(where: Bool[Array, "*axes C"], count: int) -> Int[Array, "*axes N"]:

@@ -15,13 +15,13 @@ Nothing is copied to make room. `compact` is the other way, and the one that cha
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Int
 
 from kvjax import attention
 from kvjax.attention.stored import Pairs, Stored
 from kvjax.cache.codecs import Codec, plain
 from kvjax.cache.layouts import groups
-from kvjax.cache.layouts.base import Layout, first_of, insert_rows
+from kvjax.cache.layouts.base import Layout, first_of, insert_rows, mark, put
 from kvjax.parallel import host
 from kvjax.types import EMPTY, Codes, ModelSpec, PyTree, UserError, numbers_of
 
@@ -182,10 +182,10 @@ def claim(
     real = jnp.arange(length, dtype=jnp.int32)[None, :] < n[:, None]
     overflow = jnp.any(real[:, None] & (slots >= capacity), axis=-1)
     slots = jnp.where(real[:, None], slots, capacity)  # out of range: not written
-    put = _mark if length == 1 else _put
-    zeros = lambda leaf: put(leaf, slots, jnp.zeros((), leaf.dtype))
+    written = mark if length == 1 else put
+    zeros = lambda leaf: written(leaf, slots, jnp.zeros((), leaf.dtype))
     here = jnp.broadcast_to(positions[:, None], slots.shape)
-    layer = layer.replace(positions=put(layer.positions, slots, here))
+    layer = layer.replace(positions=written(layer.positions, slots, here))
     return layer, jax.tree.map(zeros, per_slot), slots, overflow
 
 
@@ -198,8 +198,8 @@ def write(
 ) -> DenseLayer:
     """Writes new keys and values [B, K, T, D] into the slots claimed for them."""
     layer = write_keys(layer, k, slots, positions)
-    put = lambda leaf, new: _put(leaf, slots, new)
-    stored = jax.tree.map(put, layer.v, layer.codec.value.encode(v))
+    put_new = lambda leaf, new: put(leaf, slots, new)
+    stored = jax.tree.map(put_new, layer.v, layer.codec.value.encode(v))
     return _with_values(layer, stored, v, slots, positions)
 
 
@@ -214,8 +214,8 @@ def write_keys(
     if _in_groups(layer.codec):
         stored = groups.with_new(layer.k, codec, ring.k, k, slots, capacity)
     else:
-        put = lambda leaf, new: _put(leaf, slots, new)
-        stored = jax.tree.map(put, layer.k, codec.encode(k))
+        put_new = lambda leaf, new: put(leaf, slots, new)
+        stored = jax.tree.map(put_new, layer.k, codec.encode(k))
     layer = layer.replace(k=stored)
     if ring is None:
         return layer
@@ -223,7 +223,7 @@ def write_keys(
     place = _places(layer.codec, here, slots, ring)
     return layer.replace(
         residual=ring.replace(
-            k=_put(ring.k, place, k), positions=_put(ring.positions, place, here)
+            k=put(ring.k, place, k), positions=put(ring.positions, place, here)
         )
     )
 
@@ -254,7 +254,7 @@ def _with_values(
         return layer
     here = _written(layer, slots, positions)
     place = _places(layer.codec, here, slots, ring)
-    return layer.replace(residual=ring.replace(v=_put(ring.v, place, v)))
+    return layer.replace(residual=ring.replace(v=put(ring.v, place, v)))
 
 
 def _written(
@@ -294,8 +294,9 @@ def encode(layer: DenseLayer, codec: Codec) -> DenseLayer:
     ring = _empty_ring(codec, k.shape, k.dtype)
     if ring is not None:
         place = _places(codec, positions, _all_slots(positions), ring)
-        put = lambda leaf, new: _put(leaf, place, new)
-        ring = Residual(put(ring.k, k), put(ring.v, v), put(ring.positions, positions))
+        new = k, v, positions
+        put_new = lambda leaf, new: put(leaf, place, new)
+        ring = Residual(*map(put_new, (ring.k, ring.v, ring.positions), new))
     return layer.replace(
         k=groups.all_of(codec.key, k),
         v=_placed(codec, codec.value.encode(v)),
@@ -406,7 +407,7 @@ def _with_scales(stored: PyTree, new: PyTree, slots: Int[Array, "B K 1"]) -> PyT
     """What is stored, with the new pairs' scales, which no kernel writes."""
     if not isinstance(stored, Codes):
         return stored
-    return stored._replace(scale=_mark(stored.scale, slots, new.scale))
+    return stored._replace(scale=mark(stored.scale, slots, new.scale))
 
 
 def check(codec: Codec) -> None:
@@ -424,28 +425,6 @@ def check(codec: Codec) -> None:
             f"which wait in the residual: give it a residual_length of {size} at least "
             f"and no sinks, got {newest} and {codec.sinks}"
         )
-
-
-def _put(
-    leaf: Array, slots: Int[Array, "B K T"], new: Array
-) -> Shaped[Array, "B K C ..."]:
-    """Puts `new` into slots; those of C or more are not written."""
-    if host.is_host(leaf):
-        return host.put(
-            leaf, slots, jnp.broadcast_to(new, (*slots.shape, *new.shape[3:]))
-        )
-    batch, heads = slots.shape[:2]
-    rows = jnp.arange(batch)[:, None, None]
-    columns = jnp.arange(heads)[None, :, None]
-    return leaf.at[rows, columns, slots].set(new, mode="drop", unique_indices=True)
-
-
-def _mark(
-    leaf: Shaped[Array, "B K C ..."], slot: Int[Array, "B K 1"], new: Array
-) -> Shaped[Array, "B K C ..."]:
-    """`_put` for one slot of small leaves; on TPU a scatter is slow, a select not."""
-    here = jnp.arange(leaf.shape[2], dtype=jnp.int32)[None, None] == slot
-    return jnp.where(here.reshape(here.shape + (1,) * (leaf.ndim - 3)), new, leaf)
 
 
 LAYOUT = Layout(

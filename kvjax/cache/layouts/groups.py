@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.cache.codecs import TensorCodec
+from kvjax.cache.layouts.base import put
 from kvjax.types import PyTree
 
 
@@ -50,14 +51,7 @@ def with_new(
     whole = (group + 1) * size <= past
     beyond = rounded(capacity, codec) // size
     target = jnp.where(whole, group, beyond)
-    batch, heads = slots.shape[:2]
-    rows, columns = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
-
-    def put(leaf, new):
-        at = leaf.at[rows, columns, target]
-        return at.set(new, mode="drop", unique_indices=True)
-
-    return jax.tree.map(put, stored, made)
+    return jax.tree.map(lambda leaf, new: put(leaf, target, new), stored, made)
 
 
 def all_of(codec: TensorCodec, keys: Array) -> PyTree:

@@ -1,0 +1,54 @@
+"""New pairs are put into slots as they are, whatever their numbers are made of."""
+
+import functools
+import re
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kvjax.cache.layouts.base import put
+
+RNG = np.random.default_rng(0)
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32", "bool")
+SHORT = ("bfloat16", "float16", "float8_e4m3fn")
+ROWS, HEADS, SLOTS, DEPTH = 3, 2, 40, 16
+
+
+def _numbers(shape, dtype):
+    return RNG.normal(0, 30, shape).astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("depth", [(), (DEPTH,)])
+def test_what_is_put_is_there_bit_for_bit_and_nothing_else_changes(dtype, count, depth):
+    leaf = _numbers((ROWS, HEADS, SLOTS, *depth), dtype)
+    new = _numbers((ROWS, HEADS, count, *depth), dtype)
+    if dtype in SHORT:
+        new[0], leaf[1] = np.nan, np.nan  # as visible as it was
+    places = [RNG.permutation(SLOTS + 9)[:count] for _ in range(ROWS * HEADS)]
+    slots = np.array(places, np.int32).reshape(ROWS, HEADS, count)
+    expected = leaf.copy()
+    for row, head, i in np.ndindex(slots.shape):
+        if slots[row, head, i] < SLOTS:
+            expected[row, head, slots[row, head, i]] = new[row, head, i]
+    found = np.asarray(jax.jit(put)(leaf, slots, new))
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("count", [1, 5])
+def test_no_write_widens_what_is_stored(dtype, count):
+    shape = ROWS, HEADS, SLOTS, DEPTH
+    asked = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+    slots = jax.ShapeDtypeStruct((ROWS, HEADS, count), "int32")
+    program = jax.jit(put, donate_argnums=0).lower(
+        asked(shape), slots, asked((ROWS, HEADS, count, DEPTH))
+    )
+    text = program.compile().as_text()
+    whole = re.escape(",".join(map(str, shape)))
+    entry = text[text.index("ENTRY") :]  # within a fusion nothing is stored
+    assert not re.search(rf"= f32\[{whole}\]", entry)
