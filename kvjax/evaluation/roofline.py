@@ -41,7 +41,7 @@ from kvjax.cache import codecs
 from kvjax.cache.config import CacheConfig
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import Plan
-from kvjax.models import decoder
+from kvjax.models import decoder, layers
 from kvjax.parallel import host
 from kvjax.types import ModelSpec, UserError
 
@@ -353,15 +353,15 @@ def measured_rates(dtype: str = "float32") -> Rates:
 
     The best of many tries each. The copy reads and writes 256 MiB in place (a new array
     every time would measure page faults on a CPU); the product is of square matrices of
-    the dtype, as large as the backend needs to be at its best. As many bytes come over
-    the link; a CPU has none, and a device without host memory is not asked.
+    the dtype, multiplied as layers do, as large as the backend needs to be at its best.
+    As many bytes come over the link; a CPU has none, and a device without host memory
+    is not asked.
     """
-    like = jnp.dtype(dtype)
-    source = jnp.ones((_COPIED // like.itemsize,), like)
+    source = jnp.ones((_COPIED // 4,), jnp.float32)
     copied = _best(jax.jit(jnp.negative, donate_argnums=0), source)
     size = 2048 if jax.devices()[0].platform == "cpu" else 8192
-    square = jnp.full((size, size), 1 / size, like)  # its own square
-    multiplied = _best(jax.jit(lambda x: x @ x), square)
+    square = jnp.full((size, size), 1 / size, dtype)  # its own square
+    multiplied = _best(jax.jit(lambda x: layers.product(x, x)), square)
     has_link = jax.devices()[0].platform != "cpu" and host.is_there()
     link = measured_link() if has_link else math.inf
     return Rates(2 * _COPIED / copied, 2 * size**3 / multiplied, link)

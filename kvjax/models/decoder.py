@@ -93,7 +93,7 @@ def embedded(
     if spec.embed_scale != 1:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)
     if "embed_in" in params:
-        x = x @ params["embed_in"]
+        x = layers.product(x, params["embed_in"])
     if spec.positions == "learned":
         x = x + params["positions"][positions]
     return axes.constrain(x, "batch")
@@ -181,9 +181,9 @@ def logits(
 ) -> Float[Array, "B V"]:
     """Next-token logits in float32; the tied head reads the embedding's rows."""
     if "embed_out" in params:
-        hidden = hidden @ params["embed_out"]
+        hidden = layers.product(hidden, params["embed_out"])
     if "head" in params:
-        found = jnp.matmul(hidden, params["head"], preferred_element_type=jnp.float32)
+        found = layers.wide_product(hidden, params["head"])
     else:
         found = jax.lax.platform_dependent(
             hidden, params["embed"], cpu=_tied_head_rows_first, default=_tied_head
@@ -197,6 +197,10 @@ def _tied_head(hidden, embed):
 
 def _tied_head_rows_first(hidden, embed):
     """The same product; XLA's CPU backend wants the larger operand first, fenced."""
+    return layers.of_two_rows(_rows_first, hidden, embed)
+
+
+def _rows_first(hidden, embed):
     product = jnp.einsum("vm,bm->vb", embed, hidden, preferred_element_type=jnp.float32)
     return jax.lax.optimization_barrier(product).T
 
@@ -343,7 +347,7 @@ def _project(
     scales by D ** -0.5.
     """
     heads = {"k": spec.num_kv_heads, "p": spec.queries_per_kv_head + 2}
-    flat = _plus(h @ weights["qkv"], weights, "qkv_bias")
+    flat = _plus(layers.product(h, weights["qkv"]), weights, "qkv_bias")
     flat = jax.lax.optimization_barrier(flat)  # else TPU transposes the weights
     split = rearrange(flat, "b t (k p d) -> b k p t d", **heads)
     q, k, v = split[:, :, :-2], split[:, :, -2], split[:, :, -1]
@@ -365,7 +369,7 @@ def _merge_heads(
     mixed: Float[Array, "B K G T D"], out: Float[Array, "K G D M"]
 ) -> Float[Array, "B T M"]:
     flat = rearrange(mixed, "b k g t d -> b t (k g d)")
-    return flat @ rearrange(out, "k g d m -> (k g d) m")
+    return layers.product(flat, rearrange(out, "k g d m -> (k g d) m"))
 
 
 def _mlp(weights: PyTree, spec: ModelSpec, h: Float[Array, "B T M"]) -> Array:
@@ -381,12 +385,12 @@ def _mlp(weights: PyTree, spec: ModelSpec, h: Float[Array, "B T M"]) -> Array:
         return out.reshape(h.shape)
     act = layers.ACTIVATIONS[spec.activation]
     if spec.gated:
-        both = _plus(h @ weights["gate_up"], weights, "gate_up_bias")
+        both = _plus(layers.product(h, weights["gate_up"]), weights, "gate_up_bias")
         gate, up = layers.gate_and_up(both, spec.ff_groups)
         hidden = act(gate) * up
     else:
-        hidden = act(_plus(h @ weights["up"], weights, "up_bias"))
-    return _plus(hidden @ weights["down"], weights, "down_bias")
+        hidden = act(_plus(layers.product(h, weights["up"]), weights, "up_bias"))
+    return _plus(layers.product(hidden, weights["down"]), weights, "down_bias")
 
 
 def _plus(x, weights, bias: str):

@@ -1,5 +1,6 @@
 """Blocks that the model families share: pure functions of arrays."""
 
+import functools
 import math
 
 import jax
@@ -17,6 +18,37 @@ ACTIVATIONS = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
+
+
+_wide = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+
+
+def product(
+    x: Float[Array, "*N I"], weight: Float[Array, "I O"]
+) -> Float[Array, "*N O"]:
+    """x @ weight, summed in float32, in x's dtype."""
+    return jax.lax.platform_dependent(x, weight, cpu=_rounded, default=jnp.matmul)
+
+
+def wide_product(
+    x: Float[Array, "*N I"], weight: Float[Array, "I O"]
+) -> Float[Array, "*N O"]:
+    """x @ weight, summed and kept in float32."""
+    on_cpu = functools.partial(of_two_rows, _wide)
+    return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=_wide)
+
+
+def _rounded(x, weight):
+    """XLA's CPU backend has bfloat16's matrix units for float32 sums alone."""
+    return of_two_rows(_wide, x, weight).astype(x.dtype)
+
+
+def of_two_rows(multiply, x: Float[Array, "*N I"], weight: Array) -> Array:
+    """multiply(x, weight); one row of 16 bits is a slow loop on a CPU."""
+    if math.prod(x.shape[:-1]) > 1 or x.dtype.itemsize > 2:
+        return multiply(x, weight)
+    two = jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))
+    return multiply(two, weight)[:1]
 
 
 def rms_norm(
