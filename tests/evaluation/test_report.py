@@ -441,13 +441,18 @@ def test_methods_keep_their_look_and_batches_are_named():
     assert texts[0] == "Full cache, batch 8"
 
 
-def test_points_on_one_spot_are_moved_apart():
+def test_points_on_one_spot_are_moved_to_the_nearest_free_ones_in_the_box():
     pixels = np.array([[5.0, 5.0], [5.0, 5.0], [np.nan, 5.0], [5.0, 5.0], [90.0, 5.0]])
-    moved = scatters.apart(pixels, 10)
+    moved = scatters.apart(pixels, 10, np.array([0.0, 0.0, 99.0, 99.0]))
     np.testing.assert_array_equal(moved[[0, 4]], pixels[[0, 4]])
     assert np.isnan(moved[2]).all()
-    assert sorted(moved[[0, 1, 3], 0]) == [-5, 5, 15]
-    assert (moved[[0, 1, 3], 1] == 5).all()
+    np.testing.assert_array_equal(moved[1], [15, 5])  # -5 would be outside
+    np.testing.assert_array_equal(moved[3], [5, 15])
+
+
+def test_a_point_without_a_free_spot_stays_where_it_belongs():
+    moved = scatters.apart(np.full((3, 2), 5.0), 10, np.array([0.0, 0.0, 15.0, 5.0]))
+    np.testing.assert_array_equal(moved, [[5, 5], [15, 5], [5, 5]])
 
 
 # --- throughput ---------------------------------------------------------------------

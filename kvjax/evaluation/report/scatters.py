@@ -26,7 +26,7 @@ from kvjax.evaluation.report.records import Record
 
 _PEAK, _DECODING = "kv_bytes_peak_per_seq", "kv_bytes_decode"
 _ALIKE = 1.1  # the largest over the smallest of peaks that are nearly the same
-_ASIDE_MARKERS = 4  # that a point is moved sideways at most
+_CROWD = 4  # markers that a point is moved at most
 _FAR = 30  # times the slowest: a linear axis would hide it
 _RECORDS_APART = 0.19  # inches between records of one batch
 _METHODS_APART = 0.05  # inches between methods, whose memory is often the same
@@ -121,11 +121,12 @@ def _fill(
     figure.set_layout_engine("none")  # from here on, pixels keep their meaning
     for axes, points in panels:
         pixels = axes.transData.transform(points)
-        places = axes.transData.inverted().transform(
-            apart(pixels, MARKER * figure.dpi / 72)
-        )
+        spots = apart(pixels, MARKER * figure.dpi / 72, axes.bbox.extents)
+        places = axes.transData.inverted().transform(spots)
         known = np.flatnonzero(np.isfinite(places).all(axis=1))
         for index in known:
+            moved = np.stack([points[index], places[index]])
+            axes.plot(*moved.T, color=looks[index]["markerfacecolor"], lw=0.8, zorder=2.5)
             axes.plot(*places[index], clip_on=False, zorder=3, **looks[index])
         if not known.size:
             not_measured(axes)
@@ -137,22 +138,22 @@ def _from_zero(values: np.ndarray) -> tuple[float, float]:
     return 0.0, 1.12 * max(known.max(initial=0.0), 1e-9)
 
 
-def apart(pixels: np.ndarray, size: float) -> np.ndarray:
-    """Moves points that would cover an earlier one sideways by whole markers.
+def apart(pixels: np.ndarray, size: float, box: np.ndarray) -> np.ndarray:
+    """Moves points that would cover an earlier one to the nearest free spot in the box.
 
-    By a few at most: of a crowd, some stay covered where they belong.
+    By a few markers at most: of a crowd, some stay covered where they belong.
     """
+    steps = np.arange(-_CROWD, _CROWD + 1)
+    moves = np.stack(np.meshgrid(steps, steps), axis=-1).reshape(-1, 2)
+    nearest = np.lexsort([np.abs(moves[:, 1]), np.hypot(*moves.T)])
     placed = np.full_like(pixels, np.nan)
     for index in np.flatnonzero(np.isfinite(pixels).all(axis=1)):
-        for step in range(2 * _ASIDE_MARKERS + 1):
-            side = (step + 1) // 2 * (1 if step % 2 else -1)
-            spot = pixels[index] + [side * size, 0]
-            near = np.abs(placed - spot).max(axis=1) < 0.8 * size  # False for NaN
-            if not near.any():
-                placed[index] = spot
-                break
-        else:
-            placed[index] = pixels[index]
+        spots = pixels[index] + size * moves[nearest]
+        within = ((spots >= box[:2]) & (spots <= box[2:])).all(axis=1)
+        away = np.abs(placed - spots[:, None]).max(axis=2)
+        near = (away < 0.8 * size).any(axis=1)  # False for NaN
+        free = spots[within & ~near]
+        placed[index] = free[0] if len(free) else pixels[index]
     return placed
 
 
