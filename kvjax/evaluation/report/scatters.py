@@ -126,7 +126,9 @@ def _fill(
         known = np.flatnonzero(np.isfinite(places).all(axis=1))
         for index in known:
             moved = np.stack([points[index], places[index]])
-            axes.plot(*moved.T, color=looks[index]["markerfacecolor"], lw=0.8, zorder=2.5)
+            axes.plot(
+                *moved.T, color=looks[index]["markerfacecolor"], lw=0.8, zorder=2.5
+            )
             axes.plot(*places[index], clip_on=False, zorder=3, **looks[index])
         if not known.size:
             not_measured(axes)
