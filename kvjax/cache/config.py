@@ -94,6 +94,11 @@ class CacheConfig:
         """Heads of every part of every layer, see `kvjax.cache.parts`."""
         return tuple(map(parts.of_sizes, self.budget or (None,) * spec.num_layers))
 
+    def of_part(self, index: int, heads: parts.Heads) -> "CacheConfig":
+        """What is kept of a model with those heads of that layer alone."""
+        budget = self.budget and (parts.size_of(self.budget[index], heads),)
+        return dataclasses.replace(self.of_layer(index), budget=budget)
+
     def of_layer(self, index: int) -> "CacheConfig":
         """What is kept of a model with that layer alone."""
         alone = slice(index, index + 1)

@@ -37,6 +37,7 @@ def step_layer(
     is_prefill: bool,
     policy_params: PyTree = None,
     layer_number: int | Int[Array, ""] | None = None,
+    head_numbers: Int[Array, "K"] | None = None,
 ) -> tuple[Float[Array, "B K G T D"], KVState]:
     """One layer's transition for T new tokens, of which each row's first `n` are real.
 
@@ -58,6 +59,7 @@ def step_layer(
       is_prefill: whether the tokens are the prompt's: schedules treat them differently.
       policy_params: this layer's weights of a learned rule.
       layer_number: the layer's index in the model; None is `index`.
+      head_numbers: the heads' indices in the model's layer, where they are not all.
     """
     places = [
         (place, parts.here(heads, q.shape[1])) for place, heads in state.parts(index)
@@ -72,8 +74,7 @@ def step_layer(
             config=config,
             number=number,
             params=policy_params,
-            heads=heads,
-            of=q.shape[1],
+            heads=_numbers(q.shape[1], heads, head_numbers),
             budget=size,
         )
         out, state = _step_part(
@@ -226,6 +227,7 @@ def compact(
     apply_ropes: Sequence[Callable[..., Array]],
     policy_params: Sequence[PyTree] | None = None,
     first_layer: int | Int[Array, ""] = 0,
+    head_numbers: Int[Array, "K"] | None = None,
 ) -> KVState:
     """Shrinks (or grows) the state between prefill and decode.
 
@@ -242,6 +244,7 @@ def compact(
       apply_ropes: `LayerOps.apply_rope` of every layer.
       policy_params: every layer's weights of a learned rule.
       first_layer: the number in the model of the state's first layer.
+      head_numbers: the heads' indices in the model's layer, where they are not all.
     """
     layout, layers, stats = config.layout, [], []
     count = state.error.shape[1]
@@ -263,8 +266,7 @@ def compact(
                 config=config,
                 number=first_layer + index,
                 params=policy_params and policy_params[index],
-                heads=heads,
-                of=count,
+                heads=_numbers(count, heads, head_numbers),
                 budget=budget,
             )
             gone, nan = _chosen(stat, view, held - target, config)
@@ -371,11 +373,10 @@ def _view(
     config,
     number,
     params,
-    heads: parts.Heads,
-    of: int,
+    heads: Int[Array, "K"] | None,
     budget: int | None,
 ) -> View:
-    """What a policy sees of these heads, of all `of` that are here."""
+    """What a policy sees of these heads."""
     layout = config.layout
     return View(
         positions=layout.positions(layer),
@@ -387,10 +388,17 @@ def _view(
         layer=number,
         params=params,
         gather_heads=axes.all_heads,
-        heads=axes.head_numbers(of, heads),
+        heads=heads,
         budget=budget,
         mean_budget=config.mean_budget,
     )
+
+
+def _numbers(
+    count: int, heads: parts.Heads, known: Int[Array, "K"] | None
+) -> Int[Array, "K"] | None:
+    """A part's heads by their numbers in the layer, of which `count` are here."""
+    return axes.head_numbers(count, heads) if known is None else known
 
 
 def _turned(

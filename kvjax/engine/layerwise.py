@@ -1,22 +1,27 @@
-"""Many methods, few prompts: one layer's program for all layers, one reading for all.
+"""Many methods, few prompts: one layer's programs for all layers, one reading for all.
 
-A whole model takes half a minute to compile for every method, one layer a second or
-two; layers that differ in what they keep have a program each. Running layer by layer
-costs a dispatch per layer instead of one per batch, so this is for sweeps over methods,
-not for throughput; whole models give the same tokens and keep the same pairs. Rules
-that only work once the prompt is in watch it together: it is read once for all of them.
+A whole model takes half a minute to compile for every method, and minutes where its
+heads differ. Here what comes before and after attention is compiled once for all
+layers and methods, and attention with its cache for every size that some heads keep: a
+second or two each. Running layer by layer costs some dispatches per layer instead of
+one per batch, so this is for sweeps over methods, not for throughput; whole models give
+the same tokens and keep the same pairs. Rules that only work once the prompt is in
+watch it together: it is read once for all of them.
 """
 
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax import cache
+from kvjax.cache import parts
 from kvjax.cache.config import CacheConfig
 from kvjax.cache.schedule import Schedule
 from kvjax.engine import runner, steps
@@ -83,13 +88,32 @@ class Readings:
         shared = self._known[key]
         if config.policy:
             index = self._watching.index(config.policy)
-            states = tuple(_part(state, index) for state in shared.state)
+            states = tuple(_only(part, index) for part in shared.state)
             shared = Prefilled(states, shared.logits)
         return _shrunk(self.model, config, shared, prompts, new)
 
 
+class Part(flax.struct.PyTreeNode):
+    """Heads of a layer that keep alike, as a model of one layer that has no others.
+
+    Attributes:
+      state: of these heads.
+      layer: its number in the model.
+      heads: their numbers in the layer; None for all.
+    """
+
+    state: cache.KVState
+    layer: int = flax.struct.field(pytree_node=False)
+    heads: parts.Heads = flax.struct.field(pytree_node=False)
+
+    @property
+    def numbers(self) -> Int[np.ndarray, "K"] | None:
+        """The heads as an array, so that programs do not depend on which they are."""
+        return self.heads and np.asarray(self.heads, np.int32)
+
+
 class LayerByLayer:
-    """The runner; its states hold a `KVState` of one layer for every layer."""
+    """The runner; its states are a tuple of every layer's `Part`s."""
 
     def __init__(self, readings: Readings, job: Job):
         self.job = job
@@ -100,13 +124,11 @@ class LayerByLayer:
         found = self._readings.after(self.job.config, prompts, self.job.max_new_tokens)
         if self._writing is self.job.config:
             return found
-        return Prefilled(
-            tuple(
-                state.replace(stats=(Stats(),) * len(state.stats))
-                for state in found.state
-            ),
-            found.logits,
+        forgotten = (
+            part.replace(state=part.state.replace(stats=(Stats(),)))
+            for part in found.state
         )
+        return Prefilled(tuple(forgotten), found.logits)
 
     def begin(
         self, read: Prefilled, prompt_ids: Sequence[int], seed: int
@@ -162,7 +184,7 @@ class LayerByLayer:
         return joined(state.cache)
 
     def _drawn(self, read: Prefilled, keys: Array) -> np.ndarray:
-        position = read.state[0].next_pos
+        position = read.state[0].state.next_pos
         return np.asarray(_sample(read.logits, keys, position, self.job.sampling))
 
 
@@ -174,11 +196,10 @@ def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Prefi
     tokens = np.zeros((len(prompts), room + block), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-    dtype, one = model.params["embed"].dtype, _one_layer(spec)
     states = tuple(
-        cache.init(*(one, layer, len(prompts)), capacity, dtype)
-        for layer in _layers(config, spec)
-        for capacity in [layer.prefill_capacity(one, room, new)]
+        _empty(model, config, index, heads, len(prompts), room, new)
+        for index, layer in enumerate(config.heads(spec))
+        for heads in layer
     )
     logits = jnp.zeros((len(prompts), spec.vocab_size), jnp.float32)
     found = Prefilled(states, logits)
@@ -196,46 +217,71 @@ def _room(config: CacheConfig, prompts: Prompts) -> int:
     return -(-max(map(len, prompts)) // block) * block
 
 
-def joined(states: Sequence[cache.KVState]) -> cache.KVState:
+def joined(held: Sequence[Part]) -> cache.KVState:
     """The states of all layers as one."""
-    return states[0].replace(
-        layers=tuple(layer for state in states for layer in state.layers),
-        stats=tuple(stats for state in states for stats in state.stats),
-        heads=tuple(state.heads[0] for state in states),
+    layers = [list(layer) for _, layer in groupby(held, lambda part: part.layer)]
+    errors = [
+        parts.joined([part.state.error for part in layer], [p.heads for p in layer])
+        for layer in layers
+    ]
+    return held[0].state.replace(
+        layers=tuple(part.state.layers[0] for part in held),
+        stats=tuple(part.state.stats[0] for part in held),
+        error=functools.reduce(jnp.bitwise_or, errors),
+        heads=tuple(tuple(part.heads for part in layer) for layer in layers),
     )
+
+
+def _empty(model: Model, config: CacheConfig, index, heads, batch, room, new) -> Part:
+    """A part with nothing in it, and slots for what it keeps of a prompt."""
+    one, alone = _one_part(model.spec, heads), config.of_part(index, heads)
+    capacity = alone.prefill_capacity(one, room, new)
+    dtype = model.params["embed"].dtype
+    return Part(cache.init(one, alone, batch, capacity, dtype), index, heads)
+
+
+def _one_part(spec: ModelSpec, heads: parts.Heads) -> ModelSpec:
+    return dataclasses.replace(parts.spec_of(spec, heads), num_layers=1)
 
 
 def _step(model, config, read: Prefilled, tokens, n, is_prefill: bool) -> Prefilled:
     """T tokens through all layers, of which each row's first n are real."""
+    spec, start = model.spec, read.state[0].state.next_pos
     tokens, n = jnp.asarray(tokens, jnp.int32), jnp.asarray(n, jnp.int32)
     ends = {key: model.params[key] for key in model.params if key != "layers"}
-    x, states = _embed(ends, tokens, read.state[0].next_pos, spec=model.spec), []
-    learned = _learned(config, model.spec.num_layers)
-    configs = _layers(config, model.spec)
-    layers = zip(model.params["layers"], read.state, learned, configs, strict=True)
-    for index, (weights, state, rule, alone) in enumerate(layers):
-        windows = [model.spec.sliding_window(i) for i in range(index + 1)]
-        x, state = _layer(
-            *(weights, x, state, n, tokens, rule, jnp.int32(index)),
-            spec=model.spec,
-            config=alone,
-            is_prefill=is_prefill,
-            like=windows.index(windows[-1]),
-        )
-        states.append(state)
+    learned = _learned(config, spec.num_layers)
+    x, states = _embed(ends, tokens, start, spec=spec), []
+    for index, layer in groupby(read.state, lambda part: part.layer):
+        weights, like = model.params["layers"][index], _like(spec, index)
+        given, mixed, held = _before(weights, x, spec=spec, like=like), [], list(layer)
+        for part in held:
+            out, state = _attend(
+                *(weights["out"], given, part.state, n, tokens),
+                *(learned[index], jnp.int32(index), part.numbers),
+                spec=spec,
+                config=config.of_part(index, part.heads),
+                is_prefill=is_prefill,
+                like=like,
+            )
+            mixed.append(out)
+            states.append(part.replace(state=state))
+        order = _order([part.heads for part in held])
+        x = _after(weights, x, tuple(mixed), order, spec=spec, like=like)
     before = read.logits
     if before is None:
-        before = jnp.zeros((len(n), model.spec.vocab_size), jnp.float32)
-    return Prefilled(tuple(states), _logits(ends, x, n, before, spec=model.spec))
+        before = jnp.zeros((len(n), spec.vocab_size), jnp.float32)
+    return Prefilled(tuple(states), _logits(ends, x, n, before, spec=spec))
 
 
-def _layers(config: CacheConfig, spec: ModelSpec) -> list[CacheConfig]:
-    """What each layer keeps; those that keep the same share programs."""
-    return [config.of_layer(index) for index in range(spec.num_layers)]
+def _like(spec: ModelSpec, index: int) -> int:
+    """The first layer that is shaped as this one, whose programs it shares."""
+    windows = [spec.sliding_window(i) for i in range(index + 1)]
+    return windows.index(windows[-1])
 
 
-def _one_layer(spec: ModelSpec) -> ModelSpec:
-    return dataclasses.replace(spec, num_layers=1)
+def _order(heads: Sequence[parts.Heads]) -> Int[np.ndarray, "K"] | None:
+    """Where the layer's heads stand among those of its parts."""
+    return None if heads[0] is None else np.argsort(np.concatenate(heads))
 
 
 def _learned(config: CacheConfig, count: int) -> Sequence[PyTree]:
@@ -244,43 +290,75 @@ def _learned(config: CacheConfig, count: int) -> Sequence[PyTree]:
     return params.layers if params is not None else (None,) * count
 
 
+@functools.partial(jax.jit, static_argnames=("spec", "like"))
+def _before(weights: PyTree, x: Float[Array, "B T M"], *, spec, like: int) -> tuple:
+    """Queries, keys, values and what they are made of, as layer `like` makes them."""
+
+    def attend(index, q, k, v, ops, cache):
+        del index, cache
+        return jnp.zeros_like(q), (q, k, v, ops.hidden)
+
+    return decoder.layer(weights, spec, like, x, _unturned, None, attend)[1]
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "like"))
+def _after(
+    weights: PyTree,
+    x: Float[Array, "B T M"],
+    mixed: tuple[Float[Array, "B H G T D"], ...],
+    order: Int[Array, "K"] | None,
+    *,
+    spec: ModelSpec,
+    like: int,
+) -> Float[Array, "B T M"]:
+    """The rest of the layer, from what attention of all its parts mixed."""
+    whole = mixed[0] if order is None else jnp.concatenate(mixed, axis=1)[:, order]
+    attend = lambda *_: (whole, None)
+    return decoder.layer(weights, spec, like, x, _unturned, None, attend)[0]
+
+
+def _unturned(x, positions=None):
+    """Where nothing is turned: keys are handed over before they are."""
+    raise AssertionError("a layer turns no keys itself")
+
+
 @functools.partial(
     jax.jit,
     static_argnames=("spec", "config", "is_prefill", "like"),
     donate_argnames=("state",),
 )
-def _layer(
-    weights: PyTree,
-    x: Float[Array, "B T M"],
+def _attend(
+    out: Float[Array, "K G D M"],
+    given: tuple[Array, ...],
     state: cache.KVState,
     n: Array,
     tokens: Array,
     rule: PyTree,
     number: Array,
+    heads: Array | None,
     *,
     spec: ModelSpec,
     config: CacheConfig,
     is_prefill: bool,
     like: int,
-) -> tuple[Float[Array, "B T M"], cache.KVState]:
-    """A layer that is shaped as number `like`; the state holds nothing but its own."""
-    positions = cache.next_positions(state, x.shape[1])
-
-    def attend(index, *given):
-        del index
-        return cache.step_layer(
-            *(0, *given),
-            config=config,
-            n=n,
-            tokens=tokens,
-            is_prefill=is_prefill,
-            policy_params=rule,
-            layer_number=number,
-        )
-
+) -> tuple[Float[Array, "B H G T D"], cache.KVState]:
+    """What heads of a layer mix, and what they keep then."""
+    *qkv, hidden = given
+    if heads is not None:
+        qkv, out = [x[:, heads] for x in qkv], out[heads]
+    positions = cache.next_positions(state, tokens.shape[1])
     apply_rope = decoder.rotations(spec, positions)[like]
-    x, state = decoder.layer(weights, spec, like, x, apply_rope, state, attend)
-    return x, cache.advance(state, n)
+    mixed, state = cache.step_layer(
+        *(0, *qkv, decoder.layer_ops(out, spec, like, apply_rope, hidden), state),
+        config=config,
+        n=n,
+        tokens=tokens,
+        is_prefill=is_prefill,
+        policy_params=rule,
+        layer_number=number,
+        head_numbers=heads,
+    )
+    return mixed, cache.advance(state, n)
 
 
 @functools.partial(jax.jit, static_argnames=("spec",))
@@ -304,9 +382,9 @@ def _sample(logits: Array, keys: Array, position: Array, sampling) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "config", "capacity"))
-def _compact(state, rule, number, *, spec, config, capacity) -> cache.KVState:
+def _compact(state, rule, number, heads, *, spec, config, capacity) -> cache.KVState:
     ropes, params = decoder.rotations(spec)[:1], None if rule is None else (rule,)
-    return cache.compact(state, config, capacity, ropes, params, number)
+    return cache.compact(state, config, capacity, ropes, params, number, heads)
 
 
 def _shrunk(
@@ -315,18 +393,17 @@ def _shrunk(
     """The compaction between prompt and decoding, where the schedule has one."""
     if not config.compacts:
         return found
-    spec, learned = model.spec, _learned(config, model.spec.num_layers)
-    room = _room(config, prompts)
-    layers = zip(found.state, learned, _layers(config, spec), strict=True)
-    states = [
-        _compact(
-            *(state, rule, jnp.int32(index)),
+    spec, states = model.spec, []
+    learned, room = _learned(config, spec.num_layers), _room(config, prompts)
+    for part in found.state:
+        alone, one = config.of_part(part.layer, part.heads), _one_part(spec, part.heads)
+        state = _compact(
+            *(part.state, learned[part.layer], jnp.int32(part.layer), part.numbers),
             spec=spec,
             config=alone,
-            capacity=alone.decode_capacity(_one_layer(spec), room, new),
+            capacity=alone.decode_capacity(one, room, new),
         )
-        for index, (state, rule, alone) in enumerate(layers)
-    ]
+        states.append(part.replace(state=state))
     return found._replace(state=tuple(states))
 
 
@@ -360,7 +437,7 @@ def _is_stored_later(config: CacheConfig) -> bool:
 
 
 def _together(members: Sequence[Policy]) -> Policy:
-    """Watches as all of them do, keeps nothing; `_part` gives each its statistics."""
+    """Watches as all of them do, keeps nothing; `_only` gives each its statistics."""
 
     return Policy(
         init=lambda *shape: _joined(member.init(*shape) for member in members),
@@ -378,11 +455,13 @@ def _joined(parts: Iterable[Stats]) -> Stats:
     return Stats(*zip(*parts, strict=True))
 
 
-def _part(state: cache.KVState, index: int) -> cache.KVState:
-    (stats,) = state.stats
-    return state.replace(stats=(Stats(stats.per_slot[index], stats.per_row[index]),))
+def _only(part: Part, index: int) -> Part:
+    """With the statistics of one of those that watched together."""
+    (stats,) = part.state.stats
+    mine = Stats(stats.per_slot[index], stats.per_row[index])
+    return part.replace(state=part.state.replace(stats=(mine,)))
 
 
-def _raise_errors(states: Sequence[cache.KVState]) -> None:
-    for state in states:
-        cache.raise_errors(state)
+def _raise_errors(held: Sequence[Part]) -> None:
+    for part in held:
+        cache.raise_errors(part.state)

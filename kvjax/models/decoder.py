@@ -327,15 +327,23 @@ def _norm(x, weight, spec: ModelSpec):
 def _attention(weights, spec, index, h, *, rotate, cache, attend):
     """Mixes the tokens; returns the addition to the residual stream, and the cache."""
     q, k, v = _project(h, weights, spec)
-    ops = LayerOps(
-        rotate,
-        jax.tree_util.Partial(_contributions, weights["out"]),
-        Scoring(spec.attention_softcap, spec.sliding_window(index)),
-        h,
-    )
+    ops = layer_ops(weights["out"], spec, index, rotate, h)
     mixed, cache = attend(index, q, k, v, ops, cache)
     out = _merge_heads(mixed, weights["out"])
     return _plus(out, weights, "out_bias"), cache
+
+
+def layer_ops(
+    out: Float[Array, "K G D M"],
+    spec: ModelSpec,
+    index: int,
+    rotate: Callable[..., Array],
+    hidden: Float[Array, "B T M"],
+) -> LayerOps:
+    """What a layer lends the cache, of the heads that its `out` is of."""
+    scoring = Scoring(spec.attention_softcap, spec.sliding_window(index))
+    contributions = jax.tree_util.Partial(_contributions, out)
+    return LayerOps(rotate, contributions, scoring, hidden)
 
 
 def _project(
