@@ -58,8 +58,8 @@ class Quality(Experiment):
     """See `configs/quickstart.py` for the fields.
 
     With `layerwise`, prompts run as in `kvjax.engine.layerwise`: for sweeps over many
-    methods. Nothing is timed then, and memory is planned from shapes, for one method at
-    a time.
+    methods. Neither time nor memory is measured then, and memory is planned from
+    shapes, for one method at a time.
     """
 
     experiment: str = "quality"
@@ -227,10 +227,11 @@ def _batch(run: _Run, task: Samples, plan: Plan, rows: list[int]) -> Record:
     model, seed = run.setting.model, run.setting.experiment.seed
     prompts = task.tokens(rows)
     stop = functools.partial(stop_texts.stops, model.tokenizer, task.task.stop)
-    with peak_memory(plan.weights_bytes, plan.host_bytes) as measured:
+    timed = not run.setting.experiment.layerwise
+    peak = peak_memory(plan.weights_bytes, plan.host_bytes)
+    with peak if timed else contextlib.nullcontext([]) as measured:  # costs its time
         chosen = run.engine.runner(plan.job)
         result = runner.run_batch(chosen, prompts, rows, seed, stop)
-    timed = not run.setting.experiment.layerwise
     live, allocated = cache.stored_bytes(result.state)
     line = {
         "task": task.name,

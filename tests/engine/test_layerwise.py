@@ -12,6 +12,7 @@ from kvjax.cache.config import make_config
 from kvjax.engine import layerwise, runner
 from kvjax.engine.compiled import Job, bucket
 from kvjax.engine.steps import compact, prefill, score
+from kvjax.policies.base import head_numbers, stateless
 
 NEW = 9
 RNG = np.random.default_rng(0)
@@ -125,6 +126,31 @@ def test_readings_are_shared_by_what_reads_alike(tiny):
     assert len(fresh._known) == 2
     kept = cache.kept_positions(layerwise.joined(states))
     assert [[len(head) for head in layer] for layer in kept[0]] == [[16] * 2, [24] * 2]
+
+
+def test_parts_that_keep_alike_share_programs_and_know_their_heads(tiny):
+    """Here a rule goes by the layer and by the head's number in it."""
+
+    def score(view):
+        sign = 1 - 2 * ((head_numbers(view) + view.layer) % 2)
+        return (view.positions * sign[None, :, None]).astype(jnp.float32)
+
+    rule = stateless("by_head", score)
+    sizes = (16, 24), (24, 16)
+    config = make_config(tiny.spec, rule, sizes, Schedule("prefill_and_decode", 8, 8))
+    size = bucket(tiny.spec, config, 64, NEW)
+    job = Job(tiny.spec, config, 3, size, NEW)
+    whole = run_batch(tiny.params, job, PROMPTS, range(3))
+    layerwise._attend.clear_cache()
+    readings = layerwise.Readings(tiny, [config])
+    found = runner.run_batch(readings.runner(job), PROMPTS, range(3))
+    kept = cache.kept_positions(whole.state)
+    jax.tree.map(np.testing.assert_array_equal, cache.kept_positions(found.state), kept)
+    assert [[head.min() > 40 for head in layer] for layer in kept[1]] == [
+        [True, False],
+        [False, True],
+    ], "even ones keep the newest"
+    assert layerwise._attend._cache_size() == 4, "two sizes, reading and writing"
 
 
 def test_fewer_prompts_than_rows(tiny, readings):
