@@ -13,10 +13,12 @@ reference, `--config.prompt_tokens=2000` in longer ones.
 *Alike*: every head keeps as many. *Pyramid*: layers, by depth. *By layer*: layers, by
 what they need. *Ada*: the heads of each layer, by what they need. *By head*: all heads
 of all layers. *Half way*, *a quarter*: so far from these to all alike. *Retrieval
-heads* choose by KeyDiff where heads keep much, by average attention elsewhere.
+heads* choose by KeyDiff where heads keep much, by average attention elsewhere. SnapKV
+chooses when the prompt is in.
 
-Layer by layer, so that nothing is timed: 90 minutes on two CPU cores. Stop it at any
-moment and start it again. `python experiments/report.py runs/heads/*` joins runs.
+Layer by layer, so that nothing is timed: about an hour on two CPU cores with matrix
+units for bfloat16, twice that in others' float32 (`--config.dtype=float32`). Stop it at
+any moment and start it again. `python experiments/report.py runs/heads/*` joins runs.
 """
 
 from ml_collections import ConfigDict
@@ -30,11 +32,17 @@ _RULES = {
     "a quarter": {"name": "calibrated", "even": 0.25, "floor": 64},
     "by head": {"name": "calibrated", "floor": 64},
 }
-_POLICIES = {
-    "KeyDiff": "key_diff",
-    "Average": "average_attention",
-    "Streaming": "streaming",
-    "Retrieval heads": "kvjax.policies:retrieval_heads",
+_FOUR = "alike", "pyramid", "by layer", "by head"
+_POLICIES = {  # the rule, when it evicts, and how pairs are shared out
+    "KeyDiff": ("key_diff", "prefill_and_decode", tuple(_RULES)),
+    "Retrieval heads": (
+        "kvjax.policies:retrieval_heads",
+        "prefill_and_decode",
+        tuple(_RULES)[1:],  # with all heads alike it is KeyDiff
+    ),
+    "Average": ("average_attention", "prefill_and_decode", _FOUR),
+    "SnapKV": ("snapkv", "after_prefill", _FOUR),
+    "Streaming": ("streaming", "prefill_and_decode", _FOUR),
 }
 _DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 _TASKS = {
@@ -49,7 +57,7 @@ def get_config(percent: str = "25") -> ConfigDict:
     return ConfigDict(
         {
             "model": "smollm2-135m-instruct",
-            "dtype": "float32",
+            "dtype": "bfloat16",
             "memory_gb": 8.0,
             "seed": 0,
             "haystack": "",
@@ -65,11 +73,11 @@ def get_config(percent: str = "25") -> ConfigDict:
                         "name": f"{name}, {how}",
                         "series": f"{name}, {how}",
                         "policy": policy,
-                        "budget_rule": rule,
+                        "phases": phases,
+                        "budget_rule": _RULES[how],
                     }
-                    for name, policy in _POLICIES.items()
-                    for how, rule in _RULES.items()
-                    if (name, how) != ("Retrieval heads", "alike")  # KeyDiff's row
+                    for name, (policy, phases, rules) in _POLICIES.items()
+                    for how in rules
                 ),
             ),
             "num_examples": 20,

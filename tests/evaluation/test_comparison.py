@@ -9,6 +9,7 @@ import sys
 
 import matplotlib.image
 import numpy as np
+import pandas as pd
 import pytest
 from testing.records import SPEEDS, make_record, sweep_records
 
@@ -252,12 +253,30 @@ def test_no_run_at_all(tmp_path):
 def test_one_answer_twice(workdirs):
     sources = groups.read([*workdirs, "one/records.jsonl", "./one"])
     assert len(sources) == 3  # one file under three names
-    twin = groups.Source("twin", sources[0].records, False)
+    full, other, *_ = sources[0].records
+    twin = groups.Source("twin", [full, other], False)
+    with pytest.raises(UserError, match=rf"{other['method']} on xsum is in both one"):
+        groups.quality_groups([*sources, twin])
+    worse = full | {"tasks": {"xsum": full["tasks"]["xsum"] | {"score": 0.0}}}
+    twin = groups.Source("twin", [worse], False)
     with pytest.raises(UserError, match=r"Full cache on xsum is in both one.*and twin"):
         groups.quality_groups([*sources, twin])
     twin = groups.Source("twin", SPEEDS, False)
     with pytest.raises(UserError, match="ED with 8 new tokens is in both"):
         groups.throughput_groups([*sources, twin])
+
+
+def test_runs_share_their_baseline(workdirs):
+    """Methods of two runs beside the full cache that both measured."""
+    sources = groups.read(workdirs)
+    full, *others = sources[0].records
+    apart = [
+        groups.Source("first", [full, others[0]], False),
+        groups.Source("second", [full, *others[1:]], False),
+    ]
+    (both,) = groups.quality_groups(apart)
+    (whole,) = groups.quality_groups(sources[:1])
+    pd.testing.assert_frame_equal(both.scores, whole.scores)
 
 
 def test_a_torn_line_is_told(workdirs):

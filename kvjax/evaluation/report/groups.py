@@ -366,6 +366,8 @@ def _grouped(
 def _answers(members: list[tuple[Source, Record]]) -> pd.DataFrame:
     """The frame of `Quality`.
 
+    Of several runs' full caches with the same results, the first is there.
+
     Raises:
       UserError: two files have the same method's answers to the same task.
     """
@@ -381,6 +383,8 @@ def _answers(members: list[tuple[Source, Record]]) -> pd.DataFrame:
     methods = frame.groupby(["path", *ROW])["method"].transform("nunique")
     frame["series"] = frame["series"].where(methods == 1, frame["method"])
     place = [*ROW, "column"]
+    baseline = frame["record"].map(is_full)  # which runs of the same prompts share
+    frame = frame[~(baseline & frame.duplicated([*place, "score", "decode", "peak"]))]
     for _, twin in frame[frame.duplicated(place)].iterrows():
         first = frame[(frame[place] == twin[place]).all(axis=1)].iloc[0]
         raise UserError(
