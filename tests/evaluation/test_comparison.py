@@ -405,6 +405,31 @@ def test_a_task_that_a_method_lacks_leaves_the_panels_in_shape(workdirs, tmp_pat
     assert min(box.width for box in boxes) > 0.2 and min(b.height for b in boxes) > 0.2
 
 
+def test_octaves_of_memory_where_caches_are_of_several_sizes(workdirs):
+    alike = task_run("xsum", 0.5, 0.4, 0.3, kv_bytes_decode=2e6)
+    small = record("tiny", "xsum", 0.2, 16, kv_bytes_decode=1e5)
+    runs = (groups.Source("x", each, False) for each in (alike, [*alike, small]))
+    near, far = (group for run in runs for group in groups.quality_groups([run]))
+    scales = [scatters.task_scores(g).axes[0].get_xscale() for g in (near, far)]
+    assert scales == ["linear", "log"]
+
+
+def test_names_over_maps_stay_within_their_column(workdirs):
+    words = "of very many words, " * 4
+    needles = task_run("needle", 1.0, 0.75, 0.5)
+    long = [r | {"series": r["series"] + words, "method": words} for r in needles]
+    (group,) = groups.quality_groups([groups.Source("x", long, False)])
+    figure = figures.needle_map(group, "needle")
+    figure.draw_without_rendering()
+    panels = [axes for axes in figure.axes if axes.get_title(loc="left")]
+    assert len(panels) == 3
+    width = figure.bbox.width / len(panels)
+    for axes in panels:
+        assert axes.get_position().width > 0.5 / len(panels)
+        for words in (axes.title, axes._left_title, *axes.texts):
+            assert words.get_window_extent().width < width
+
+
 def test_needles_of_several_lengths_share_a_map(workdirs):
     short = task_run("needle", 0.5, 0.25, 0.0, prompt_tokens=500)
     sources = [*groups.read(workdirs), groups.Source("x", short)]

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import pathlib
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -365,7 +366,16 @@ def _title(axes: Any, row: tuple) -> None:
 
 
 def _over(axes: Any, title: str, told: str) -> None:
-    """A title above a panel, and a line of smaller words under it."""
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=18)
-    note = {"xytext": (0, 5), "textcoords": "offset points", "color": GREY, "size": 9}
-    axes.annotate(told, (0, 1), xycoords="axes fraction", **note)
+    """A title above a panel, and smaller words under it, no wider than the panel."""
+    columns = axes.get_subplotspec().get_gridspec().ncols
+    inches = axes.figure.get_figwidth() / columns
+    titles = textwrap.wrap(title, int(8.5 * inches))
+    lines = textwrap.wrap(told, int(12 * inches))
+    below, height = 5 + 12 * len(lines), 15 * len(titles)  # points
+    how = {"fontsize": 11, "fontweight": "bold", "pad": below}
+    over = axes.set_title("\n".join(titles), loc="left", **how)
+    at = {"xycoords": "axes fraction", "textcoords": "offset points", "size": 9}
+    note = axes.annotate("\n".join(lines), (0, 1), (0, 5), color=GREY, **at)
+    axes.annotate(" ", (0, 1), (0, below + height - 12), **at)  # keeps room for them,
+    over.set_in_layout(False)  # as they may stand over the next panel's numbers
+    note.set_in_layout(False)

@@ -27,6 +27,7 @@ from kvjax.evaluation.report.records import Record
 _PEAK, _DECODING = "kv_bytes_peak_per_seq", "kv_bytes_decode"
 _ALIKE = 1.1  # the largest over the smallest of peaks that are nearly the same
 _CROWD = 4  # markers that a point is moved at most
+_OCTAVES = 8  # times the smallest cache: on a linear axis they would be one heap
 _FAR = 30  # times the slowest: a linear axis would hide it
 _RECORDS_APART = 0.19  # inches between records of one batch
 _METHODS_APART = 0.05  # inches between methods, whose memory is often the same
@@ -225,10 +226,20 @@ def _joined(mark: Mark, hollow: bool) -> dict[str, Any]:
 
 
 def _limits(axes: Any) -> None:
-    """From zero on; at least 10 points high, so that little does not look like much."""
-    data = [line.get_xydata() for line in axes.lines if len(line.get_xydata())]
+    """At least 10 points high, so that little does not look like much.
+
+    Memory is from zero on, or in octaves where it is of several sizes.
+    """
+    methods = [line for line in axes.lines if line.get_marker() != "None"]
+    data = [line.get_xydata() for line in methods if len(line.get_xydata())]
     points = np.concatenate(data) if data else np.zeros((1, 2))
-    axes.set_xlim(0, 1.1 * max(points[:, 0].max(), 1e-9))
+    known = points[:, 0][points[:, 0] > 0]
+    if known.size and known.max() > _OCTAVES * known.min():
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(known.min() / 1.3, 1.3 * known.max())
+        axes.xaxis.set_major_formatter("{x:g}")
+    else:
+        axes.set_xlim(0, 1.1 * max(points[:, 0].max(), 1e-9))
     axes.set_ylim(-0.5, max(10.0, 1.12 * points[:, 1].max()))
 
 
