@@ -10,12 +10,13 @@ alike, and *retrieval heads* with heads by need (see heads.py), keep as many pai
 bits, 8, 8 and 4, or 4 as these bytes hold. Beside it, how far predictions on other text
 are from the full cache's. `--config.prompt_tokens=2000` is for longer prompts.
 
-Layer by layer, so that nothing is timed: an hour on two CPU cores, which compute in
-float32, and hold the pairs of 16 bits in twice the bytes that are meant. Stop it at any
-moment and start it again. `python experiments/report.py runs/bytes/*` joins runs.
+Layer by layer, so that nothing is timed: half an hour on two CPU cores with matrix
+units for bfloat16, an hour in others' float32 (`--config.dtype=float32`), which holds
+the pairs of 16 bits in twice the bytes that are meant. Stop it at any moment and start
+it again. `python experiments/report.py runs/bytes/*` joins runs.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 _BYTES = {"16 bits": 260, "8 bits": 136, "8 and 4 bits": 106, "4 bits, rotated": 76}
 _CODECS = {
@@ -41,11 +42,12 @@ _TASKS = {
 
 def get_config(percent: str = "25") -> ConfigDict:
     """The fields of `quality.Quality` for a percentage of the bytes."""
+    length = FieldReference(1000)
     share = lambda codec: min(100.0, float(percent) * _BYTES["16 bits"] / _BYTES[codec])
     return ConfigDict(
         {
             "model": "smollm2-135m-instruct",
-            "dtype": "float32",
+            "dtype": "bfloat16",
             "memory_gb": 8.0,
             "seed": 0,
             "haystack": "",
@@ -69,14 +71,14 @@ def get_config(percent: str = "25") -> ConfigDict:
                 ),
             ),
             "num_examples": 20,
-            "prompt_tokens": 1000,
+            "prompt_tokens": length,
             "max_new_tokens": 16,
             "tasks": tuple(
                 {"name": name, "options": options} for name, options in _TASKS.items()
             ),
             "fidelity": {
                 "num_windows": 8,
-                "prompt_tokens": 1000,
+                "prompt_tokens": length,  # of one length, as shares are of the longest
                 "continuation_tokens": 64,
             },
         }

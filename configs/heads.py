@@ -21,7 +21,7 @@ units for bfloat16, twice that in others' float32 (`--config.dtype=float32`). St
 any moment and start it again. `python experiments/report.py runs/heads/*` joins runs.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 _RULES = ["alike", "pyramid", "by_layer", "ada", "half_way", "a_quarter", "by_head"]
 _FOUR = "alike", "pyramid", "by_layer", "by_head"
@@ -61,6 +61,7 @@ def _rule(how: str, floor: int) -> str | dict:
 
 def get_config(percent: str = "25") -> ConfigDict:
     """The fields of `quality.Quality` for a percentage of the pairs."""
+    length = FieldReference(1000)
     return ConfigDict(
         {
             "model": "smollm2-135m-instruct",
@@ -88,14 +89,14 @@ def get_config(percent: str = "25") -> ConfigDict:
                 ),
             ),
             "num_examples": 20,
-            "prompt_tokens": 1000,
+            "prompt_tokens": length,
             "max_new_tokens": 16,
             "tasks": tuple(
                 {"name": name, "options": options} for name, options in _TASKS.items()
             ),
             "fidelity": {
                 "num_windows": 8,
-                "prompt_tokens": 1000,
+                "prompt_tokens": length,  # of one length, as shares are of the longest
                 "continuation_tokens": 64,
             },
         }

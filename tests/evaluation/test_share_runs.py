@@ -178,6 +178,16 @@ def test_rules_in_equal_bytes(percent):
         assert abs(np.mean(config.head_budgets(spec)) - 1000 * share) <= 1
 
 
+@pytest.mark.parametrize("name", ["heads.py", "equal_bytes.py"])
+def test_other_lengths_are_of_prompts_and_texts(name):
+    """With shorter texts, their share would be larger than the prompts'."""
+    fields = load_config(name)()
+    fields.prompt_tokens = 2000
+    experiment = from_config(fields.to_dict(), {})
+    assert {task.prompt_tokens for task in experiment.tasks} == {2000}
+    assert experiment.fidelity.prompt_tokens == 2000
+
+
 @pytest.mark.parametrize("when", ["as_it_comes", "after_prompt"])
 def test_codecs_that_are_compared(when):
     """`configs/codecs.py`: the same ones, from the first block on or later."""
