@@ -194,7 +194,7 @@ def test_codecs_are_told_apart_where_there_are_any():
     assert [row[3] for row in table.rows] == ["identity", "int8"] + ["identity"] * 2
     assert table.rows[1][-1] == "-5.0"
     names = [t.get_text() for t in scatters.task_scores(group).legends[0].get_texts()]
-    assert names[:2] == ["Full cache", "Full cache, none, int8"]
+    assert names[:2] == ["Full cache", "Full cache, int8"]
 
 
 def test_models_and_devices_are_not_mixed(workdirs):
@@ -403,6 +403,40 @@ def test_a_task_that_a_method_lacks_leaves_the_panels_in_shape(workdirs, tmp_pat
     figure.draw_without_rendering()
     boxes = [axes.get_position() for axes in figure.axes[: len(group.columns)]]
     assert min(box.width for box in boxes) > 0.2 and min(b.height for b in boxes) > 0.2
+
+
+@pytest.mark.parametrize("trait", ["codec", "budget_rule", "schedule"])
+def test_rules_have_a_colour_each_and_stand_together(trait):
+    """Whatever sets a rule's methods apart is their shape, alike for all rules."""
+    ways = {"schedule": ("prefill_only", "decode_only")}.get(trait, ("int8", "int4"))
+    made = [
+        record(f"{rule} {way}", "xsum", 0.4, 64, policy=rule, **{trait: way})
+        for way in ways
+        for rule in ("h2o", "tova")
+    ]
+    whole = groups.Source("s", [*made, record("Full cache", "xsum", 0.5)])
+    (group,) = groups.quality_groups([whole])
+    lines = scatters.task_scores(group).legends[0].get_lines()
+    full, *looks = [(line.get_markerfacecolor(), line.get_marker()) for line in lines]
+    assert full == ("black", "*")
+    (h2o, one), (same, other), (tova, alike), (last, least) = looks
+    assert h2o == same != tova == last and one == alike != other == least
+    names = [line.get_label() for line in lines]
+    assert [name.split()[0] for name in names] == ["Full", "h2o", "h2o", "tova", "tova"]
+
+
+@pytest.mark.parametrize(("rules", "codecs"), [(6, 7), (7, 2), (2, 8), (3, 1)])
+def test_colours_by_rule_only_where_they_tell_all_apart(rules, codecs):
+    """6 colours, 7 shapes, and more methods than rules."""
+    made = [
+        {"policy": f"{r}", "codec": f"{c}"} for r in range(rules) for c in range(codecs)
+    ]
+    marks = figures.marks_of(made, None)
+    by_rule = {
+        (each["policy"], mark.colour) for each, mark in zip(made, marks, strict=True)
+    }
+    assert (len(by_rule) == rules < len(made)) == ((rules, codecs) == (6, 7))
+    assert len(set(marks)) == len(made)
 
 
 def test_octaves_of_memory_where_caches_are_of_several_sizes(workdirs):

@@ -89,17 +89,38 @@ def new_panels(
 # --- marks and legends ----------------------------------------------------------------
 
 
-def marks_of(methods: Sequence[Any], full: Any) -> list[Mark]:
-    """A look of its own for each method; that which `is` the full cache is a star."""
-    coloured = itertools.count()
-    return [
-        Mark("black", "*") if method is full else _mark(next(coloured))
-        for method in methods
-    ]
+def marks_of(methods: Sequence[Record], full: Record) -> list[Mark]:
+    """A look of its own for each method; that which `is` the full cache is a star.
+
+    Where several methods have a rule, its colour says which, if that can be.
+    """
+    others = [method for method in methods if method is not full]
+    rules, *more = (
+        [str(method.get(name)) for method in others]
+        for name in ("policy", "codec", "budget_rule", "schedule")
+    )
+    marks = iter(_crossed(rules, *more) or map(_mark, itertools.count()))
+    return [Mark("black", "*") if m is full else next(marks) for m in methods]
 
 
 def _mark(index: int) -> Mark:
     return Mark(_COLOURS[index % len(_COLOURS)], _SHAPES[index % len(_SHAPES)])
+
+
+def _crossed(rules: Sequence[str], *others: Sequence[Any]) -> list[Mark] | None:
+    """A colour for each rule, and a shape for the first of `others` that does.
+
+    That is, the first that tells methods of one rule apart; None if none does, or if
+    colours or shapes do not suffice.
+    """
+    for traits in others:
+        methods = list(zip(rules, traits, strict=True))
+        colours = dict(zip(dict.fromkeys(rules), _COLOURS, strict=False))
+        shapes = dict(zip(dict.fromkeys(traits), _SHAPES, strict=False))
+        known = colours.keys() >= set(rules) and shapes.keys() >= set(traits)
+        if known and len(set(methods)) == len(methods) > len(colours):
+            return [Mark(colours[rule], shapes[trait]) for rule, trait in methods]
+    return None
 
 
 def look(mark: Mark, hollow: bool = False) -> dict[str, Any]:

@@ -179,19 +179,21 @@ def log_axis(axes: Any, values: np.ndarray) -> None:
 def task_scores(group: Quality) -> Any:
     """A panel per task: its score against the KV cache of a prompt.
 
-    Budgets of a method are joined by a line. Methods whose schedule compresses after
-    the prompt are hollow: they hold all of it while they read. So that none hides
-    another, methods are moved sideways a little.
+    Budgets of a method are joined by a line. Where several methods have a rule, its
+    colour says which. Methods whose schedule compresses after the prompt are hollow:
+    they hold all of it while they read. So that none hides another, methods are moved
+    sideways a little.
     """
     from matplotlib.transforms import ScaledTranslation
 
     key = ["series", "schedule", "codec"]
-    methods = list(dict.fromkeys((s, when, how) for s, when, _, how in group.rows))
-    whole = group.full and (group.full.series, group.full.schedule, group.full.codec)
-    full = next((method for method in methods if method == whole), None)
-    names = [m[0] if m is full else groups.joined(*m) for m in methods]
-    marks = zip(methods, marks_of(methods, full), strict=True)
-    looks = {m: _joined(mark, m[1].startswith("after_prefill")) for m, mark in marks}
+    full = group.full and (group.full.series, group.full.schedule, group.full.codec)
+    marks = _marks(group, key, full)
+    methods, names = list(marks), _names(list(marks))
+    looks = {
+        method: _joined(mark, method[1].startswith("after_prefill"))
+        for method, mark in marks.items()
+    }
     answers = group.answers.assign(
         decode=group.answers["decode"] / 1e6, score=100 * group.answers["score"]
     )
@@ -216,6 +218,26 @@ def task_scores(group: Quality) -> Any:
         _limits(axes)
     legend(figure, list(looks.values()), names)
     return figure
+
+
+def _marks(group: Quality, key: list[str], full: tuple | None) -> dict[tuple, Mark]:
+    """The look of each method: the full cache first, and those of a rule together."""
+    records = group.answers.drop_duplicates(key).set_index(key)["record"]
+    every = dict.fromkeys((s, when, how) for s, when, _, how in group.rows)
+    rules = [text(records[method].get("policy")) for method in every]
+    place = dict(zip(every, map(rules.index, rules), strict=True))
+    methods = sorted(every, key=lambda method: (method != full, place[method]))
+    marks = marks_of([records[m] for m in methods], full and records[full])
+    return dict(zip(methods, marks, strict=True))
+
+
+def _names(methods: Sequence[tuple]) -> list[str]:
+    """The series, and what sets methods of one series apart."""
+    frame = pd.DataFrame([m[1:] for m in methods], index=[m[0] for m in methods])
+    varied = frame.groupby(level=0).nunique() > 1
+    told = [np.array(rest)[varied.loc[name].to_numpy()] for name, *rest in methods]
+    rest = zip(methods, told, strict=True)
+    return [groups.joined(name, *apart) for (name, *_), apart in rest]
 
 
 def _joined(mark: Mark, hollow: bool) -> dict[str, Any]:
