@@ -9,6 +9,7 @@ import functools
 import math
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int8, Integer
 
 from kvjax.cache.codecs.base import Codec, TensorCodec
@@ -150,14 +151,30 @@ def encode(
 
 
 def decode(stored: Codes, bits: int) -> Float[Array, "B K C D"]:
-    """f32, as `encode` has it; may be infinite by the scale's rounding alone."""
-    codes = unpack(stored.codes, bits).astype(jnp.float32)
-    scale = stored.scale.astype(jnp.float32)[..., None]
-    steps = grouped(codes, scale.shape[-2])
+    """f32, as `encode` has it; may be infinite by the scale's rounding alone.
+
+    What shares bytes becomes numbers before it is joined: XLA makes no vectors, on a
+    CPU, of loops that join and go on.
+    """
+    parts = unpack(stored.codes, bits)
+    width = parts[0].shape[-1]
+    size = len(parts) * width // stored.scale.shape[-1]
+    runs = np.arange(0, len(parts) * width, math.gcd(size, width)) // size
+    groups = np.split(runs, len(parts))  # of every run of channels, in every part
+    whole = [_numbers(part, stored, g) for part, g in zip(parts, groups, strict=True)]
+    return jnp.concatenate(whole, axis=-1)
+
+
+def _numbers(
+    codes: Int8[Array, "B K C P"], stored: Codes, groups: np.ndarray
+) -> Float[Array, "B K C P"]:
+    """What these codes stand for, whose runs of channels are of those groups."""
+    of_runs = lambda leaf: leaf[..., groups].astype(jnp.float32)[..., None]
+    steps = grouped(codes.astype(jnp.float32), len(groups))
     if stored.centre is None:
-        x = steps * scale
+        x = steps * of_runs(stored.scale)
     else:
-        x = (steps + 0.5) * scale + stored.centre.astype(jnp.float32)[..., None]
+        x = (steps + 0.5) * of_runs(stored.scale) + of_runs(stored.centre)
     return x.reshape(codes.shape)
 
 
@@ -176,10 +193,12 @@ def pack(codes: Int8[Array, "B K T D"], bits: int) -> Integer[Array, "B K T P"]:
     )
 
 
-def unpack(packed: Integer[Array, "B K C P"], bits: int) -> Int8[Array, "B K C D"]:
-    """int8, what `pack` was given."""
+def unpack(
+    packed: Integer[Array, "B K C P"], bits: int
+) -> list[Int8[Array, "B K C P"]]:
+    """What `pack` was given: the channels of each place in a byte."""
     if bits == 8:
-        return packed
-    mask, shifts = 2**bits - 1, range(0, 8, bits)
-    unsigned = jnp.concatenate([(packed >> i) & mask for i in shifts], axis=-1)
-    return unsigned.astype(jnp.int8) - 2 ** (bits - 1)
+        return [packed]
+    mask, middle = 2**bits - 1, 2 ** (bits - 1)
+    shifted = (packed >> place for place in range(0, 8, bits))
+    return [(codes & mask).astype(jnp.int8) - middle for codes in shifted]

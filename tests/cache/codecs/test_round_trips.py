@@ -264,7 +264,8 @@ def test_packing():
         codes = np.random.default_rng(0).integers(-half, half, (1, 1, 3, 16), np.int8)
         packed = uniform.pack(jnp.asarray(codes), bits)
         assert packed.nbytes * 8 == codes.size * bits
-        np.testing.assert_array_equal(uniform.unpack(packed, bits), codes)
+        found = jnp.concatenate(uniform.unpack(packed, bits), axis=-1)
+        np.testing.assert_array_equal(found, codes)
 
 
 @pytest.mark.parametrize(
