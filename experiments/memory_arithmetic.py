@@ -116,7 +116,7 @@ def draw_step(asked: Asked) -> Any:
     figure = figures.figure_about((9, 4.6), f"{asked.name}, {asked.tokens:,} tokens")
     left, right = figure.subplots(1, 2)
     batches = [2**i for i in range(10)]
-    marks = figures.marks_of(asked.specs, None)
+    marks = figures.marks_of(asked.specs)
     looks = [figures.look(mark) | {"markersize": 6} for mark in marks]
     for spec, mark, look in zip(asked.specs, marks, looks, strict=True):
         steps = [arithmetic.decode_step(spec, b, asked.tokens) for b in batches]
@@ -148,7 +148,7 @@ def draw_claims(asked: Asked) -> Any:
     ticks = [2**i for i in range(6, 14)]
     lengths = [round(2 ** (i / 4)) for i in range(4 * 6, 4 * 13 + 1)]
     ways = {"bytes alone": arithmetic.BYTES_ALONE, asked.name: asked.device.rates}
-    marks = figures.marks_of(list(PUBLISHED), None)
+    marks = figures.marks_of(PUBLISHED)
     for mark, (b, published) in zip(marks, PUBLISHED.items(), strict=True):
         look = {"color": mark.colour, "marker": mark.shape}
         look |= {"markersize": 5, "markevery": 4}

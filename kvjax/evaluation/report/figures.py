@@ -39,6 +39,9 @@ class Mark(NamedTuple):
     shape: str
 
 
+FULL = Mark("black", "*")
+
+
 def save(path: str | os.PathLike, figure_of: Callable[..., Any], *args: Any) -> None:
     """Writes the picture that a function returns, in the style that all have."""
     from matplotlib import style
@@ -89,22 +92,26 @@ def new_panels(
 # --- marks and legends ----------------------------------------------------------------
 
 
-def marks_of(methods: Sequence[Record], full: Record) -> list[Mark]:
-    """A look of its own for each method; that which `is` the full cache is a star.
+def marks_of(methods: Sequence[Any]) -> list[Mark]:
+    """A look of its own for each method."""
+    return [
+        Mark(_COLOURS[i % len(_COLOURS)], _SHAPES[i % len(_SHAPES)])
+        for i in range(len(methods))
+    ]
+
+
+def marks_by_rule(records: Sequence[Record], full: Record | None) -> list[Mark]:
+    """A look of its own for each; that which `is` the full cache is a star.
 
     Where several methods have a rule, its colour says which, if that can be.
     """
-    others = [method for method in methods if method is not full]
+    others = [record for record in records if record is not full]
     rules, *more = (
-        [str(method.get(name)) for method in others]
+        [str(record.get(name)) for record in others]
         for name in ("policy", "codec", "budget_rule", "schedule")
     )
-    marks = iter(_crossed(rules, *more) or map(_mark, itertools.count()))
-    return [Mark("black", "*") if m is full else next(marks) for m in methods]
-
-
-def _mark(index: int) -> Mark:
-    return Mark(_COLOURS[index % len(_COLOURS)], _SHAPES[index % len(_SHAPES)])
+    marks = iter(_crossed(rules, *more) or marks_of(others))
+    return [FULL if record is full else next(marks) for record in records]
 
 
 def _crossed(rules: Sequence[str], *others: Sequence[Any]) -> list[Mark] | None:

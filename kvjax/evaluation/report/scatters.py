@@ -9,6 +9,7 @@ import pandas as pd
 
 from kvjax.evaluation.report import groups
 from kvjax.evaluation.report.figures import (
+    FULL,
     GREY,
     KL_ZERO,
     MARKER,
@@ -16,7 +17,7 @@ from kvjax.evaluation.report.figures import (
     legend,
     legend_rows,
     look,
-    marks_of,
+    marks_by_rule,
     new_figure,
     new_panels,
     not_measured,
@@ -114,7 +115,7 @@ def _fill(
     names: Sequence[str],
 ) -> None:
     """Draws points f[N, 2] into each panel, and one legend below them all."""
-    looks = list(map(look, marks_of(records, groups.full_cache(records))))
+    looks = list(map(look, marks_by_rule(records, groups.full_cache(records))))
     legend(figure, looks, names)
     for axes, points in panels:
         axes.set_xlim(_from_zero(points[:, 0]))
@@ -227,7 +228,7 @@ def _marks(group: Quality, key: list[str], full: tuple | None) -> dict[tuple, Ma
     rules = [text(records[method].get("policy")) for method in every]
     place = dict(zip(every, map(rules.index, rules), strict=True))
     methods = sorted(every, key=lambda method: (method != full, place[method]))
-    marks = marks_of([records[m] for m in methods], full and records[full])
+    marks = marks_by_rule([records[m] for m in methods], full and records[full])
     return dict(zip(methods, marks, strict=True))
 
 
@@ -279,7 +280,7 @@ def throughput_vs_batch(records: Sequence[Record]) -> Any:
     for record in records:
         methods.setdefault(text(record.get("method")), record)
     full = next((r for r in methods.values() if r.get("batch_rule") == "full"), {})
-    marks = dict(zip(methods, marks_of(list(methods.values()), full), strict=True))
+    marks = dict(zip(methods, marks_by_rule(list(methods.values()), full), strict=True))
     predicted = look(Mark(GREY, "o"), hollow=True) | {"markersize": 8}
     named = [*marks, "roofline's prediction"]
     width = 4.2 * max(2, len(news))
@@ -397,7 +398,7 @@ def _crowd(axes: Any, points: np.ndarray, sign: int, star: np.ndarray) -> None:
         axes.step(*best.T, where="post", color=_FRONT, lw=1.5)
         axes.plot(*best.T, marker="o", color=_FRONT, mec="white", **crowd)
     if np.isfinite(star).all():
-        axes.plot(*star, clip_on=False, zorder=3, **look(Mark("black", "*")))
+        axes.plot(*star, clip_on=False, zorder=3, **look(FULL))
         side = {"xytext": (9, -9 * sign), "textcoords": "offset points", "ha": "right"}
         axes.annotate("full cache", star, va="top" if sign > 0 else "bottom", **side)
     axes.set_xlim(0, 1.08 * np.nanmax([*points[:, 0], star[0], 1e-9]))
