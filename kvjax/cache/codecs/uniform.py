@@ -9,8 +9,7 @@ import functools
 import math
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int8, Integer
+from jaxtyping import Array, BFloat16, Float, Int8, Integer
 
 from kvjax.cache.codecs.base import Codec, TensorCodec
 from kvjax.cache.codecs.rounding import (
@@ -157,24 +156,27 @@ def decode(stored: Codes, bits: int) -> Float[Array, "B K C D"]:
     CPU, of loops that join and go on.
     """
     parts = unpack(stored.codes, bits)
-    width = parts[0].shape[-1]
-    size = len(parts) * width // stored.scale.shape[-1]
-    runs = np.arange(0, len(parts) * width, math.gcd(size, width)) // size
-    groups = np.split(runs, len(parts))  # of every run of channels, in every part
-    whole = [_numbers(part, stored, g) for part, g in zip(parts, groups, strict=True)]
-    return jnp.concatenate(whole, axis=-1)
+    count, width = len(parts), parts[0].shape[-1]
+    size = count * width // stored.scale.shape[-1]
+    runs = size // math.gcd(size, width)  # of a group's channels, each in one part
+    split = lambda leaf: jnp.split(jnp.repeat(leaf, runs, axis=-1), count, axis=-1)
+    scales = split(stored.scale)
+    centres = [None] * count if stored.centre is None else split(stored.centre)
+    return jnp.concatenate(list(map(_numbers, parts, scales, centres)), axis=-1)
 
 
 def _numbers(
-    codes: Int8[Array, "B K C P"], stored: Codes, groups: np.ndarray
+    codes: Int8[Array, "B K C P"],
+    scale: BFloat16[Array, "B K C R"],
+    centre: BFloat16[Array, "B K C R"] | None,
 ) -> Float[Array, "B K C P"]:
-    """What these codes stand for, whose runs of channels are of those groups."""
-    of_runs = lambda leaf: leaf[..., groups].astype(jnp.float32)[..., None]
-    steps = grouped(codes.astype(jnp.float32), len(groups))
-    if stored.centre is None:
-        x = steps * of_runs(stored.scale)
+    """What codes stand for, R runs of them on a grid each."""
+    of_runs = lambda leaf: leaf.astype(jnp.float32)[..., None]
+    steps = grouped(codes.astype(jnp.float32), scale.shape[-1])
+    if centre is None:
+        x = steps * of_runs(scale)
     else:
-        x = (steps + 0.5) * of_runs(stored.scale) + of_runs(stored.centre)
+        x = (steps + 0.5) * of_runs(scale) + of_runs(centre)
     return x.reshape(codes.shape)
 
 
