@@ -75,7 +75,7 @@ def test_rules_of_the_comparison_share_out_as_much(percent):
     experiment.check()
     spec = tiny_spec(num_layers=30, num_kv_heads=3, name="smollm2-135m-instruct")
     full, *methods = experiment.methods
-    assert full.policy is None and full.pinned is None and len(methods) == 25
+    assert full.policy is None and full.pinned is None and len(methods) == 27
     sizes = {each.name: each.cache_config(spec, 1000) for each in methods}
     for name, config in sizes.items():
         mean = round(10 * float(percent))
@@ -84,7 +84,7 @@ def test_rules_of_the_comparison_share_out_as_much(percent):
         assert config.policy.num_pinned == 20 + sinks_or_window
         assert min(config.head_budgets(spec)) >= 40
     budgets = [sizes[name].budget for name in sizes if name.startswith("KeyDiff")]
-    assert len(set(budgets)) == len(budgets) == 7
+    assert len(set(budgets)) == len(budgets) == 8
 
 
 def test_rules_of_the_survey():
