@@ -1,4 +1,4 @@
-"""Runs joined: groups, tables, pictures, pages and the command."""
+"""Runs joined: groups, tables, pages and the command."""
 
 import json
 import os
@@ -8,82 +8,15 @@ import subprocess
 import sys
 
 import matplotlib.image
-import numpy as np
 import pandas as pd
 import pytest
-from testing.records import SPEEDS, make_record, sweep_records
+from testing.records import SPEEDS, sweep_records, task_record, task_run
 
 from kvjax.evaluation import report
-from kvjax.evaluation.report import figures, groups, scatters, tables
-from kvjax.evaluation.report.records import (
-    append_record,
-    survivor_map,
-    survivor_shares,
-)
+from kvjax.evaluation.report import groups, scatters, tables
 from kvjax.types import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
-DEPTHS = (0.1, 0.9)
-
-
-def record(series, task, score, budget=None, schedule="none", share=None, **changes):
-    """A quality record of one task."""
-    told = {
-        "metric": "accuracy",
-        "score": score,
-        "num_examples": 4,
-        "prompt_tokens": 90.0,
-    }
-    told["breakdown"] = [
-        {"depth": d, "score": score, "num_examples": 2} for d in DEPTHS
-    ]
-    fields = {
-        "series": series,
-        "budget_share": share,
-        "schedule": schedule,
-        "budget": budget,
-        "tasks": {task: told | changes.pop("task", {})},
-        "score": score,
-        "seed": 3,
-        "provenance": {
-            "command": "python experiments/run.py --config=a_b.py",
-            "versions": {"numpy": "2.0"},
-        },
-        "kv_bytes_decode": 8e6 if budget is None else budget * 1e4,
-        "kv_bytes_peak_per_seq": 8e6,
-    }
-    fields["method"] = f"{series}, {share:.0%}" if share else series
-    return make_record(**(fields | changes))
-
-
-def task_run(task, full, first, second, third=None, **changes):
-    """Two methods at 50%, one at 25%: budgets differ from task to task."""
-    size = len(task) * 10
-    cut, once = "prefill_and_decode", "after_prefill"
-    made = [
-        record("Full cache", task, full, **changes),
-        record("good", task, first, size * 2, cut, 0.5, **changes),
-        record("poor", task, second, size * 2, once, 0.5, **changes),
-    ]
-    if third is not None:
-        made.append(record("good", task, third, size, cut, 0.25, **changes))
-    return made
-
-
-@pytest.fixture
-def workdirs(tmp_path, monkeypatch):
-    """Three runs: two tasks of one model, and throughput."""
-    monkeypatch.chdir(tmp_path)
-    members = {
-        "one": task_run("xsum", 0.5, 0.4, 0.3, 0.2),
-        "two": task_run("needle", 1.0, 0.75, 0.5),
-        "speed": SPEEDS,
-    }
-    for name, records in members.items():
-        pathlib.Path(name).mkdir()
-        for each in records:
-            append_record(pathlib.Path(name) / "records.jsonl", each)
-    return list(members)
 
 
 def rows_of(grid):
@@ -170,23 +103,28 @@ def test_a_task_is_asked_as_itself_not_as_the_longest_of_its_run():
 
 
 def test_a_comma_in_a_name_is_no_budget():
-    comma = record("Batch-Max, KeyDiff", "xsum", 0.4, 64, "prefill_and_decode")
+    comma = task_record("Batch-Max, KeyDiff", "xsum", 0.4, 64, "prefill_and_decode")
     comma["series"] = None
-    slots = record("slots", "xsum", 0.4, 48, "prefill_and_decode", method="slots 48")
+    slots = task_record(
+        "slots", "xsum", 0.4, 48, "prefill_and_decode", method="slots 48"
+    )
     (group,) = groups.quality_groups([groups.Source("a", [comma, slots])])
     assert [row[0] for row in group.rows] == ["Batch-Max, KeyDiff", "slots"]
     assert [row[2] for row in group.rows] == ["64", "48"]
 
 
 def test_methods_that_differ_in_name_only_keep_their_names():
-    made = [record("a", "xsum", 0.4, 64), record("a", "xsum", 0.2, 64, method="b")]
+    made = [
+        task_record("a", "xsum", 0.4, 64),
+        task_record("a", "xsum", 0.2, 64, method="b"),
+    ]
     (group,) = groups.quality_groups([groups.Source("s", made)])
     assert [row[0] for row in group.rows] == ["a", "b"]
 
 
 def test_codecs_are_told_apart_where_there_are_any():
     made = task_run("xsum", 0.5, 0.4, 0.3)
-    made.append(record("Full cache", "xsum", 0.45, codec="int8"))
+    made.append(task_record("Full cache", "xsum", 0.45, codec="int8"))
     (group,) = groups.quality_groups([groups.Source("s", made)])
     assert group.full[3] == "identity"  # what others are compared with
     table = tables.score_table(group)
@@ -334,144 +272,6 @@ def test_markup_in_names_does_no_harm(tmp_path):
     made = task_run("xsum", 0.5, 0.4, 0.3, model="<script>x</script>")
     report.write_comparison([groups.Source("a", made)], tmp_path)
     assert "<script>" not in (tmp_path / "report.html").read_text()
-
-
-# --- pictures -----------------------------------------------------------------------
-
-
-def test_quality_stands_over_memory(workdirs):
-    (group,) = groups.quality_groups(groups.read(workdirs))
-    xsum, needle = scatters.task_scores(group).axes[:2]
-    assert (xsum.get_title(loc="left"), needle.get_title(loc="left")) == (
-        "xsum",
-        "needle",
-    )
-    lines = [line.get_xydata().tolist() for line in xsum.lines]
-    assert [[8.0, 50.0]] in lines  # the full cache, in MB and points
-    assert [[0.4, 20.0], [0.8, 40.0]] in lines  # good, at both budgets
-    faces = {line.get_markerfacecolor() for line in xsum.lines}
-    assert "white" in faces  # poor compresses after the prompt
-
-
-def test_survivors_are_drawn_where_they_are_known(tmp_path):
-    """A panel per method that has a map, layers down, the prompt across."""
-    known = task_run("a/b", 0.5, 0.4, 0.3)
-    for told in known[1:]:  # not of the full cache
-        told["tasks"]["a/b"]["survivors"] = ["990", "009"]
-    (group,) = groups.quality_groups([groups.Source("a", known)])
-    (column,) = figures.survivor_columns(group)
-    panels = [axes for axes in figures.survivors(group, column).axes if axes.images]
-    assert [p.get_title(loc="left") for p in panels] == ["good", "poor"]
-    assert panels[0].images[0].get_array().tolist() == [[1, 1, 0], [0, 0, 1]]
-    report.write_comparison([groups.Source("a", known)], tmp_path)
-    assert (tmp_path / "survivors_a_b_1.png").exists()
-    text = (tmp_path / "report.md").read_text()
-    assert "](survivors_a_b_1.png)" in text and "maps of survivors" in text
-    assert "head_sizes" not in text
-
-
-def test_sizes_are_drawn_where_heads_differ(tmp_path):
-    known = task_run("a/b", 0.5, 0.4, 0.3)
-    known[1]["sizes"] = [[20, 60], [50, 30]]
-    report.write_comparison([groups.Source("a", known)], tmp_path)
-    assert (tmp_path / "head_sizes_1.png").exists()
-    assert "](head_sizes_1.png)" in (tmp_path / "report.md").read_text()
-
-
-def test_a_map_of_survivors():
-    """Of ten tokens a head keeps the first five, the other those and the last."""
-    heads = [np.arange(5), np.array([9, 0, 1, 2, 3, 4, 12])]
-    assert survivor_map([heads, heads[::-1]], 10) == ["9999900004"] * 2
-    assert survivor_map([[np.arange(128)], [np.arange(64)]], 128) == [
-        "9" * 64,
-        "9" * 32 + "0" * 32,
-    ]
-    odd = survivor_shares(survivor_map([[np.arange(0, 100, 2)]], 100))
-    assert odd.shape == (1, 64) and odd.mean() == pytest.approx(0.5, abs=0.1)
-
-
-def test_a_task_that_a_method_lacks_leaves_the_panels_in_shape(workdirs, tmp_path):
-    part = task_run("bbh/boolean_expressions", 0.1, 0.2, 0.0)[:2]
-    more = [groups.Source(n, task_run(n, 0.1, 0.2, 0.0), False) for n in ("a", "b")]
-    sources = [
-        *groups.read(workdirs),
-        groups.Source("part", part, False),
-        *more,
-    ]
-    (group,) = groups.quality_groups(sources)
-    figure = scatters.task_scores(group)
-    figure.draw_without_rendering()
-    boxes = [axes.get_position() for axes in figure.axes[: len(group.columns)]]
-    assert min(box.width for box in boxes) > 0.2 and min(b.height for b in boxes) > 0.2
-
-
-@pytest.mark.parametrize("trait", ["codec", "budget_rule", "schedule"])
-def test_rules_have_a_colour_each_and_stand_together(trait):
-    """Whatever sets a rule's methods apart is their shape, alike for all rules."""
-    ways = {"schedule": ("prefill_only", "decode_only")}.get(trait, ("int8", "int4"))
-    made = [
-        record(f"{rule} {way}", "xsum", 0.4, 64, policy=rule, **{trait: way})
-        for way in ways
-        for rule in ("h2o", "tova")
-    ]
-    whole = groups.Source("s", [*made, record("Full cache", "xsum", 0.5)])
-    (group,) = groups.quality_groups([whole])
-    lines = scatters.task_scores(group).legends[0].get_lines()
-    full, *looks = [(line.get_markerfacecolor(), line.get_marker()) for line in lines]
-    assert full == ("black", "*")
-    (h2o, one), (same, other), (tova, alike), (last, least) = looks
-    assert h2o == same != tova == last and one == alike != other == least
-    names = [line.get_label() for line in lines]
-    assert [name.split()[0] for name in names] == ["Full", "h2o", "h2o", "tova", "tova"]
-
-
-@pytest.mark.parametrize(("rules", "codecs"), [(6, 7), (7, 2), (2, 8), (3, 1)])
-def test_colours_by_rule_only_where_they_tell_all_apart(rules, codecs):
-    """6 colours, 7 shapes, and more methods than rules."""
-    made = [
-        {"policy": f"{r}", "codec": f"{c}"} for r in range(rules) for c in range(codecs)
-    ]
-    marks = figures.marks_by_rule(made, None)
-    by_rule = {
-        (each["policy"], mark.colour) for each, mark in zip(made, marks, strict=True)
-    }
-    assert (len(by_rule) == rules < len(made)) == ((rules, codecs) == (6, 7))
-    assert len(set(marks)) == len(made)
-
-
-def test_octaves_of_memory_where_caches_are_of_several_sizes(workdirs):
-    alike = task_run("xsum", 0.5, 0.4, 0.3, kv_bytes_decode=2e6)
-    small = record("tiny", "xsum", 0.2, 16, kv_bytes_decode=1e5)
-    runs = (groups.Source("x", each, False) for each in (alike, [*alike, small]))
-    near, far = (group for run in runs for group in groups.quality_groups([run]))
-    scales = [scatters.task_scores(g).axes[0].get_xscale() for g in (near, far)]
-    assert scales == ["linear", "log"]
-
-
-def test_names_over_maps_stay_within_their_column(workdirs):
-    words = "of very many words, " * 4
-    needles = task_run("needle", 1.0, 0.75, 0.5)
-    long = [r | {"series": r["series"] + words, "method": words} for r in needles]
-    (group,) = groups.quality_groups([groups.Source("x", long, False)])
-    figure = figures.needle_map(group, "needle")
-    figure.draw_without_rendering()
-    panels = [axes for axes in figure.axes if axes.get_title(loc="left")]
-    assert len(panels) == 3
-    width = figure.bbox.width / len(panels)
-    for axes in panels:
-        assert axes.get_position().width > 0.5 / len(panels)
-        for words in (axes.title, axes._left_title, *axes.texts):
-            assert words.get_window_extent().width < width
-
-
-def test_needles_of_several_lengths_share_a_map(workdirs):
-    short = task_run("needle", 0.5, 0.25, 0.0, prompt_tokens=500)
-    sources = [*groups.read(workdirs), groups.Source("x", short)]
-    (group,) = groups.quality_groups(sources)
-    panels = figures.needle_map(group, "needle").axes
-    assert [t.get_text() for t in panels[0].get_xticklabels()] == ["500", "1,000"]
-    assert [t.get_text() for t in panels[0].texts[:2]] == ["50%", "100%"]
-    assert [t.get_text() for t in panels[1].texts[:2]] == ["25%", "75%"]
 
 
 # --- the command, and the committed page --------------------------------------------

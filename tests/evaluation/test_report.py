@@ -1,4 +1,4 @@
-"""Report: the table, the summary and the pictures."""
+"""The report of a run: numbers, tables, the summary and the page."""
 
 import json
 
@@ -9,6 +9,7 @@ import pytest
 from testing.records import (
     FULL,
     RECORDS,
+    SIZES,
     SPEEDS,
     make_record,
     sweep_records,
@@ -97,9 +98,6 @@ def test_budgets(budget, shown):
     assert split(table([make_record("M", budget=budget)]).split("\n")[2])[2] == (shown)
 
 
-SIZES = [[32, 96], [256, 128]]
-
-
 def test_sizes_of_heads():
     """The table has their range, the summary says it, whatever the budget was."""
     made = make_record("M", budget=128, budget_share=0.25, sizes=SIZES)
@@ -107,32 +105,6 @@ def test_sizes_of_heads():
     assert report.summary([made])["methods"]["M"]["budget_share"] == 0.25
     made = make_record("M", budget=128, sizes=None)
     assert split(table([made]).split("\n")[2])[2] == "128"
-
-
-def drawn_sizes(records):
-    figure = figures.head_sizes(records)
-    *panels, bar = [axes for axes in figure.axes if axes.axison]
-    return panels, [label.get_text() for label in bar.get_yticklabels()]
-
-
-def test_a_panel_for_each_method_whose_heads_differ():
-    """With its numbers; one of two records that differ in new tokens alone."""
-    even = [[100, 150], [200, 350]]
-    records = [
-        FULL,
-        make_record("A", sizes=SIZES, budget=128, new_tokens=8),
-        make_record("A", sizes=SIZES, budget=128, new_tokens=16),
-        make_record("B", sizes=even, budget=200),
-    ]
-    panels, ticks = drawn_sizes(records)
-    assert [axes.get_title(loc="left") for axes in panels] == ["A", "B"]
-    for axes, sizes in zip(panels, (SIZES, even), strict=True):
-        assert axes.images[0].get_array().tolist() == sizes
-        assert (axes.get_xlabel(), axes.get_ylabel()) == ("KV head", "layer")
-    assert panels[0].texts[0].get_text() == "slots: 32-256 (mean 128)"
-    assert ticks == ["32", "64", "128", "256", "350"]
-    _, ticks = drawn_sizes(records[3:])
-    assert ticks == ["100", "150", "200", "250", "300", "350"]
 
 
 @pytest.mark.parametrize("experiment", ["quality", "throughput"])
@@ -260,18 +232,6 @@ def test_memory_above_its_limit_is_marked(tmp_path):
         assert "\n\n\u2020 Above the memory limit. A batch is" in text
 
 
-@pytest.mark.parametrize(
-    "picture", [scatters.quality_vs_memory, scatters.throughput_vs_memory]
-)
-def test_pictures_start_at_zero_and_say_what_they_are_of(picture):
-    figure = picture(RECORDS)
-    assert figure.get_suptitle() == "tiny, memory limit 512 MB"
-    assert all(axes.get_xlim()[0] == 0 for axes in figure.axes)
-    assert scatters.throughput_vs_memory(RECORDS).axes[0].get_ylim()[0] == 0
-    other = picture([*RECORDS, make_record("A", memory_bytes=None, model="b")])
-    assert other.get_suptitle() == "tiny, memory limit 512 / - MB"
-
-
 def test_a_codec_has_a_column_where_there_is_one():
     runs = [*RECORDS, make_record("KeyDiff", codec="int8")]
     assert "Codec" not in table(RECORDS)
@@ -338,19 +298,6 @@ def test_a_sweeps_report_has_its_pictures(tmp_path):
         assert len(figure(bare).axes) == len(figure(records).axes) / 2
 
 
-def test_budget_rules_over_a_heat_map_have_lines_of_their_own():
-    told = figures.heat_map(
-        [
-            make_record(f"M {slots}{rule}", series="M", budget=slots, budget_rule=rule)
-            for rule in (None, "squeeze(p=0.3)")
-            for slots in (8, 16)
-        ]
-    )
-    names = [note.get_text() for note in told.axes[0].texts if "kv" in note.get_text()]
-    schedule = "prefill_and_decode"
-    assert names == [f"{schedule}, |kv| =", f"{schedule},\nsqueeze(p=0.3),\n|kv| ="]
-
-
 def test_perplexities_of_a_sweep(tmp_path):
     """Budgets rise, all pairs come last, and what did not run is a dash."""
     runs = [
@@ -381,7 +328,7 @@ def test_pareto_fronts():
     assert scatters.front(points[-1:], 1) == []
 
 
-# --- report and pictures ------------------------------------------------------------
+# --- the page -----------------------------------------------------------------------
 
 
 def test_report_is_written(tmp_path):
@@ -410,51 +357,6 @@ def test_report_survives_what_is_missing(tmp_path):
         report.write_report([], tmp_path)
 
 
-def test_second_panel_is_agreement_without_kl():
-    without = [make_record("A", kl=None)]
-    assert scatters.quality_vs_memory(without).axes[1].get_ylabel() == "top-1 (share)"
-    assert (
-        scatters.quality_vs_memory(RECORDS).axes[1].get_ylabel()
-        == "KL (nats per token)"
-    )
-
-
-def test_zero_kl_has_a_place_on_the_log_axis():
-    axes = scatters.quality_vs_memory(RECORDS).axes[1]
-    star = next(line for line in axes.lines if line.get_marker() == "*")
-    assert axes.get_yticks()[0] == pytest.approx(star.get_ydata()[0])
-    assert axes.get_yticklabels()[0].get_text() == "0"
-
-
-def test_methods_keep_their_look_and_batches_are_named():
-    left, right = (
-        scatters.quality_vs_memory(RECORDS),
-        scatters.throughput_vs_memory(RECORDS),
-    )
-    looks = [
-        [(h.get_markerfacecolor(), h.get_marker()) for h in f.legends[0].legend_handles]
-        for f in (left, right)
-    ]
-    assert looks[0] == looks[1]
-    assert len(set(looks[0])) == len(RECORDS)
-    texts = [text.get_text() for text in right.legends[0].get_texts()]
-    assert texts[0] == "Full cache, batch 8"
-
-
-def test_points_on_one_spot_are_moved_to_the_nearest_free_ones_in_the_box():
-    pixels = np.array([[5.0, 5.0], [5.0, 5.0], [np.nan, 5.0], [5.0, 5.0], [90.0, 5.0]])
-    moved = scatters.apart(pixels, 10, np.array([0.0, 0.0, 99.0, 99.0]))
-    np.testing.assert_array_equal(moved[[0, 4]], pixels[[0, 4]])
-    assert np.isnan(moved[2]).all()
-    np.testing.assert_array_equal(moved[1], [15, 5])  # -5 would be outside
-    np.testing.assert_array_equal(moved[3], [5, 15])
-
-
-def test_a_point_without_a_free_spot_stays_where_it_belongs():
-    moved = scatters.apart(np.full((3, 2), 5.0), 10, np.array([0.0, 0.0, 15.0, 5.0]))
-    np.testing.assert_array_equal(moved, [[5, 5], [15, 5], [5, 5]])
-
-
 # --- throughput ---------------------------------------------------------------------
 
 
@@ -480,27 +382,6 @@ def test_scores_stand_beside_the_rates_of_the_same_answers(tmp_path):
     assert found["End-to-end tok/s"] == "10.0"
     assert "xsum (rougeL)" in report.write_report(records, tmp_path).read_text()
     assert "Needle" in split(report.overview(SPEEDS).split("\n")[0])
-
-
-def test_long_names_leave_the_panels_their_height():
-    named = [{**SPEEDS[0], "method": f"{'a long name ' * 4}{n}"} for n in range(10)]
-    heights = []
-    for records in (named[:1], named):
-        figure = scatters.throughput_vs_batch(records)
-        figure.canvas.draw()
-        box = figure.axes[0].get_position()
-        heights.append(box.height * figure.get_figheight())
-    assert heights[1] > 0.8 * heights[0]
-
-
-def test_predictions_stand_over_measurements():
-    left, right = scatters.throughput_vs_batch(SPEEDS).axes
-    points = [tuple(map(float, line.get_xydata()[0])) for line in left.lines]
-    assert points.count((16.0, 20.0)) == 2  # a post begins where its mark is
-    assert (16.0, 40.0) in points
-    assert [p for p in points if p[0] == 3 and np.isfinite(p[1])] == [(3, 5), (3, 5)]
-    assert left.get_title(loc="left") == "8 new tokens"
-    assert [t.get_text() for t in right.get_xticklabels()] == ["4", "16"]
 
 
 def test_throughput_survives_what_is_missing(tmp_path):

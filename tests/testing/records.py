@@ -96,3 +96,53 @@ SPEEDS = [
     throughput_record("ED", "ed", 32, 4, 40.0),
     throughput_record("Batch-Max", "batch_max", 32, 16, 60.0),
 ]
+
+
+DEPTHS = (0.1, 0.9)  # of the keys of `task_record`
+SIZES = [[32, 96], [256, 128]]  # slots, layers by heads
+
+
+def task_record(
+    series, task, score, budget=None, schedule="none", share=None, **changes
+):
+    """A quality record of one task."""
+    told = {
+        "metric": "accuracy",
+        "score": score,
+        "num_examples": 4,
+        "prompt_tokens": 90.0,
+    }
+    told["breakdown"] = [
+        {"depth": d, "score": score, "num_examples": 2} for d in DEPTHS
+    ]
+    fields = {
+        "series": series,
+        "budget_share": share,
+        "schedule": schedule,
+        "budget": budget,
+        "tasks": {task: told | changes.pop("task", {})},
+        "score": score,
+        "seed": 3,
+        "provenance": {
+            "command": "python experiments/run.py --config=a_b.py",
+            "versions": {"numpy": "2.0"},
+        },
+        "kv_bytes_decode": 8e6 if budget is None else budget * 1e4,
+        "kv_bytes_peak_per_seq": 8e6,
+    }
+    fields["method"] = f"{series}, {share:.0%}" if share else series
+    return make_record(**(fields | changes))
+
+
+def task_run(task, full, first, second, third=None, **changes):
+    """Two methods at 50%, one at 25%: budgets differ from task to task."""
+    size = len(task) * 10
+    cut, once = "prefill_and_decode", "after_prefill"
+    made = [
+        task_record("Full cache", task, full, **changes),
+        task_record("good", task, first, size * 2, cut, 0.5, **changes),
+        task_record("poor", task, second, size * 2, once, 0.5, **changes),
+    ]
+    if third is not None:
+        made.append(task_record("good", task, third, size, cut, 0.25, **changes))
+    return made

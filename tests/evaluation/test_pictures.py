@@ -1,0 +1,274 @@
+"""Pictures: what stands where, how it looks, and that it can be read."""
+
+import numpy as np
+import pytest
+from testing.records import (
+    FULL,
+    RECORDS,
+    SIZES,
+    SPEEDS,
+    make_record,
+    task_record,
+    task_run,
+)
+
+from kvjax.evaluation import report
+from kvjax.evaluation.report import figures, groups, scatters
+from kvjax.evaluation.report.records import survivor_map, survivor_shares
+
+# --- of one run ---------------------------------------------------------------------
+
+
+def drawn_sizes(records):
+    figure = figures.head_sizes(records)
+    *panels, bar = [axes for axes in figure.axes if axes.axison]
+    return panels, [label.get_text() for label in bar.get_yticklabels()]
+
+
+def test_a_panel_for_each_method_whose_heads_differ():
+    """With its numbers; one of two records that differ in new tokens alone."""
+    even = [[100, 150], [200, 350]]
+    records = [
+        FULL,
+        make_record("A", sizes=SIZES, budget=128, new_tokens=8),
+        make_record("A", sizes=SIZES, budget=128, new_tokens=16),
+        make_record("B", sizes=even, budget=200),
+    ]
+    panels, ticks = drawn_sizes(records)
+    assert [axes.get_title(loc="left") for axes in panels] == ["A", "B"]
+    for axes, sizes in zip(panels, (SIZES, even), strict=True):
+        assert axes.images[0].get_array().tolist() == sizes
+        assert (axes.get_xlabel(), axes.get_ylabel()) == ("KV head", "layer")
+    assert panels[0].texts[0].get_text() == "slots: 32-256 (mean 128)"
+    assert ticks == ["32", "64", "128", "256", "350"]
+    _, ticks = drawn_sizes(records[3:])
+    assert ticks == ["100", "150", "200", "250", "300", "350"]
+
+
+@pytest.mark.parametrize(
+    "picture", [scatters.quality_vs_memory, scatters.throughput_vs_memory]
+)
+def test_pictures_start_at_zero_and_say_what_they_are_of(picture):
+    figure = picture(RECORDS)
+    assert figure.get_suptitle() == "tiny, memory limit 512 MB"
+    assert all(axes.get_xlim()[0] == 0 for axes in figure.axes)
+    assert scatters.throughput_vs_memory(RECORDS).axes[0].get_ylim()[0] == 0
+    other = picture([*RECORDS, make_record("A", memory_bytes=None, model="b")])
+    assert other.get_suptitle() == "tiny, memory limit 512 / - MB"
+
+
+def test_budget_rules_over_a_heat_map_have_lines_of_their_own():
+    told = figures.heat_map(
+        [
+            make_record(f"M {slots}{rule}", series="M", budget=slots, budget_rule=rule)
+            for rule in (None, "squeeze(p=0.3)")
+            for slots in (8, 16)
+        ]
+    )
+    names = [note.get_text() for note in told.axes[0].texts if "kv" in note.get_text()]
+    schedule = "prefill_and_decode"
+    assert names == [f"{schedule}, |kv| =", f"{schedule},\nsqueeze(p=0.3),\n|kv| ="]
+
+
+def test_second_panel_is_agreement_without_kl():
+    without = [make_record("A", kl=None)]
+    assert scatters.quality_vs_memory(without).axes[1].get_ylabel() == "top-1 (share)"
+    assert (
+        scatters.quality_vs_memory(RECORDS).axes[1].get_ylabel()
+        == "KL (nats per token)"
+    )
+
+
+def test_zero_kl_has_a_place_on_the_log_axis():
+    axes = scatters.quality_vs_memory(RECORDS).axes[1]
+    star = next(line for line in axes.lines if line.get_marker() == "*")
+    assert axes.get_yticks()[0] == pytest.approx(star.get_ydata()[0])
+    assert axes.get_yticklabels()[0].get_text() == "0"
+
+
+def test_methods_keep_their_look_and_batches_are_named():
+    left, right = (
+        scatters.quality_vs_memory(RECORDS),
+        scatters.throughput_vs_memory(RECORDS),
+    )
+    looks = [
+        [(h.get_markerfacecolor(), h.get_marker()) for h in f.legends[0].legend_handles]
+        for f in (left, right)
+    ]
+    assert looks[0] == looks[1]
+    assert len(set(looks[0])) == len(RECORDS)
+    texts = [text.get_text() for text in right.legends[0].get_texts()]
+    assert texts[0] == "Full cache, batch 8"
+
+
+def test_points_on_one_spot_are_moved_to_the_nearest_free_ones_in_the_box():
+    pixels = np.array([[5.0, 5.0], [5.0, 5.0], [np.nan, 5.0], [5.0, 5.0], [90.0, 5.0]])
+    moved = scatters.apart(pixels, 10, np.array([0.0, 0.0, 99.0, 99.0]))
+    np.testing.assert_array_equal(moved[[0, 4]], pixels[[0, 4]])
+    assert np.isnan(moved[2]).all()
+    np.testing.assert_array_equal(moved[1], [15, 5])  # -5 would be outside
+    np.testing.assert_array_equal(moved[3], [5, 15])
+
+
+def test_a_point_without_a_free_spot_stays_where_it_belongs():
+    moved = scatters.apart(np.full((3, 2), 5.0), 10, np.array([0.0, 0.0, 15.0, 5.0]))
+    np.testing.assert_array_equal(moved, [[5, 5], [15, 5], [5, 5]])
+
+
+def test_long_names_leave_the_panels_their_height():
+    named = [{**SPEEDS[0], "method": f"{'a long name ' * 4}{n}"} for n in range(10)]
+    heights = []
+    for records in (named[:1], named):
+        figure = scatters.throughput_vs_batch(records)
+        figure.canvas.draw()
+        box = figure.axes[0].get_position()
+        heights.append(box.height * figure.get_figheight())
+    assert heights[1] > 0.8 * heights[0]
+
+
+def test_predictions_stand_over_measurements():
+    left, right = scatters.throughput_vs_batch(SPEEDS).axes
+    points = [tuple(map(float, line.get_xydata()[0])) for line in left.lines]
+    assert points.count((16.0, 20.0)) == 2  # a post begins where its mark is
+    assert (16.0, 40.0) in points
+    assert [p for p in points if p[0] == 3 and np.isfinite(p[1])] == [(3, 5), (3, 5)]
+    assert left.get_title(loc="left") == "8 new tokens"
+    assert [t.get_text() for t in right.get_xticklabels()] == ["4", "16"]
+
+
+# --- of several ---------------------------------------------------------------------
+
+
+def test_quality_stands_over_memory(workdirs):
+    (group,) = groups.quality_groups(groups.read(workdirs))
+    xsum, needle = scatters.task_scores(group).axes[:2]
+    assert (xsum.get_title(loc="left"), needle.get_title(loc="left")) == (
+        "xsum",
+        "needle",
+    )
+    lines = [line.get_xydata().tolist() for line in xsum.lines]
+    assert [[8.0, 50.0]] in lines  # the full cache, in MB and points
+    assert [[0.4, 20.0], [0.8, 40.0]] in lines  # good, at both budgets
+    faces = {line.get_markerfacecolor() for line in xsum.lines}
+    assert "white" in faces  # poor compresses after the prompt
+
+
+def test_survivors_are_drawn_where_they_are_known(tmp_path):
+    """A panel per method that has a map, layers down, the prompt across."""
+    known = task_run("a/b", 0.5, 0.4, 0.3)
+    for told in known[1:]:  # not of the full cache
+        told["tasks"]["a/b"]["survivors"] = ["990", "009"]
+    (group,) = groups.quality_groups([groups.Source("a", known)])
+    (column,) = figures.survivor_columns(group)
+    panels = [axes for axes in figures.survivors(group, column).axes if axes.images]
+    assert [p.get_title(loc="left") for p in panels] == ["good", "poor"]
+    assert panels[0].images[0].get_array().tolist() == [[1, 1, 0], [0, 0, 1]]
+    report.write_comparison([groups.Source("a", known)], tmp_path)
+    assert (tmp_path / "survivors_a_b_1.png").exists()
+    text = (tmp_path / "report.md").read_text()
+    assert "](survivors_a_b_1.png)" in text and "maps of survivors" in text
+    assert "head_sizes" not in text
+
+
+def test_sizes_are_drawn_where_heads_differ(tmp_path):
+    known = task_run("a/b", 0.5, 0.4, 0.3)
+    known[1]["sizes"] = [[20, 60], [50, 30]]
+    report.write_comparison([groups.Source("a", known)], tmp_path)
+    assert (tmp_path / "head_sizes_1.png").exists()
+    assert "](head_sizes_1.png)" in (tmp_path / "report.md").read_text()
+
+
+def test_a_map_of_survivors():
+    """Of ten tokens a head keeps the first five, the other those and the last."""
+    heads = [np.arange(5), np.array([9, 0, 1, 2, 3, 4, 12])]
+    assert survivor_map([heads, heads[::-1]], 10) == ["9999900004"] * 2
+    assert survivor_map([[np.arange(128)], [np.arange(64)]], 128) == [
+        "9" * 64,
+        "9" * 32 + "0" * 32,
+    ]
+    odd = survivor_shares(survivor_map([[np.arange(0, 100, 2)]], 100))
+    assert odd.shape == (1, 64) and odd.mean() == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_task_that_a_method_lacks_leaves_the_panels_in_shape(workdirs, tmp_path):
+    part = task_run("bbh/boolean_expressions", 0.1, 0.2, 0.0)[:2]
+    more = [groups.Source(n, task_run(n, 0.1, 0.2, 0.0), False) for n in ("a", "b")]
+    sources = [
+        *groups.read(workdirs),
+        groups.Source("part", part, False),
+        *more,
+    ]
+    (group,) = groups.quality_groups(sources)
+    figure = scatters.task_scores(group)
+    figure.draw_without_rendering()
+    boxes = [axes.get_position() for axes in figure.axes[: len(group.columns)]]
+    assert min(box.width for box in boxes) > 0.2 and min(b.height for b in boxes) > 0.2
+
+
+@pytest.mark.parametrize("trait", ["codec", "budget_rule", "schedule"])
+def test_rules_have_a_colour_each_and_stand_together(trait):
+    """Whatever sets a rule's methods apart is their shape, alike for all rules."""
+    ways = {"schedule": ("prefill_only", "decode_only")}.get(trait, ("int8", "int4"))
+    made = [
+        task_record(f"{rule} {way}", "xsum", 0.4, 64, policy=rule, **{trait: way})
+        for way in ways
+        for rule in ("h2o", "tova")
+    ]
+    whole = groups.Source("s", [*made, task_record("Full cache", "xsum", 0.5)])
+    (group,) = groups.quality_groups([whole])
+    lines = scatters.task_scores(group).legends[0].get_lines()
+    full, *looks = [(line.get_markerfacecolor(), line.get_marker()) for line in lines]
+    assert full == ("black", "*")
+    (h2o, one), (same, other), (tova, alike), (last, least) = looks
+    assert h2o == same != tova == last and one == alike != other == least
+    names = [line.get_label() for line in lines]
+    assert [name.split()[0] for name in names] == ["Full", "h2o", "h2o", "tova", "tova"]
+
+
+@pytest.mark.parametrize(("rules", "codecs"), [(6, 7), (7, 2), (2, 8), (3, 1)])
+def test_colours_by_rule_only_where_they_tell_all_apart(rules, codecs):
+    """6 colours, 7 shapes, and more methods than rules."""
+    made = [
+        {"policy": f"{r}", "codec": f"{c}"} for r in range(rules) for c in range(codecs)
+    ]
+    marks = figures.marks_by_rule(made, None)
+    by_rule = {
+        (each["policy"], mark.colour) for each, mark in zip(made, marks, strict=True)
+    }
+    assert (len(by_rule) == rules < len(made)) == ((rules, codecs) == (6, 7))
+    assert len(set(marks)) == len(made)
+
+
+def test_octaves_of_memory_where_caches_are_of_several_sizes(workdirs):
+    alike = task_run("xsum", 0.5, 0.4, 0.3, kv_bytes_decode=2e6)
+    small = task_record("tiny", "xsum", 0.2, 16, kv_bytes_decode=1e5)
+    runs = (groups.Source("x", each, False) for each in (alike, [*alike, small]))
+    near, far = (group for run in runs for group in groups.quality_groups([run]))
+    scales = [scatters.task_scores(g).axes[0].get_xscale() for g in (near, far)]
+    assert scales == ["linear", "log"]
+
+
+def test_names_over_maps_stay_within_their_column(workdirs):
+    words = "of very many words, " * 4
+    needles = task_run("needle", 1.0, 0.75, 0.5)
+    long = [r | {"series": r["series"] + words, "method": words} for r in needles]
+    (group,) = groups.quality_groups([groups.Source("x", long, False)])
+    figure = figures.needle_map(group, "needle")
+    figure.draw_without_rendering()
+    panels = [axes for axes in figure.axes if axes.get_title(loc="left")]
+    assert len(panels) == 3
+    width = figure.bbox.width / len(panels)
+    for axes in panels:
+        assert axes.get_position().width > 0.5 / len(panels)
+        for words in (axes.title, axes._left_title, *axes.texts):
+            assert words.get_window_extent().width < width
+
+
+def test_needles_of_several_lengths_share_a_map(workdirs):
+    short = task_run("needle", 0.5, 0.25, 0.0, prompt_tokens=500)
+    sources = [*groups.read(workdirs), groups.Source("x", short)]
+    (group,) = groups.quality_groups(sources)
+    panels = figures.needle_map(group, "needle").axes
+    assert [t.get_text() for t in panels[0].get_xticklabels()] == ["500", "1,000"]
+    assert [t.get_text() for t in panels[0].texts[:2]] == ["50%", "100%"]
+    assert [t.get_text() for t in panels[1].texts[:2]] == ["25%", "75%"]
