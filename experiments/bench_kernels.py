@@ -33,7 +33,7 @@ from absl import flags
 from kvjax import attention
 from kvjax.attention.stored import Stored, decoded
 from kvjax.cache import codecs
-from kvjax.pallas import tpu
+from kvjax.pallas import tpu, tpu_call
 from kvjax.types import UserError
 
 FLAGS = flags.FLAGS
@@ -167,7 +167,9 @@ def predicted(target, shape):
         run = lambda q, k, v, *rest, stats=stats: tpu.attend(
             *(q, as_read(k), as_read(v), *rest), stats=stats, tiles=tiles
         )
-        step, edges = targets.scheduled_cycles(target, tpu.NAME, run, *shape.arrays)
+        step, edges = targets.scheduled_cycles(
+            target, tpu_call.NAME, run, *shape.arrays
+        )
         cycles = np.prod(grid[:3]) * (step * grid[3] + edges)
         floor = shape.bytes(stats) / chip.bandwidth * chip.clock
         whole[i] = max(cycles, floor)

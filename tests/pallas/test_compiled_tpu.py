@@ -24,7 +24,7 @@ from kvjax.cache import codecs
 from kvjax.cache.config import make_config
 from kvjax.engine import steps
 from kvjax.engine.compiled import Job, arguments
-from kvjax.pallas import tpu
+from kvjax.pallas import tpu, tpu_call
 from kvjax.parallel import host
 
 pytestmark = pytest.mark.compiled
@@ -219,7 +219,7 @@ def test_decode_step(target, name, layers, rows, slots=2048):
     assert memory.alias_size_in_bytes >= size(shapes[1])
     assert memory.temp_size_in_bytes < pairs * MOST_TEMPORARY[name]
     assert not copies(compiled, rows, spec.num_kv_heads, slots, spec.head_dim)
-    assert compiled.as_text().count(tpu.NAME) >= layers
+    assert compiled.as_text().count(tpu_call.NAME) >= layers
 
 
 def offloaded(rows, **options):
