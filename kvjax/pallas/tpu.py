@@ -105,7 +105,7 @@ def unsupported_reason(
         return f"queries are {q.dtype} and keys {k.dtype}: both float32 or bfloat16"
     tiles = TILES.get(device_kind, Tiles())
     case = _case(q, k, None, tiles)
-    need = 4 * case.heads * max(case.rows, SUBLANES) * case.tile * case.count
+    need = 4 * case.count * case.chunks * LANES * case.heads * case.room
     if need > tiles.vmem // 3:
         return f"the weights of {case.slots} slots take {need >> 20} MiB of VMEM"
     return None

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from kvjax.pallas.tpu_kernel import Case, Form
+from kvjax.pallas.tpu_kernel import LANES, Case, Form
 from kvjax.types import Codes, numbers_of
 
 NAME = "kvjax_attention"  # in profiles and compiler dumps
@@ -91,9 +91,13 @@ def of_products(case: Case, q, k, pos, q_pos, n, stats) -> Call:
     call.scratch = {
         "max_logit": pltpu.VMEM((heads, rows, 1), jnp.float32),
         "denominator": pltpu.VMEM((heads, rows, 1), jnp.float32),
-        "p": pltpu.VMEM((case.count, heads, rows, tile), jnp.float32),
+        "p": pltpu.VMEM(
+            (case.count, case.chunks, heads * case.room, LANES), jnp.float32
+        ),
         "base": pltpu.VMEM((case.count, heads, rows, 1), jnp.float32),
     }
+    if stats:
+        call.scratch["share"] = pltpu.VMEM((heads * case.room, LANES), jnp.float32)
     return call
 
 

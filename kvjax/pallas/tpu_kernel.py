@@ -2,10 +2,12 @@
 
 `r` holds the refs by name. In VMEM, of this step:
 
-    q      [1, heads, 1, R, D]     p     [tiles, heads, R, tile]  unnormalised weights
-    q_pos  [1, 1, queries, 1]      base  [tiles, heads, R, 1]     what they are based on
-    pos    [1, K, tile]            part  [heads, R, D]            this tile's p v
-    k, v   [1, heads, tile, D]     max_logit, denominator [heads, R, 1], so far
+    q      [1, heads, 1, R, D]    p     [tiles, tile / 128, rows, 128]  exp(s - base)
+    q_pos  [1, 1, queries, 1]     base  [tiles, heads, R, 1]            largest s then
+    pos    [1, K, tile]           part  [heads, R, D]                   this tile's p v
+    k, v   [1, heads, tile, D]    max_logit, denominator [heads, R, 1]  so far
+
+Every head's R query rows begin a memory tile of their own in `p`, `rows` in all.
 
 Where codes are stored, k and v hold these, and `k_scale` and `v_scale` [1, heads, N,
 tile] the scales of N groups of channels. They are whole numbers, which bfloat16 holds,
@@ -110,8 +112,17 @@ class Case(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Rows that every group has of a product that is taken for all groups."""
+        """R in whole memory tiles."""
         return pl.cdiv(self.rows, SUBLANES) * SUBLANES
+
+    @property
+    def chunks(self) -> int:
+        """Vectors that span the slots of a step."""
+        return pl.cdiv(self.tile, LANES)
+
+    def rows_of(self, head: int) -> pl.Slice:
+        """A head's query rows among those of all heads of a step."""
+        return pl.ds(head * self.room, self.rows)
 
 
 def body(r, *, case: Case, stats, pick: Pick | None = None) -> None:
@@ -132,8 +143,8 @@ def body(r, *, case: Case, stats, pick: Pick | None = None) -> None:
         if attends:
             _accumulate(r, case, h, c, s, start)
         else:
-            r.base[c, h] = jnp.maximum(r.max_logit[h], LOWEST)
-            r.p[c, h] = jnp.exp(s - r.base[c, h])
+            base = jnp.maximum(r.max_logit[h], LOWEST)
+            _keep(r, case, h, c, jnp.exp(s - base), base)
     if attends:
         if not case.v.groups:
             _mend(r, case, c, start)
@@ -145,7 +156,9 @@ def body(r, *, case: Case, stats, pick: Pick | None = None) -> None:
     def _():
         if attends:
             _hand_over(r, case)
-        if stats:
+        if stats and case.queries == 1:
+            _columns_of_one(r, case, stats, r.n[b])
+        elif stats:
             _columns(r, case, stats, i, r.n[b])
         if pick:
             _choose(r, case, pick, b)
@@ -253,8 +266,21 @@ def _accumulate(r, case: Case, h, c, s, start) -> None:
         r.part[h] = _weighted_codes(r, case, h, p, start)
     else:
         r.part[h] = _weighted(p, r.v[0, h], case)
-    r.p[c, h] = p
+    _keep(r, case, h, c, p, base)
+
+
+def _keep(r, case: Case, h, c, p, base) -> None:
+    """Weights of a head and a tile, and what they are based on, until all are known."""
     r.base[c, h] = base
+    for j in range(case.chunks):
+        part = p[:, j * LANES : (j + 1) * LANES]
+        r.p[c, j, case.rows_of(h), : part.shape[1]] = part
+
+
+def _kept(r, case: Case, h, c):
+    """The weights again, f32[R, tile]."""
+    parts = [r.p[c, j, case.rows_of(h)] for j in range(case.chunks)]
+    return jnp.concatenate(parts, axis=1)[:, : case.tile]
 
 
 def _for_group(per_query, case: Case):
@@ -321,11 +347,33 @@ def _mend(r, case: Case, c, start) -> None:
                 live = jnp.transpose(live)  # [tile, 1]
             v = r.v[0, h]
             v = jnp.where(live > 0, v, jnp.zeros((), v.dtype))
-            r.part[h] = _weighted(r.p[c, h], v, case)
+            r.part[h] = _weighted(_kept(r, case, h, c), v, case)
+
+
+def _columns_of_one(r, case: Case, stats, n) -> None:
+    """The statistics of all slots, of one query.
+
+    Loads with a stride lay KV heads along sublanes, one query head of each at a time:
+    their sum is of whole vectors then, and is written as it is.
+    """
+    of = [pl.ds(g, case.heads, stride=case.room) for g in range(case.group)]
+    for c in range(case.count):
+        for h in range(case.heads):
+            share = _share(r, case, h, c, n > 0)
+            r.share[case.rows_of(h)] = jnp.broadcast_to(share, (case.rows, LANES))
+        shares = [r.share[at] for at in of]
+        start, end = c * case.tile, min((c + 1) * case.tile, case.slots)
+        for j, first in enumerate(range(start, end, LANES)):
+            p = r.p.at[c, j]
+            mean = sum(p[at] * share for at, share in zip(of, shares, strict=True))
+            width = min(LANES, end - first)
+            for name in stats:
+                found = mean * mean if name == "attn_sq_sum" else mean
+                getattr(r, name)[0, :, pl.ds(first, width)] = found[:, :width]
 
 
 def _columns(r, case: Case, stats, i, n) -> None:
-    """Adds these queries' part to the statistics of all slots."""
+    """Adds these queries' part to the statistics of all slots, of one head."""
     query = i * case.queries
     query += jax.lax.broadcasted_iota(jnp.int32, (case.queries, 1), 0)
     real = _for_group(query < n, case)
@@ -334,25 +382,23 @@ def _columns(r, case: Case, stats, i, n) -> None:
         "attn_sq_sum": lambda mean: mean * mean,
         "last_attn": lambda mean: jnp.where(query == n - 1, mean, 0.0),
     }
-    for h in range(case.heads):
-        total, top = r.denominator[h], jnp.maximum(r.max_logit[h], LOWEST)
-        share = jnp.where(real & (total > 0), 1.0 / (total * case.group), 0.0)
-        for c in range(case.count):
-            mean = _group_sum(r.p[c, h] * (share * jnp.exp(r.base[c, h] - top)), case)
-            first = c * case.tile
-            width = min(case.tile, case.slots - first)
-            at = (0, pl.ds(r.first_head + h, 1), pl.ds(first, width))
-            for name in stats:
-                ref = getattr(r, name)
-                new = jnp.sum(parts[name](mean), axis=0, keepdims=True)[:, :width]
-                ref[at] = jnp.where(i > 0, ref[at], 0.0) + new
+    for c in range(case.count):
+        weights = _kept(r, case, 0, c) * _share(r, case, 0, c, real)
+        mean = jnp.sum(weights.reshape(case.group, case.queries, -1), axis=0)
+        first = c * case.tile
+        width = min(case.tile, case.slots - first)
+        at = (0, pl.ds(r.first_head, 1), pl.ds(first, width))
+        for name in stats:
+            ref = getattr(r, name)
+            new = jnp.sum(parts[name](mean), axis=0, keepdims=True)[:, :width]
+            ref[at] = jnp.where(i > 0, ref[at], 0.0) + new
 
 
-def _group_sum(weights, case: Case):
-    """Sums over a KV head's query heads, f32[queries, tile]."""
-    if case.queries == 1:
-        return jnp.sum(weights, axis=0, keepdims=True)
-    return jnp.sum(weights.reshape(case.group, case.queries, -1), axis=0)
+def _share(r, case: Case, h, c, real):
+    """What turns the kept weights of a head into shares of 1, of G queries' mean."""
+    total, top = r.denominator[h], jnp.maximum(r.max_logit[h], LOWEST)
+    share = jnp.where(real & (total > 0), 1.0 / (total * case.group), 0.0)
+    return share * jnp.exp(r.base[c, h] - top)
 
 
 def _puts(r, case: Case, b, start):
