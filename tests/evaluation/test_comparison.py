@@ -10,13 +10,19 @@ import sys
 import matplotlib.image
 import pandas as pd
 import pytest
-from testing.records import SPEEDS, sweep_records, task_record, task_run
+from testing.records import SPEEDS, sweep_records, task_record, task_run, write_runs
 
 from kvjax.evaluation import report
 from kvjax.evaluation.report import groups, scatters, tables
 from kvjax.types import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def workdirs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return write_runs()
 
 
 def rows_of(grid):

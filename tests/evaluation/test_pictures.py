@@ -10,6 +10,7 @@ from testing.records import (
     make_record,
     task_record,
     task_run,
+    write_runs,
 )
 
 from kvjax.evaluation import report
@@ -137,6 +138,12 @@ def test_predictions_stand_over_measurements():
 
 
 # --- of several ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def workdirs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return write_runs()
 
 
 def test_quality_stands_over_memory(workdirs):

@@ -1,6 +1,8 @@
 """Records as runs write them, for the tests of reports."""
 
-from kvjax.evaluation.report.records import FORMAT
+import pathlib
+
+from kvjax.evaluation.report.records import FORMAT, append_record
 
 
 def make_record(method, **changes):
@@ -146,3 +148,17 @@ def task_run(task, full, first, second, third=None, **changes):
     if third is not None:
         made.append(task_record("good", task, third, size, cut, 0.25, **changes))
     return made
+
+
+def write_runs() -> list[str]:
+    """Three runs in the current folder: two tasks of one model, and throughput."""
+    members = {
+        "one": task_run("xsum", 0.5, 0.4, 0.3, 0.2),
+        "two": task_run("needle", 1.0, 0.75, 0.5),
+        "speed": SPEEDS,
+    }
+    for name, records in members.items():
+        pathlib.Path(name).mkdir()
+        for each in records:
+            append_record(pathlib.Path(name) / "records.jsonl", each)
+    return list(members)
