@@ -42,8 +42,10 @@ _TASKS = {
 
 def get_config(percent: str = "25") -> ConfigDict:
     """The fields of `quality.Quality` for a percentage of the bytes."""
-    length = FieldReference(1000)
-    share = lambda codec: min(100.0, float(percent) * _BYTES["16 bits"] / _BYTES[codec])
+    length, part = FieldReference(1000), float(percent)
+    if not 0 < part <= 100:
+        raise OSError(f"{percent}% of the bytes: write more than 0, and at most 100")
+    share = lambda codec: min(100.0, part * _BYTES["16 bits"] / _BYTES[codec])
     return ConfigDict(
         {
             "model": "smollm2-135m-instruct",

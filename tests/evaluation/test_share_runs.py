@@ -178,6 +178,12 @@ def test_rules_in_equal_bytes(percent):
         assert abs(np.mean(config.head_budgets(spec)) - 1000 * share) <= 1
 
 
+@pytest.mark.parametrize("percent", ["0", "-1", "101", "nan"])
+def test_bytes_that_are_no_part_of_the_full_caches(percent):
+    with pytest.raises(OSError, match=f"{percent}% of the bytes: write more than 0"):
+        load_config("equal_bytes.py")(percent)
+
+
 @pytest.mark.parametrize("name", ["heads.py", "equal_bytes.py"])
 def test_other_lengths_are_of_prompts_and_texts(name):
     """With shorter texts, their share would be larger than the prompts'."""
