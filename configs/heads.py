@@ -13,6 +13,7 @@ reference, `--config.prompt_tokens=2000` in longer ones.
 *Alike*: every head keeps as many. *Pyramid*: layers, by depth. *By layer*: layers, by
 what they need. *Ada*: the heads of each layer, by what they need. *By head*: all heads
 of all layers. *Half way*, *over a third*, *a quarter*: so far from these to all alike.
+`:25,alike,by_head` runs the rows of these alone.
 *Retrieval heads* choose by KeyDiff where heads keep much, by average attention
 elsewhere. SnapKV chooses when the prompt is in.
 
@@ -63,8 +64,12 @@ def _rule(how: str, floor: int) -> str | dict:
     }[how]
 
 
-def get_config(percent: str = "25") -> ConfigDict:
-    """The fields of `quality.Quality` for a percentage of the pairs."""
+def get_config(which: str = "25") -> ConfigDict:
+    """The fields of `quality.Quality` for a percentage of the pairs, and some rules."""
+    percent, *wanted = which.split(",")
+    unknown = sorted({*wanted} - {*_RULES})
+    if unknown:
+        raise OSError(f"{unknown[0]!r} shares nothing out: use {', '.join(_RULES)}")
     length = FieldReference(1000)
     return ConfigDict(
         {
@@ -90,6 +95,7 @@ def get_config(percent: str = "25") -> ConfigDict:
                     }
                     for name, (policy, phases, floor, rules) in _POLICIES.items()
                     for how in rules
+                    if not wanted or how in wanted
                 ),
             ),
             "num_examples": 20,

@@ -184,6 +184,17 @@ def test_bytes_that_are_no_part_of_the_full_caches(percent):
         load_config("equal_bytes.py")(percent)
 
 
+def test_some_ways_to_share_out():
+    """`configs/heads.py`: all rows of it, or those of the rules that are named."""
+    get_config = load_config("heads.py")
+    every, some = (get_config(f"12.5{more}").methods for more in ("", ",alike,by_head"))
+    assert len(every) == 1 + 8 + 7 + 3 * 4 and len(some) == 1 + 5 + 4
+    named = "Full cache", ", alike", ", by head"
+    assert [*some] == [each for each in every if each["name"].endswith(named)]
+    with pytest.raises(OSError, match="'head' shares nothing out: use alike, pyramid"):
+        get_config("25,head")
+
+
 @pytest.mark.parametrize("name", ["heads.py", "equal_bytes.py"])
 def test_other_lengths_are_of_prompts_and_texts(name):
     """With shorter texts, their share would be larger than the prompts'."""
