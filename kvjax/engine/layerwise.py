@@ -59,7 +59,7 @@ class Readings:
                     "before it says their sizes, and layer by layer there is one at a "
                     "time: use another rule, or run whole models"
                 )
-        self.model = model
+        self.model = model._replace(params=_placed(model.params))
         late = (config for config in methods if _is_late(config))
         self._watching = tuple(dict.fromkeys(config.policy for config in late))
         self._known: dict[tuple, Prefilled] = {}
@@ -202,13 +202,22 @@ def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Prefi
         for heads in layer
     )
     logits = jnp.zeros((len(prompts), spec.vocab_size), jnp.float32)
-    found = Prefilled(states, logits)
+    found = _placed(Prefilled(states, logits))
     for start in (0, *range(config.first_chunk, lengths.max(), block)):
         most = block if start else config.first_chunk
         n = np.clip(lengths - start, 0, most)
         part = tokens[:, start : start + max(most, block)]
         found = _step(model, config, found, part, n, is_prefill=True)
     return found
+
+
+def _placed(tree: PyTree) -> PyTree:
+    """The same arrays, for good where they are.
+
+    What a program makes of placed arrays is placed, and for those that are not it is
+    compiled again.
+    """
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
 
 
 def _room(config: CacheConfig, prompts: Prompts) -> int:

@@ -142,7 +142,8 @@ def test_parts_that_keep_alike_share_programs_and_know_their_heads(tiny):
     job = Job(tiny.spec, config, 3, size, NEW)
     whole = run_batch(tiny.params, job, PROMPTS, range(3))
     layerwise._attend.clear_cache()
-    readings = layerwise.Readings(tiny, [config])
+    placed = jax.device_put(tiny.params, jax.devices()[0])  # as `kvjax.load` does
+    readings = layerwise.Readings(tiny._replace(params=placed), [config])
     found = runner.run_batch(readings.runner(job), PROMPTS, range(3))
     kept = cache.kept_positions(whole.state)
     jax.tree.map(np.testing.assert_array_equal, cache.kept_positions(found.state), kept)
