@@ -26,23 +26,24 @@ def drawn_sizes(records):
     return panels, [label.get_text() for label in bar.get_yticklabels()]
 
 
-def test_a_panel_for_each_method_whose_heads_differ():
-    """With its numbers; one of two records that differ in new tokens alone."""
+def test_a_panel_for_each_set_of_sizes_whose_heads_differ():
+    """With its numbers; one for records that differ in new tokens or methods alone."""
     even = [[100, 150], [200, 350]]
     records = [
         FULL,
         make_record("A", sizes=SIZES, budget=128, new_tokens=8),
         make_record("A", sizes=SIZES, budget=128, new_tokens=16),
         make_record("B", sizes=even, budget=200),
+        make_record("C", sizes=SIZES, budget=128),
     ]
     panels, ticks = drawn_sizes(records)
-    assert [axes.get_title(loc="left") for axes in panels] == ["A", "B"]
+    assert [axes.get_title(loc="left") for axes in panels] == ["A; C", "B"]
     for axes, sizes in zip(panels, (SIZES, even), strict=True):
         assert axes.images[0].get_array().tolist() == sizes
         assert (axes.get_xlabel(), axes.get_ylabel()) == ("KV head", "layer")
     assert panels[0].texts[0].get_text() == "slots: 32-256 (mean 128)"
     assert ticks == ["32", "64", "128", "256", "350"]
-    _, ticks = drawn_sizes(records[3:])
+    _, ticks = drawn_sizes(records[3:4])
     assert ticks == ["100", "150", "200", "250", "300", "350"]
 
 

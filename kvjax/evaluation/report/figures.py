@@ -341,28 +341,28 @@ def survivors(group: Quality, column: str) -> Any:
     return figure
 
 
-def with_sizes(records: Iterable[Record]) -> list[Record]:
-    """One record of each method whose heads keep different numbers of pairs."""
-    found: dict[tuple[str, str], Record] = {}
+def with_sizes(records: Iterable[Record]) -> list[tuple[str, Record]]:
+    """A record of each set of sizes whose heads differ, under its methods' names."""
+    found: dict[str, dict[str, Record]] = {}
     for record in records:
         if record.get("sizes"):
-            found.setdefault((record["method"], str(record["sizes"])), record)
-    return list(found.values())
+            found.setdefault(str(record["sizes"]), {})[record["method"]] = record
+    return [("; ".join(same), next(iter(same.values()))) for same in found.values()]
 
 
 def head_sizes(records: Sequence[Record]) -> Any:
-    """A panel per method whose heads differ: slots by layer and head."""
-    found = with_sizes(records)
+    """Slots by layer and head: a panel for each set of sizes whose heads differ."""
+    names, found = zip(*with_sizes(records), strict=True)
     grids = [np.asarray(record["sizes"]) for record in found]
     down, across = np.max([grid.shape for grid in grids], axis=0)
     size = max(3.4, 1.2 + 0.25 * across), 1.4 + 0.13 * down
     figure, panels = new_panels(len(found), size, found)
     scale, ticks = _scale_of_sizes(grids)
-    for axes, record, grid in zip(panels, found, grids, strict=True):
+    for axes, name, record, grid in zip(panels, names, found, grids, strict=True):
         style = {"cmap": _COLOUR_MAP, "aspect": "auto", "interpolation": "nearest"}
         shown = axes.imshow(grid, norm=scale, **style)
         _plain(axes)
-        _over(axes, record["method"], f"slots: {groups.spread(record)}")
+        _over(axes, name, f"slots: {groups.spread(record)}")
         axes.set_xticks(range(0, grid.shape[1], math.ceil(grid.shape[1] / 8)))
         axes.set_xlabel("KV head")
         axes.set_ylabel("layer")
