@@ -88,7 +88,7 @@ def get_config(which: str = "25") -> ConfigDict:
                 *(
                     {
                         "name": f"{name}, {how.replace('_', ' ')}",
-                        "series": f"{name}, {how.replace('_', ' ')}",
+                        "series": name,
                         "policy": policy,
                         "phases": phases,
                         "budget_rule": _rule(how, floor),

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matplotlib.transforms import Bbox
 from testing.records import (
     FULL,
     RECORDS,
@@ -70,6 +71,27 @@ def test_budget_rules_over_a_heat_map_have_lines_of_their_own():
     names = [note.get_text() for note in told.axes[0].texts if "kv" in note.get_text()]
     schedule = "prefill_and_decode"
     assert names == [f"{schedule}, |kv| =", f"{schedule},\nsqueeze(p=0.3),\n|kv| ="]
+
+
+def test_names_over_a_heat_map_stand_upright_where_columns_are_narrow():
+    rules = [f"calibrated(even=0.{digit}, floor=40)" for digit in range(6)]
+    few, many = (
+        figures.heat_map(
+            [
+                make_record(f"{series} {rule}", series=series, budget_rule=rule)
+                for series in "MN"
+                for rule in some
+            ]
+        )
+        for some in (rules[:2], rules)
+    )
+    for told, lines, turned in ((few, 4, 0), (many, 1, 90)):
+        names = [note for note in told.axes[0].texts if "kv" in note.get_text()]
+        assert {note.get_text().count("\n") + 1 for note in names} == {lines}
+        assert {note.get_rotation() for note in names} == {turned}
+        told.canvas.draw()
+        boxes = [note.get_window_extent() for note in names]
+        assert not any(map(Bbox.intersection, boxes, boxes[1:]))
 
 
 def test_second_panel_is_agreement_without_kl():

@@ -188,12 +188,14 @@ def heat_map(records: Sequence[Record]) -> Any:
     cells = cells.unstack(["setting", "slots"])
     score, kl = (cells[key].loc[names, across].to_numpy() for key in ("score", "kl"))
     count = 1 + bool(frame["kl"].notna().any())
-    figure = new_figure((5 * count, 1.9 + 0.29 * len(names)), records)
+    heads = _Heads(list(settings["setting"]))
+    width = max(5, 1.5 + 0.4 * len(across))
+    size = width * count, 1.5 + heads.height / 72 + 0.29 * len(names)
+    figure = new_figure(size, records)
     panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
     known = full.get("score") is not None
     reference = f"; full cache {full['score']:.2f}" if known else ""
-    lines = 1 + max(_over_columns(name).count("\n") for name, _ in across)
-    title = {"loc": "left", "pad": 22 + 12 * lines, "fontsize": 11}
+    title = {"loc": "left", "pad": 22 + heads.height, "fontsize": 11}
     panels[0].set_title(groups.score_of(records).title + reference, **title)
     _cells(panels[0], score, Normalize(0, 1), "{:.2f}")
     for axes in panels[1:]:
@@ -202,7 +204,7 @@ def heat_map(records: Sequence[Record]) -> Any:
     for axes in panels:
         axes.tick_params(top=False, labeltop=True, labelbottom=False)
         axes.set_xticks(range(len(settings)), settings["slots"])
-        _name_settings(axes, list(settings["setting"]))
+        heads.write(axes)
     panels[0].set_yticks(range(len(names)), names, color="black")
     return figure
 
@@ -243,28 +245,55 @@ def _plain(axes: Any) -> None:
     axes.tick_params(length=0)
 
 
+class _Heads:
+    """Names of settings over their columns, and a gap between two of them.
+
+    They stand upright where one would be wider than its columns.
+
+    Attributes:
+      height: of the highest, in points.
+    """
+
+    def __init__(self, settings: Sequence[str]):
+        same = [(name, len(list(run))) for name, run in itertools.groupby(settings)]
+        room = max(3.6, 0.4 * len(settings)) / len(settings)  # inches a column
+        letter = 0.07  # inches, about
+        self._columns = [count for _, count in same]
+        self._names = [_over_columns(name) for name, _ in same]
+        self._turned = any(
+            letter * max(map(len, name.split("\n"))) > 0.4 + count * room
+            for name, count in zip(self._names, self._columns, strict=True)
+        )
+        if self._turned:
+            self._names = [name.replace("\n", " ") for name in self._names]
+            self.height = 72 * letter * max(map(len, self._names))
+        else:
+            self.height = 12 * max(1 + name.count("\n") for name in self._names)
+
+    def write(self, axes: Any) -> None:
+        """Writes them over a map."""
+        start = 0
+        for name, count in zip(self._names, self._columns, strict=True):
+            axes.annotate(
+                name,
+                (start + (count - 1) / 2, 1),
+                (0, 18),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                ha="center",
+                va="bottom",
+                rotation=90 if self._turned else 0,
+                fontsize=9,
+                color=GREY,
+            )
+            start += count
+            if start < sum(self._columns):
+                axes.axvline(start - 0.5, color="white", lw=5)
+
+
 def _over_columns(setting: str) -> str:
     """A schedule's name, with a budget rule on a line of its own."""
     return f"{setting}, |kv| =".replace(", ", ",\n" if ", " in setting else ", ")
-
-
-def _name_settings(axes: Any, settings: Sequence[str]) -> None:
-    """Names of schedules over their columns, and a gap between two of them."""
-    start = 0
-    for name, same in itertools.groupby(settings):
-        count = len(list(same))
-        place = {"xytext": (0, 18), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(
-            _over_columns(name),
-            (start + (count - 1) / 2, 1),
-            xycoords=("data", "axes fraction"),
-            fontsize=9,
-            color=GREY,
-            **place,
-        )
-        start += count
-        if start < len(settings):
-            axes.axvline(start - 0.5, color="white", lw=5)
 
 
 def needle_tasks(group: Quality) -> list[str]:
