@@ -48,6 +48,16 @@ def test_a_panel_for_each_set_of_sizes_whose_heads_differ():
     assert ticks == ["100", "150", "200", "250", "300", "350"]
 
 
+def test_panels_are_as_wide_over_one_another_as_side_by_side():
+    made = [make_record(f"{n}", sizes=[[n, 2 * n]] * 30) for n in range(40, 58)]
+    few, many = figures.head_sizes(made[:3]), figures.head_sizes(made)
+    widths = []
+    for figure in (few, many):
+        figure.canvas.draw()
+        widths.append(figure.axes[0].get_window_extent().width)
+    assert widths[1] > 0.9 * widths[0]
+
+
 @pytest.mark.parametrize(
     "picture", [scatters.quality_vs_memory, scatters.throughput_vs_memory]
 )
@@ -255,9 +265,9 @@ def test_rules_have_a_colour_each_and_stand_together(trait):
     assert [name.split()[0] for name in names] == ["Full", "h2o", "h2o", "tova", "tova"]
 
 
-@pytest.mark.parametrize(("rules", "codecs"), [(6, 7), (7, 2), (2, 8), (3, 1)])
+@pytest.mark.parametrize(("rules", "codecs"), [(6, 11), (7, 2), (2, 12), (3, 1)])
 def test_colours_by_rule_only_where_they_tell_all_apart(rules, codecs):
-    """6 colours, 7 shapes, and more methods than rules."""
+    """6 colours, 11 shapes, and more methods than rules."""
     made = [
         {"policy": f"{r}", "codec": f"{c}"} for r in range(rules) for c in range(codecs)
     ]
@@ -265,7 +275,7 @@ def test_colours_by_rule_only_where_they_tell_all_apart(rules, codecs):
     by_rule = {
         (each["policy"], mark.colour) for each, mark in zip(made, marks, strict=True)
     }
-    assert (len(by_rule) == rules < len(made)) == ((rules, codecs) == (6, 7))
+    assert (len(by_rule) == rules < len(made)) == ((rules, codecs) == (6, 11))
     assert len(set(marks)) == len(made)
 
 

@@ -21,9 +21,9 @@ from kvjax.evaluation.report.groups import Quality
 from kvjax.evaluation.report.records import Record, survivor_shares
 
 # Okabe & Ito's palette, safe for colour-blind readers, without its yellow, too pale on
-# white. Black is the full cache's. 6 colours and 7 shapes repeat after 42 methods.
+# white. Black is the full cache's. 6 colours and 11 shapes repeat after 66 methods.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_SHAPES = ("o", "s", "D", "^", "v", "P", "X")
+_SHAPES = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "p", "d")
 GREY = "#595959"
 _STYLE = pathlib.Path(__file__).with_suffix(".mplstyle")
 _COLOUR_MAP = "cividis"  # looks alike to colour-blind readers; rises in lightness
@@ -366,7 +366,7 @@ def survivors(group: Quality, column: str) -> Any:
         _title(axes, row)
         axes.set_xlabel("place in the prompt (%)")
         axes.set_ylabel("layer")
-    figure.colorbar(shown, ax=panels, label="share of pairs kept")
+    _bar(shown, panels, "share of pairs kept")
     return figure
 
 
@@ -395,7 +395,7 @@ def head_sizes(records: Sequence[Record]) -> Any:
         axes.set_xticks(range(0, grid.shape[1], math.ceil(grid.shape[1] / 8)))
         axes.set_xlabel("KV head")
         axes.set_ylabel("layer")
-    bar = figure.colorbar(shown, ax=panels, label="slots per head")
+    bar = _bar(shown, panels, "slots per head")
     bar.minorticks_off()
     bar.set_ticks(ticks, labels=[f"{tick:,}" for tick in ticks])
     return figure
@@ -414,6 +414,13 @@ def _scale_of_sizes(grids: Sequence[np.ndarray]) -> tuple[Any, list[int]]:
     powers = [1 << n for n in range(int(most).bit_length())]
     apart = [each for each in powers if 1.3 * least < each < most / 1.3]
     return LogNorm(least, most), [int(least), *apart, int(most)]
+
+
+def _bar(shown: Any, panels: Sequence[Any], label: str) -> Any:
+    """What colours mean, beside all panels: as wide for many as for few."""
+    figure = panels[0].figure
+    thin = max(20, 4 * figure.get_figheight())
+    return figure.colorbar(shown, ax=panels, label=label, aspect=thin)
 
 
 def _title(axes: Any, row: tuple) -> None:
