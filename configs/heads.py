@@ -28,7 +28,7 @@ _RULES = [
     *("alike", "pyramid", "by_layer", "ada"),
     *("half_way", "over_a_third", "a_quarter", "by_head"),
 ]
-_FOUR = "alike", "pyramid", "by_layer", "by_head"
+_FIVE = "alike", "pyramid", "by_layer", "over_a_third", "by_head"
 _POLICIES = {  # the rule, when it evicts, the fewest pairs of a head, who shares out
     "KeyDiff": ("key_diff", "prefill_and_decode", 40, _RULES),
     "Retrieval heads": (
@@ -37,9 +37,9 @@ _POLICIES = {  # the rule, when it evicts, the fewest pairs of a head, who share
         40,
         _RULES[1:],  # with all heads alike it is KeyDiff
     ),
-    "Average": ("average_attention", "prefill_and_decode", 40, _FOUR),
-    "SnapKV": ("snapkv", "after_prefill", 64, _FOUR),  # whose window stays
-    "Streaming": ("streaming", "prefill_and_decode", 64, _FOUR),
+    "Average": ("average_attention", "prefill_and_decode", 40, _FIVE),
+    "SnapKV": ("snapkv", "after_prefill", 64, _FIVE),  # whose window stays
+    "Streaming": ("streaming", "prefill_and_decode", 64, _FIVE),
 }
 _DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 _TASKS = {
