@@ -188,14 +188,14 @@ def heat_map(records: Sequence[Record]) -> Any:
     cells = cells.unstack(["setting", "slots"])
     score, kl = (cells[key].loc[names, across].to_numpy() for key in ("score", "kl"))
     count = 1 + bool(frame["kl"].notna().any())
-    heads = _Heads(list(settings["setting"]))
-    width = max(5, 1.5 + 0.4 * len(across))
-    size = width * count, 1.5 + heads.height / 72 + 0.29 * len(names)
+    width = max(3.5, 0.4 * len(across))
+    over = _ColumnNames(list(settings["setting"]), width / len(across))
+    size = (1.5 + width) * count, 1.5 + over.height / 72 + 0.29 * len(names)
     figure = new_figure(size, records)
     panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
     known = full.get("score") is not None
     reference = f"; full cache {full['score']:.2f}" if known else ""
-    title = {"loc": "left", "pad": 22 + heads.height, "fontsize": 11}
+    title = {"loc": "left", "pad": 22 + over.height, "fontsize": 11}
     panels[0].set_title(groups.score_of(records).title + reference, **title)
     _cells(panels[0], score, Normalize(0, 1), "{:.2f}")
     for axes in panels[1:]:
@@ -204,7 +204,7 @@ def heat_map(records: Sequence[Record]) -> Any:
     for axes in panels:
         axes.tick_params(top=False, labeltop=True, labelbottom=False)
         axes.set_xticks(range(len(settings)), settings["slots"])
-        heads.write(axes)
+        over.write(axes)
     panels[0].set_yticks(range(len(names)), names, color="black")
     return figure
 
@@ -245,23 +245,22 @@ def _plain(axes: Any) -> None:
     axes.tick_params(length=0)
 
 
-class _Heads:
+class _ColumnNames:
     """Names of settings over their columns, and a gap between two of them.
 
-    They stand upright where one would be wider than its columns.
+    They stand upright where one would be wider than its columns, each `room` inches.
 
     Attributes:
       height: of the highest, in points.
     """
 
-    def __init__(self, settings: Sequence[str]):
+    def __init__(self, settings: Sequence[str], room: float):
         same = [(name, len(list(run))) for name, run in itertools.groupby(settings)]
-        room = max(3.6, 0.4 * len(settings)) / len(settings)  # inches a column
         letter = 0.07  # inches, about
         self._columns = [count for _, count in same]
         self._names = [_over_columns(name) for name, _ in same]
         self._turned = any(
-            letter * max(map(len, name.split("\n"))) > 0.4 + count * room
+            letter * max(map(len, name.split("\n"))) > 0.5 + count * room
             for name, count in zip(self._names, self._columns, strict=True)
         )
         if self._turned:
