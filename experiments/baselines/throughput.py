@@ -118,7 +118,7 @@ def measure(
       all of them in `*_seconds_all`; rates as in kvjax's records, where all new tokens
       count over the seconds of the decode phase, though the prompt gives the first;
       `measured_bytes`, the peak of what was timed; `counted_bytes`, what was expected;
-      `tried`, the batches run on the way.
+      `tried_batches`, the batches run on the way.
 
     Raises:
       UserError: arguments that do not fit; not even one prompt fits.
@@ -394,7 +394,7 @@ def _record(
         "schedule": "after_prefill" if method.policy else "none",
         "batch_size": batch,
         "limited_by": limit,
-        "tried": [each._asdict() for each in trials],
+        "tried_batches": [each._asdict() for each in trials],
         "prompts": len(task.prompts),
         "prompt_tokens": task.length,
         "new_tokens": task.new,

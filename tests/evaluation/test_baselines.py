@@ -139,7 +139,7 @@ def test_memory_runs_out(fake, reason):
     record = measure(fake(**{reason: 6}), 1800)
     assert record["batch_size"] == 5
     assert record["measured_bytes"] == 1500
-    failed = [each for each in record["tried"] if each["why"]]
+    failed = [each for each in record["tried_batches"] if each["why"]]
     words = "the worker died (-9)" if reason == "dies_from" else "CUDA out of memory"
     assert failed and all(words in each["why"] for each in failed)
 
@@ -229,8 +229,9 @@ def test_record_stands_beside_ours(fake, tmp_path):
     path = tmp_path / "records.jsonl"
     for record in (ours, theirs):
         append_record(path, record)
-    table = report.overview(read_records(path))
-    assert "transformers full cache" in table and "12.0" in table
+    page = report.write_report(read_records(path), tmp_path).read_text()
+    assert "transformers full cache" in page and "12.0" in page
+    assert "was tried" not in page  # of batches, which is no search for |kv|
 
 
 @pytest.mark.parametrize(("seconds", "better"), [(0.1, None), (9, 4)])
