@@ -217,6 +217,7 @@ def test_record(fake):
 def test_record_stands_beside_ours(fake, tmp_path):
     """Our report takes it as it is."""
     ours = {
+        "experiment": "throughput",
         "method": "ours",
         "policy": "key_diff",
         "output_tokens_per_s": 12.0,
