@@ -29,6 +29,14 @@ def runs(tmp_path_factory):
     return small_runs.prepared(tmp_path_factory.mktemp("runs"))
 
 
+@pytest.fixture
+def heeds_interrupts():
+    """What is started heeds SIGINT, even where a shell's `&` had it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def errors(stderr):
     return [line for line in stderr.splitlines() if line.startswith("error:")]
 
@@ -38,6 +46,7 @@ def test_killed_at_random_moments(runs, times):
     assert small_runs.kill(runs, times, seed=times) >= 1
 
 
+@pytest.mark.usefixtures("heeds_interrupts")
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_end(runs, sign):
     name = sign.name
