@@ -89,8 +89,7 @@ def _made(name, length, path, floor, multiple, among, even) -> budgets.BudgetRul
     """One rule for one set of options: another one would be compiled anew."""
 
     def allocate(spec, mean):
-        load = calibrations.Calibration.load
-        found = load(path) if path else calibrations.shipped(spec.name)
+        found = calibrations.of_model(spec.name, path)
         step = multiple or max(1 << (max(mean // 2, 1).bit_length() - 1), 8)
         how = {"length": length, "floor": min(floor, mean), "multiple": step}
         return found.sizes(spec, mean, **how, among=among, even=even).tolist()

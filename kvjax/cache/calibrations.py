@@ -50,6 +50,8 @@ class Calibration:
       ratios: pairs kept of all pairs, falling, each between 0 and 1.
       shares: for every ratio, the kept share of each head's pairs [L][K]; their mean is
         the ratio.
+      similarity: of every layer [L], the cosine of the residual stream before and after
+        its attention, mean over the texts' tokens; empty where nobody measured it.
       made_by: how, in words.
 
     Raises:
@@ -64,6 +66,7 @@ class Calibration:
     accuracy: float
     ratios: tuple[float, ...]
     shares: tuple[Rows, ...]
+    similarity: tuple[float, ...] = ()
     made_by: str = ""
 
     def __post_init__(self):
@@ -84,6 +87,13 @@ class Calibration:
             raise UserError("shares are no [L][K] numbers, the same L and K per ratio")
         for ratio, rows in zip(self.ratios, self.shares, strict=True):
             _check_shares(ratio, np.asarray(rows, np.float64))
+        if self.similarity and len(self.similarity) != self.num_layers:
+            raise UserError(
+                f"similarity of {len(self.similarity)} layers for shares of "
+                f"{self.num_layers}: give one each, or none"
+            )
+        for cosine in self.similarity:
+            real_number("similarity", cosine, -1, 1)
 
     @property
     def num_layers(self) -> int:
@@ -197,12 +207,14 @@ class Calibration:
         """
         fields = dataclasses.asdict(self)
         ratios, shares = fields.pop("ratios"), fields.pop("shares")
+        similarity = json.dumps(fields.pop("similarity"))
         head = json.dumps({"format": _FORMAT} | fields, indent=1, ensure_ascii=False)
         blocks = [
             f'  "{ratio}": [\n' + ",\n".join(f"   {json.dumps(row)}" for row in rows)
             for ratio, rows in zip(ratios, shares, strict=True)
         ]
-        text = head.removesuffix("\n}") + ',\n "shares": {\n'
+        text = head.removesuffix("\n}") + f',\n "similarity": {similarity}'
+        text += ',\n "shares": {\n'
         text += "\n  ],\n".join(blocks) + "\n  ]\n }\n}\n"
         try:
             pathlib.Path(path).write_text(text, encoding="utf-8")
@@ -234,6 +246,15 @@ class Calibration:
         )
 
 
+def of_model(name: str, path: str | os.PathLike | None = None) -> Calibration:
+    """What a file holds, or without one what comes with the package for a model.
+
+    Raises:
+      UserError: a file that cannot be read; no calibration of that model.
+    """
+    return Calibration.load(path) if path else shipped(name)
+
+
 def shipped_names() -> tuple[str, ...]:
     """The models whose calibrations come with the package."""
     return tuple(sorted(path.stem for path in _SHIPPED.glob("*.json")))
@@ -260,6 +281,7 @@ class Measured(NamedTuple):
       model, fingerprint, target, tokens, ratios: see `Calibration`.
       floor: pairs of a text that every head is to keep.
       shares: [N, R, L, K] of N texts and R ratios.
+      similarity: [N, L], see `Calibration`.
       accuracy: [N], see `Calibration`.
     """
 
@@ -270,6 +292,7 @@ class Measured(NamedTuple):
     ratios: tuple[float, ...]
     floor: int
     shares: Float[np.ndarray, "N R L K"]
+    similarity: Float[np.ndarray, "N L"]
     accuracy: np.ndarray
 
 
@@ -308,6 +331,7 @@ def average(measured: Measured) -> Calibration:
         accuracy=round(float(np.mean(measured.accuracy)), 4),
         ratios=measured.ratios,
         shares=tuple(_tuples(part / _GRAIN) for part in parts),
+        similarity=_tuples(np.mean(measured.similarity, 0, np.float64).round(4)),
     )
 
 
@@ -396,7 +420,7 @@ def _fields(found: Any) -> dict[str, Any]:
     if found.pop("format", None) != _FORMAT:
         raise UserError(f"its format is not {_FORMAT}")
     names = {field.name for field in dataclasses.fields(Calibration)} - {"ratios"}
-    if lacking := sorted(names - {"made_by"} - set(found)):
+    if lacking := sorted(names - {"made_by", "similarity"} - set(found)):
         raise UserError(f"it has no {', '.join(lacking)}")
     if unknown := sorted(set(found) - names):
         raise UserError(f"it has an unknown field {unknown[0]!r}")
@@ -407,7 +431,14 @@ def _fields(found: Any) -> dict[str, Any]:
         ratios = tuple(float(ratio) for ratio in shares)
     except ValueError:
         raise UserError(f"its ratios {list(shares)} are no numbers") from None
-    return found | {"ratios": ratios, "shares": tuple(map(_tuples, shares.values()))}
+    similarity = found.get("similarity", [])
+    if not isinstance(similarity, list):
+        raise UserError("its similarity is no list of a number per layer")
+    return found | {
+        "ratios": ratios,
+        "shares": tuple(map(_tuples, shares.values())),
+        "similarity": tuple(similarity),
+    }
 
 
 def _tuples(rows: Any) -> Any:

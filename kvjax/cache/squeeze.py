@@ -10,18 +10,27 @@ Wang and Gan 2024, arXiv 2404.04793, Algorithm 1::
 
 import functools
 import itertools
+import os
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.cache import budgets
-from kvjax.types import UserError, real_number, whole_number
+from kvjax.cache import budgets, calibrations
+from kvjax.types import ModelSpec, UserError, real_number, whole_number
 
 GROUPS = 3
 
 
-def squeeze(p: float = 0.35, least: int = 1) -> budgets.BudgetRule:
+SOURCES = "prompts", "calibration"
+
+
+def squeeze(
+    p: float = 0.35,
+    least: int = 1,
+    source: str = "prompts",
+    path: str | None = None,
+) -> budgets.BudgetRule:
     """Layers whose attention changes the residual stream least keep p of the mean.
 
         size = round(mean p)                                in G3, the highest cosines
@@ -32,7 +41,9 @@ def squeeze(p: float = 0.35, least: int = 1) -> budgets.BudgetRule:
 
     The cosines are means over the prompts that are read together, so sizes are a
     batch's, not a prompt's. What is stored while these are read is the whole prompt: a
-    schedule that reads it whole, `after_prefill` or `decode_only`, is needed.
+    schedule that reads it whole, `after_prefill` or `decode_only`, is needed. Or they
+    are those of a calibration's texts: then sizes are known before a prompt is read, so
+    that any schedule does, and one set of programs serves a whole run.
 
     Sizes pay no heed to the length of the prompt: where G3 has nearly all layers, the
     few others get more room than there are pairs to put there. Look at a model's
@@ -43,11 +54,15 @@ def squeeze(p: float = 0.35, least: int = 1) -> budgets.BudgetRule:
         mean); 0.3 in the example of the paper's appendix.
       least: pairs per head that G3 keeps at least, such as a policy's pinned pairs and
         some more.
+      source: whose cosines: the `prompts`' own, or a `calibration`'s.
+      path: of the calibration, see `calibrations.Calibration.save`; None is the one
+        that comes with the package for the model.
 
     Source: Wang and Gan 2024, arXiv 2404.04793, Algorithm 1.
 
     Raises:
-      UserError: a share or a number of pairs out of range.
+      UserError: an option out of range; from `allocate`, a calibration that does not
+        fit, or that has no cosines.
     """
     share = real_number("squeeze(p)", p)
     if not 0 < share <= 1:
@@ -55,24 +70,49 @@ def squeeze(p: float = 0.35, least: int = 1) -> budgets.BudgetRule:
             f"squeeze(p={p!r}): give the share of the mean budget that layers which "
             "change least keep, above 0 and 1 at most"
         )
-    return _squeeze(share, whole_number("squeeze(least)", least, 1))
+    if source not in SOURCES:
+        raise UserError(f"squeeze(source={source!r:.80}): use one of {SOURCES}")
+    if not isinstance(path, str | os.PathLike | None):
+        raise UserError(f"squeeze(path) is {path!r}: give a calibration's file")
+    if path is not None and source != "calibration":
+        raise UserError(f"squeeze(path={path!r}) goes with source='calibration'")
+    return _squeeze(share, whole_number("squeeze(least)", least, 1), source, path)
 
 
 @functools.cache
-def _squeeze(p: float, least: int) -> budgets.BudgetRule:
-    """One rule for one pair of options: another one would be compiled anew."""
+def _squeeze(p: float, least: int, source: str, path) -> budgets.BudgetRule:
+    """One rule for one set of options: another one would be compiled anew."""
 
     def smallest(mean):
         budgets.check_least("squeeze", least, mean)
         return max(round(mean * p), least)
 
+    def reallocate(measured, mean):
+        return sizes(group(measured), mean, smallest(mean))
+
+    if source == "calibration":
+        return budgets.BudgetRule(
+            "squeeze", lambda spec, mean: reallocate(_calibrated(spec, path), mean)
+        )
     return budgets.BudgetRule(
         "squeeze",
         lambda spec, mean: (mean,) * spec.num_layers,
         cosine,
-        lambda measured, mean: sizes(group(measured), mean, smallest(mean)),
+        reallocate,
         smallest,
     )
+
+
+def _calibrated(spec: ModelSpec, path: str | os.PathLike | None) -> np.ndarray:
+    """A calibration's cosines, float64[L]."""
+    found = calibrations.of_model(spec.name, path)
+    found.check(spec)
+    if not found.similarity:
+        raise UserError(
+            f"the calibration of {found.model!r} has no similarity of layers, which "
+            "squeeze needs: make it anew with experiments/calibrate.py"
+        )
+    return np.asarray(found.similarity, np.float64)
 
 
 def cosine(

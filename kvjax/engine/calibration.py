@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention import reference
-from kvjax.cache import calibrations
+from kvjax.cache import calibrations, squeeze
 from kvjax.cache.calibrations import FLOOR, NEWEST, SINKS, Calibration, Measured
 from kvjax.engine import api, compiled, progress
 from kvjax.models import decoder, placement
@@ -116,13 +116,13 @@ def measure(
             f"ratio {ratios[-1]} of {tokens} tokens is less than the {floor} pairs "
             "that every head keeps: raise the ratio or tokens, or lower floor"
         )
-    shares, accuracy = [], []
+    shares, every = [], []
     with progress.line(len(read), show_progress) as say:
         for number, reading in enumerate(read, start=1):
             say(f"calibrating: text {number} of {len(read)}", 0)
-            found, right = scores(model, reading)
-            shares.append([calibrations.kept_shares(found, r) for r in ratios])
-            accuracy.append(right)
+            found = scored(model, reading)
+            shares.append([calibrations.kept_shares(found.scores, r) for r in ratios])
+            every.append(found)
             say("calibrating", 1)
     return Measured(
         model=model.spec.name,
@@ -132,7 +132,8 @@ def measure(
         ratios=ratios,
         floor=floor,
         shares=np.asarray(shares),
-        accuracy=np.asarray(accuracy),
+        similarity=np.asarray([found.similarity for found in every]),
+        accuracy=np.asarray([found.accuracy for found in every]),
     )
 
 
@@ -203,16 +204,32 @@ def _reading(model: Model, ids: list[int], between, target: str) -> Reading:
     return Reading(every, len(ids), (start, len(every)), target)
 
 
-def scores(model: Model, reading: Reading) -> tuple[Float[np.ndarray, "L K T"], float]:
-    """Every pair's score, float32, and `Calibration.accuracy` of this text."""
+class Scored(NamedTuple):
+    """What a reading came to.
+
+    Attributes:
+      scores: of every pair of the text, float32.
+      similarity: of every layer, the cosine of the residual stream before and after its
+        attention, mean over the text's tokens.
+      accuracy: see `Calibration.accuracy`, of this text.
+    """
+
+    scores: Float[np.ndarray, "L K N"]
+    similarity: Float[np.ndarray, "L"]
+    accuracy: float
+
+
+def scored(model: Model, reading: Reading) -> Scored:
+    """Reads a text as told."""
     compiled.keep_compiled()
     pieces = math.ceil(len(reading.ids) / _PIECE)
     short = -len(reading.ids) % pieces  # padding comes last: nothing real sees it
     tokens = jnp.asarray([(*reading.ids, *(0,) * short)], jnp.int32)
     shape = reading._replace(ids=())
     with meshes.use(placement.of(model.params)):
-        found, right = _read(model.params, tokens, model.spec, shape, pieces)
-    return axes.to_host(found), float(axes.to_host(right))
+        found = _read(model.params, tokens, model.spec, shape, pieces)
+    scores, similarity, right = axes.to_host(found)
+    return Scored(scores, similarity, float(right))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "reading", "pieces"))
@@ -222,17 +239,24 @@ def _read(
     spec: ModelSpec,
     reading: Reading,
     pieces: int,
-) -> tuple[Float[Array, "L K N"], Float[Array, ""]]:
-    """The program: scores of the first N positions, and the share predicted right."""
+) -> tuple[Float[Array, "L K N"], Float[Array, "L"], Float[Array, ""]]:
+    """The program: scores of N positions, cosines of layers, the share told right."""
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
 
     def attend(index, q, k, v, ops, found):
         q, k = ops.apply_rope(q), ops.apply_rope(k)
         out, scores = _attend(q, k, v, ops.scoring, reading, pieces)
-        return out, (*found, scores)
+        return out, ((*found[0], scores), found[1])
 
-    hidden, found = decoder.forward(params, spec, tokens, positions, (), attend)
-    return jnp.concatenate(found), _accuracy(params, spec, hidden, tokens, reading)
+    def measure(index, before, after, found):
+        cosine = jnp.mean(squeeze.cosine(before, after)[0, : reading.length])
+        return found[0], (*found[1], cosine)
+
+    hidden, (scores, cosines) = decoder.forward(
+        params, spec, tokens, positions, ((), ()), attend, measure
+    )
+    right = _accuracy(params, spec, hidden, tokens, reading)
+    return jnp.concatenate(scores), jnp.stack(cosines), right
 
 
 def _attend(

@@ -28,6 +28,7 @@ def calibration(**changes):
         "accuracy": 0.9,
         "ratios": (0.5, 0.125),
         "shares": (HALF, EIGHTH),
+        "similarity": (0.75, 0.875),
         "made_by": "hand, \u00e4",
     }
     return Calibration(**(fields | changes))
@@ -149,6 +150,7 @@ def measured(shares, **changes):
         "ratios": (0.5,),
         "floor": 20,
         "shares": np.asarray(shares),
+        "similarity": np.asarray([(0.5, 0.75), (0.6, 0.95)]),
         "accuracy": np.full(len(shares), 0.5),
     }
     return Measured(**(fields | changes))
@@ -160,6 +162,7 @@ def test_mean_floor_and_ratio():
     found = calibrations.average(measured(shares))
     assert found.shares == (((0.9474, 0.5684), (0.2842, 0.2)),)
     assert (found.num_texts, found.tokens, found.accuracy) == (2, 100, 0.5)
+    assert found.similarity == (0.55, 0.85)
 
 
 def test_stability():
@@ -347,6 +350,10 @@ def put_shares(ratio, rows):
         (put("num_texts", 0), "num_texts 0"),
         (put("accuracy", float("nan")), "accuracy is nan"),
         (put("shares", []), "no object of a ratio's rows"),
+        (put("similarity", 0.5), "its similarity is no list of a number per layer"),
+        (put("similarity", [0.5]), "similarity of 1 layers for shares of 2"),
+        (put("similarity", [0.5, 1.5]), "similarity 1.5"),
+        (put("similarity", [0.5, "a"]), "similarity is 'a'"),
         (put("shares", {}), "ratios is ()"),
         (put_shares("many", [[0.5]]), "'many'] are no numbers"),
         (put_shares("0.7", [[0.7, 0.7]] * 2), "give falling ones between 1 and 0"),
@@ -392,6 +399,15 @@ def refused(path, words):
     line = str(caught.value)
     assert line.startswith(f"calibration {path}: ") and words in line, line
     assert "\n" not in line and "experiments/calibrate.py" in line
+
+
+def test_files_from_before_layers_were_compared(tmp_path):
+    path = tmp_path / "sizes.json"
+    calibration().save(path)
+    told = json.loads(path.read_text(encoding="utf-8"))
+    told.pop("similarity")
+    path.write_text(json.dumps(told), encoding="utf-8")
+    assert Calibration.load(path) == calibration(similarity=())
 
 
 def test_sets_of_shares_without_a_ratio():

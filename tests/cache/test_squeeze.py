@@ -10,6 +10,7 @@ from conftest import often, tiny_model, tiny_spec
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache import budgets, squeeze
+from kvjax.cache.calibrations import Calibration
 from kvjax.engine import runner
 from kvjax.engine.compiled import Job, bucket
 
@@ -186,6 +187,9 @@ def test_one_rule_for_the_same_options():
         ({"p": "0.3"}, "squeeze.p. is '0.3': give a number"),
         ({"p": float("nan")}, "is nan: give a number"),
         ({"least": 0}, "squeeze.least. 0: must be at least 1"),
+        ({"source": "texts"}, "squeeze.source='texts'.: use one of .*calibration"),
+        ({"path": "a.json"}, "squeeze.path='a.json'. goes with source='calibration'"),
+        ({"path": 3, "source": "calibration"}, "squeeze.path. is 3: give a calib"),
         ({"share": 0.3}, "budget rule 'squeeze': .*share"),
     ],
 )
@@ -218,6 +222,56 @@ def test_bad_options(options, words):
 def test_refused_before_a_prompt_is_read(policy, rule, schedule, words):
     with pytest.raises(UserError, match=words):
         cache.make_config(tiny_spec(), policy, 24, schedule, budget_rule=rule)
+
+
+# --- from a calibration ---------------------------------------------------------------
+
+
+def calibrated(folder, similarity=(0.5, 0.75), model="tiny", layers=2):
+    """The path of a calibration with these cosines."""
+    path, shares = folder / "calibration.json", (((0.5, 0.5),) * layers,)
+    told = {"target": "repetition", "num_texts": 1, "tokens": 96, "accuracy": 1.0}
+    Calibration(
+        model, "0", **told, ratios=(0.5,), shares=shares, similarity=similarity
+    ).save(path)
+    return {"source": "calibration", "path": str(path)}
+
+
+def test_a_calibration_s_sizes_are_those_of_its_cosines(tmp_path):
+    """Known before a prompt is read, so that eviction may begin while it is."""
+    rule = budgets.make("squeeze", p=0.3, **calibrated(tmp_path))
+    schedule = Schedule(prefill_chunk=4, evict_size=4)
+    config = cache.make_config(tiny_spec(), "h2o", 40, schedule, budget_rule=rule)
+    assert (
+        config.budget
+        == (68, 12)
+        == squeeze.squeeze(0.3).reallocate(np.array([0.5, 0.75]), 40)
+    )
+    assert not rule.reallocate and budgets.possible(rule, config.budget) == {12, 68}
+
+
+def test_the_package_s_calibration_has_cosines():
+    """Of SmolLM2's 30 layers all but three lend, see docs/decisions.md."""
+    shape = {"num_layers": 30, "num_kv_heads": 3, "num_heads": 9}
+    spec = tiny_spec(name="smollm2-135m-instruct", **shape)
+    rule = squeeze.squeeze(0.35, least=40, source="calibration")
+    sizes = budgets.allocated(rule, spec, 250)
+    large = [layer for layer, size in enumerate(sizes) if size > 250]
+    assert large == [0, 1, 24] and sizes.count(88) == 27 and sum(sizes) == 7500
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"similarity": ()}, "calibration of 'tiny' has no similarity of layers"),
+        ({"model": "huge"}, "a calibration of 'huge' .* does not fit 'tiny'"),
+        ({"layers": 3, "similarity": (0.1,) * 3}, "3 layers .* does not fit"),
+    ],
+)
+def test_another_calibration(tmp_path, changes, words):
+    rule = squeeze.squeeze(**calibrated(tmp_path, **changes))
+    with pytest.raises(UserError, match=words):
+        budgets.allocated(rule, tiny_spec(), 24)
 
 
 # --- whole runs -----------------------------------------------------------------------

@@ -36,7 +36,7 @@ def model():
 
 
 def by_hand(model, ids, length, start, score):
-    """Scores [L, K, length] and right guesses of the tokens after `start`."""
+    """Scores [L, K, length], cosines [L], right guesses of tokens after `start`."""
     decoder = oracle.Decoder(model.spec, model.params, None, None, None)
     if start:
         decoder.step(ids[:start])
@@ -46,7 +46,8 @@ def by_hand(model, ids, length, start, score):
         for layer in decoder.layers
     ]
     right = [a == b for a, b in zip(guesses[:-1], ids[start + 1 :], strict=True)]
-    return np.asarray(found), np.mean(right)
+    cosines = [np.mean(layer[:length]) for layer in decoder.cosines]
+    return np.asarray(found), cosines, np.mean(right)
 
 
 def largest(pair, start):
@@ -65,18 +66,21 @@ def test_repetition(model):
     between = [0, 0, 0, 0, 0, 2]  # five words and the full stop
     assert text[0] == 1 and list(read.ids) == [*text, *between, *text[1:]]
     assert read.asking == (TOKENS + 6, len(read.ids)) and len(read.ids) > 128
-    scores, accuracy = calibration.scores(model, read)
-    expected, right = by_hand(model, read.ids, TOKENS, read.asking[0], largest)
+    scores, similarity, accuracy = calibration.scored(model, read)
+    given = read.ids, TOKENS, read.asking[0], largest
+    expected, cosines, right = by_hand(model, *given)
     assert scores.shape == (2, 2, TOKENS) and scores.dtype == np.float32
     np.testing.assert_allclose(scores, expected, rtol=2e-4)
+    np.testing.assert_allclose(similarity, cosines, rtol=2e-5)
     assert accuracy == pytest.approx(right)
 
 
 def test_attention(model):
     (read,) = calibration.readings(model, TEXTS[:1], "attention", 150)
     assert len(read.ids) == 150 and read.asking == (0, 150)
-    scores, accuracy = calibration.scores(model, read)
-    expected, right = by_hand(model, read.ids, 150, 0, received)
+    scores, similarity, accuracy = calibration.scored(model, read)
+    expected, cosines, right = by_hand(model, read.ids, 150, 0, received)
+    np.testing.assert_allclose(similarity, cosines, rtol=2e-5)
     np.testing.assert_allclose(scores, expected, rtol=2e-4)
     assert accuracy == pytest.approx(right)
     np.testing.assert_allclose(scores.sum(axis=-1), 150, rtol=1e-4)
@@ -89,10 +93,10 @@ def test_over_a_mesh(model, asked):
     params = placement.split(model.spec, model.params, over)
     parted = model._replace(spec=placement.fitted(model.spec, over), params=params)
     (read,) = calibration.readings(model, TEXTS[:1], "repetition", TOKENS)
-    scores, accuracy = calibration.scores(model, read)
-    found, right = calibration.scores(parted, read)
-    np.testing.assert_allclose(found, scores, rtol=1e-4)
-    assert right == accuracy
+    one, two = (calibration.scored(each, read) for each in (model, parted))
+    np.testing.assert_allclose(two.scores, one.scores, rtol=1e-4)
+    np.testing.assert_allclose(two.similarity, one.similarity, rtol=1e-4)
+    assert two.accuracy == one.accuracy
     assert calibration.fingerprint(parted) == calibration.fingerprint(model)
 
 
@@ -102,7 +106,8 @@ def test_calibrated(model):
     measured = calibration.measure(model, TEXTS, RATIOS, "repetition", **given)
     read = calibration.readings(model, TEXTS, "repetition", TOKENS)
     for text, reading in enumerate(read):
-        scores, _ = calibration.scores(model, reading)
+        scores, similarity, _ = calibration.scored(model, reading)
+        np.testing.assert_array_equal(measured.similarity[text], similarity)
         for number, ratio in enumerate(RATIOS):
             expected = calibrations.kept_shares(scores, ratio)
             np.testing.assert_array_equal(measured.shares[text, number], expected)

@@ -724,6 +724,8 @@ class Layer:
 class Decoder:
     """A Llama in float64 that evicts by Algorithm 1, for one prompt.
 
+    `cosines` has, for every layer and token, that of the stream around attention.
+
     Args:
       budget: pairs per head: one number, or one for each head of each layer.
     """
@@ -739,6 +741,7 @@ class Decoder:
                 for size, layer in zip(sizes, self.params["layers"], strict=True)
             )
         ]
+        self.cosines = [[] for _ in self.layers]
 
     def prefill(self, tokens):
         """Algorithm 1: the first |kv| tokens fill the smallest head's cache, then p."""
@@ -750,8 +753,10 @@ class Decoder:
     def step(self, tokens):
         """Feeds a block; returns the logits after its last token."""
         x, eps = self.params["embed"][np.asarray(tokens)], self.spec.norm_eps
-        for cache, layer in zip(self.layers, self.params["layers"], strict=True):
-            h = _rms(x, layer["attn_norm"], eps)
+        for cache, layer, cosines in zip(
+            self.layers, self.params["layers"], self.cosines, strict=True
+        ):
+            before, h = x, _rms(x, layer["attn_norm"], eps)
             shape = (
                 len(h),
                 self.spec.num_kv_heads,
@@ -761,6 +766,10 @@ class Decoder:
             parts = np.einsum("tkpd->kptd", (h @ layer["qkv"]).reshape(shape))
             mixed = cache.step(parts[:, :-2], parts[:, -2], parts[:, -1], tokens)
             x = x + np.einsum("kgtd,kgdm->tm", mixed, layer["out"])
+            cosines += [
+                a @ b / np.sqrt((a @ a) * (b @ b))
+                for a, b in zip(before, x, strict=True)
+            ]
             h = _rms(x, layer["mlp_norm"], eps)
             gate, up = np.split(h @ layer["gate_up"], 2, axis=-1)
             x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["down"]
