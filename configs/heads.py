@@ -1,4 +1,4 @@
-"""How many pairs each head keeps, by eight rules, with the same total: what is found?
+"""How many pairs each head keeps, by nine rules, with the same total: what is found?
 
     python experiments/run.py --config=configs/heads.py:25 --workdir=runs/heads/25
 
@@ -11,10 +11,12 @@ calibration that ships with the package; of the text, Python's reference, 9% was
 texts. `--haystack=FOLDER` takes other text, `--config.prompt_tokens=2000` longer
 prompts.
 
-*Alike*: every head keeps as many. *Pyramid*: layers, by depth. *By layer*: layers, by
-what they need. *Ada*: the heads of each layer, by what they need. *By head*: all heads
-of all layers. *Half way*, *over a third*, *a quarter*: so far from these to all alike.
-`:25,alike,by_head` runs the rows of these alone.
+*Alike*: every head keeps as many. *Pyramid*: layers, by depth. *Squeeze*: layers, by
+how much attention changes in them (SqueezeAttention, p = 0.35, as the calibration's
+texts have it). *By layer*: layers, by what they need. *Ada*: the heads of each layer,
+by what they need. *By head*: all heads of all layers. *Half way*, *over a third*, *a
+quarter*: so far from these to all alike. `:25,alike,by_head` runs the rows of these
+alone.
 *Retrieval heads* choose by KeyDiff where heads keep much, by average attention
 elsewhere. SnapKV chooses when the prompt is in.
 
@@ -26,10 +28,10 @@ any moment and start it again. `python experiments/report.py runs/heads/*` joins
 from ml_collections import ConfigDict, FieldReference
 
 _RULES = [
-    *("alike", "pyramid", "by_layer", "ada"),
+    *("alike", "pyramid", "squeeze", "by_layer", "ada"),
     *("half_way", "over_a_third", "a_quarter", "by_head"),
 ]
-_FIVE = "alike", "pyramid", "by_layer", "over_a_third", "by_head"
+_SIX = "alike", "pyramid", "squeeze", "by_layer", "over_a_third", "by_head"
 _POLICIES = {  # the rule, when it evicts, the fewest pairs of a head, who shares out
     "KeyDiff": ("key_diff", "prefill_and_decode", 40, _RULES),
     "Retrieval heads": (
@@ -38,9 +40,9 @@ _POLICIES = {  # the rule, when it evicts, the fewest pairs of a head, who share
         40,
         _RULES[1:],  # with all heads alike it is KeyDiff
     ),
-    "Average": ("average_attention", "prefill_and_decode", 40, _FIVE),
-    "SnapKV": ("snapkv", "after_prefill", 64, _FIVE),  # whose window stays
-    "Streaming": ("streaming", "prefill_and_decode", 64, _FIVE),
+    "Average": ("average_attention", "prefill_and_decode", 40, _SIX),
+    "SnapKV": ("snapkv", "after_prefill", 64, _SIX),  # whose window stays
+    "Streaming": ("streaming", "prefill_and_decode", 64, _SIX),
 }
 _DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 _TASKS = {
@@ -56,6 +58,7 @@ def _rule(how: str, floor: int) -> str | dict:
     return {
         "alike": "uniform",
         "pyramid": {"name": "pyramid", "beta": 4.0, "least": floor},
+        "squeeze": {"name": "squeeze", "least": floor, "source": "calibration"},
         "by_layer": by_need | {"among": "layers"},
         "ada": {"name": "ada", "floor": floor},
         "half_way": by_need | {"even": 0.5},
