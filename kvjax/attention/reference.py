@@ -38,7 +38,7 @@ def weights(
     q, k, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
 ) -> tuple[Float[Array, "B K G T C"], Partial, Observation]:
     """What `attend` weighs values with; see `kvjax.attention.weights`."""
-    logits = _masked_logits(q, decoded(k), pos, q_pos, scoring)
+    logits = masked_logits(q, decoded(k), pos, q_pos, scoring)
     max_logit = jnp.max(logits, axis=-1)
     p = jnp.exp(logits - jnp.maximum(max_logit, LOWEST)[..., None])
     denominator = jnp.sum(p, axis=-1)
@@ -64,7 +64,7 @@ def attention_stats(
     q, k, pos, q_pos, n, whole: Partial, stats: frozenset[str], scoring: Scoring
 ) -> Observation:
     """The statistics alone; see `kvjax.attention.attention_stats`."""
-    logits = _masked_logits(q, decoded(k), pos, q_pos, scoring)
+    logits = masked_logits(q, decoded(k), pos, q_pos, scoring)
     p = jnp.exp(logits - jnp.maximum(whole.max_logit, LOWEST)[..., None])
     return _observed(p, whole.denominator, n, q_pos, stats)
 
@@ -201,7 +201,7 @@ def _observed(
     return seen
 
 
-def _masked_logits(q, k, pos, q_pos, scoring: Scoring) -> Float[Array, "B K G T C"]:
+def masked_logits(q, k, pos, q_pos, scoring: Scoring) -> Float[Array, "B K G T C"]:
     """Scaled products, -inf where a query sees no pair."""
     logits = _products(q, k) if q.shape[3] == 1 else _textbook_products(q, k)
     logits = logits * q.shape[4] ** -0.5

@@ -31,7 +31,10 @@ Rows = tuple[tuple[float, ...], ...]  # [L][K]
 SINKS, NEWEST = 4, 16  # pairs at a text's ends that always count as kept
 FLOOR = 32  # pairs that every head keeps, unless somebody says otherwise
 AMONG = ("heads", "layers", "heads of each layer")  # what shares out pairs
-_SHIPPED = pathlib.Path(__file__).with_name("calibrated")
+_SHIPPED = {  # by what pairs were scored by; `loss`: see `kvjax.training.fit_heads`
+    "repetition": pathlib.Path(__file__).with_name("calibrated"),
+    "loss": pathlib.Path(__file__).with_name("fitted"),
+}
 _FORMAT = 1
 _GRAIN = 10_000  # shares are whole numbers of these parts
 
@@ -43,7 +46,8 @@ class Calibration:
     Attributes:
       model: the name in its spec.
       fingerprint: of its weights, see `kvjax.engine.calibration.fingerprint`.
-      target: what pairs were scored by, of `kvjax.engine.calibration.TARGETS`.
+      target: what pairs were scored by, of `kvjax.engine.calibration.TARGETS`; `loss`
+        where sizes came of `kvjax.training.fit_heads`.
       num_texts, tokens: how many texts it was measured on, and of how many tokens.
       accuracy: the share of tokens that the model predicted right where pairs were
         scored; targets from repetitions that went wrong are worth little.
@@ -246,32 +250,41 @@ class Calibration:
         )
 
 
-def of_model(name: str, path: str | os.PathLike | None = None) -> Calibration:
+def of_model(
+    name: str, path: str | os.PathLike | None = None, target: str = "repetition"
+) -> Calibration:
     """What a file holds, or without one what comes with the package for a model.
 
     Raises:
       UserError: a file that cannot be read; no calibration of that model.
     """
-    return Calibration.load(path) if path else shipped(name)
+    return Calibration.load(path) if path else shipped(name, target)
 
 
-def shipped_names() -> tuple[str, ...]:
-    """The models whose calibrations come with the package."""
-    return tuple(sorted(path.stem for path in _SHIPPED.glob("*.json")))
+def shipped_names(target: str = "repetition") -> tuple[str, ...]:
+    """The models whose calibrations by this target come with the package."""
+    return tuple(sorted(path.stem for path in _SHIPPED[target].glob("*.json")))
 
 
-def shipped(name: str) -> Calibration:
+def shipped(name: str, target: str = "repetition") -> Calibration:
     """The calibration that comes with the package for a model of this name.
 
     Raises:
       UserError: there is none.
     """
-    if name not in shipped_names():
+    if name not in (names := shipped_names(checked_target(target))):
         raise UserError(
-            f"no calibration of {name!r} comes with kvjax, only of "
-            f"{', '.join(shipped_names())}: make one with experiments/calibrate.py"
+            f"no calibration of {name!r} by {target} comes with kvjax, only of "
+            f"{', '.join(names)}: make one with experiments/calibrate.py"
         )
-    return Calibration.load(_SHIPPED / f"{name}.json")
+    return Calibration.load(_SHIPPED[target] / f"{name}.json")
+
+
+def checked_target(target: Any) -> str:
+    """`target`; UserError unless calibrations by it come with the package."""
+    if target not in _SHIPPED:
+        raise UserError(f"target is {target!r:.80}: use one of {tuple(_SHIPPED)}")
+    return target
 
 
 class Measured(NamedTuple):
@@ -316,12 +329,7 @@ def average(measured: Measured) -> Calibration:
 
     No head's share is less than what `floor` pairs are of a text, or more than 1.
     """
-    least = math.ceil(measured.floor * _GRAIN / measured.tokens)
     means = np.mean(measured.shares, axis=0)
-    parts = [
-        apportion(mean, round(ratio * mean.size * _GRAIN), least, _GRAIN)
-        for mean, ratio in zip(means, measured.ratios, strict=True)
-    ]
     return Calibration(
         model=measured.model,
         fingerprint=measured.fingerprint,
@@ -330,9 +338,27 @@ def average(measured: Measured) -> Calibration:
         tokens=measured.tokens,
         accuracy=round(float(np.mean(measured.accuracy)), 4),
         ratios=measured.ratios,
-        shares=tuple(_tuples(part / _GRAIN) for part in parts),
+        shares=tuple(
+            whole_shares(mean, ratio, measured.floor, measured.tokens)
+            for mean, ratio in zip(means, measured.ratios, strict=True)
+        ),
         similarity=_tuples(np.mean(measured.similarity, 0, np.float64).round(4)),
     )
+
+
+def whole_shares(
+    shares: Float[np.ndarray, "L K"], ratio: float, floor: int, tokens: int
+) -> Rows:
+    """Shares in parts of 1e-4 whose mean is the ratio exactly.
+
+    None is less than `floor` pairs of a text of so many tokens.
+    """
+    least, total = (
+        math.ceil(floor * _GRAIN / tokens),
+        round(ratio * shares.size * _GRAIN),
+    )
+    parts = apportion(shares, total, least, _GRAIN)
+    return _tuples(parts / _GRAIN)
 
 
 def stability(

@@ -80,6 +80,7 @@ def test_a_rule_from_a_file(tiny, tmp_path):
         model="tiny",
         ratios=(0.5,),
         shares=(((0.25, 0.75), (0.625, 0.375)),),
+        similarity=(),
     )
     mine.save(tmp_path / "mine.json")
     path = str(tmp_path / "mine.json")

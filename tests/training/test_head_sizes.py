@@ -1,0 +1,203 @@
+"""Pairs move to the heads that miss them: by hand, on a tiny model, every slip told."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from conftest import tiny_model, tiny_spec
+from testing import prose
+
+from kvjax import UserError
+from kvjax.cache.calibrations import Calibration
+from kvjax.engine import calibration as measuring
+from kvjax.training import fit_heads, head_sizes
+from kvjax.types import Model
+
+TOKENS = 288
+TEXTS = tuple(prose.HAYSTACK[start : start + 4000] for start in (0, 4500, 9000))
+SHARES = ((0.7, 0.2), (0.3, 0.4))  # one head of four retrieves
+
+
+@pytest.fixture(scope="module")
+def model():
+    spec = tiny_spec(
+        vocab_size=len(prose.HAYSTACK_WORDS) + 2, name="reader", context_length=1024
+    )
+    params = tiny_model(vocab_size=spec.vocab_size, context_length=1024).params
+    return Model(spec, params, prose.make_tokenizer())
+
+
+@pytest.fixture
+def start(model):
+    """A calibration of the model."""
+    return Calibration(
+        *("reader", measuring.fingerprint(model), "repetition", 2, TOKENS, 0.9),
+        ratios=(0.4,),
+        shares=(SHARES,),
+        similarity=(0.5, 0.9),
+    )
+
+
+# --- Excerpts -------------------------------------------------------------------------
+
+
+def test_excerpts(model):
+    """The text, passages of it after an instruction, and what of them is asked."""
+    for text, found in zip(
+        TEXTS, head_sizes.excerpts(model, TEXTS, TOKENS, 0), strict=True
+    ):
+        ids = model.tokenizer(text)["input_ids"][:TOKENS]
+        tokens = found.tokens[0].tolist()
+        assert tokens[:TOKENS] == ids and len(tokens) % head_sizes.CHUNK == 0
+        assert np.allclose(found.weights.sum(axis=0), 1)
+        read, again = (found.at[found.weights[:, i] > 0] for i in (0, 1))
+        assert sorted(read) == list(range(TOKENS // 3, TOKENS - 1))
+        assert len(again) == 5 * (48 - 12)
+        passages = [p.tolist() for p in again.reshape(5, -1)]
+        for places in passages:  # 36 in a row, each the next token of a passage
+            assert places == list(range(places[0], places[0] + 36))
+            first = places[0] - 11
+            passage = tokens[first : first + 48]
+            assert any(ids[i : i + 48] == passage for i in range(TOKENS))
+    one, two = (head_sizes.excerpts(model, TEXTS[:1], TOKENS, seed) for seed in (0, 1))
+    assert one[0].tokens.tolist() != two[0].tokens.tolist()
+
+
+# --- One round ------------------------------------------------------------------------
+
+
+def unbounded(sizes):
+    return np.full(sizes.shape, 1.0), np.full(sizes.shape, 1e6)
+
+
+def test_equal_worth_moves_nothing():
+    sizes = np.array([[10.0, 30.0], [20.0, 60.0]])
+    found = head_sizes.moved(sizes, np.full((2, 2), 0.3), 30, unbounded(sizes))
+    np.testing.assert_allclose(found, sizes)
+
+
+def test_a_round_by_hand():
+    """Worth 4, 1, 1 and 1 at a price of 1.75: sizes times (worth / price) ^ 0.5."""
+    sizes, worth = np.full((2, 2), 30.0), np.array([[4.0, 1.0], [1.0, 1.0]])
+    found = head_sizes.moved(sizes, worth, 30, unbounded(sizes), 0.5)
+    weights = 30 * (worth / 1.75) ** 0.5
+    np.testing.assert_allclose(found, weights * 120 / weights.sum())
+
+
+def test_bounds_and_totals():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        first = rng.uniform(60, 900, (5, 3))
+        mean, floor, length = round(first.mean()), 56, 960
+        bounds = head_sizes._bounds(first, mean, floor, length)
+        sizes = head_sizes._projected(first, mean, bounds)
+        for _ in range(4):
+            sizes = head_sizes.moved(sizes, rng.normal(1, 1, (5, 3)), mean, bounds)
+            assert sizes.sum() == pytest.approx(15 * mean)
+            assert np.all((bounds[0] - 1e-6 <= sizes) & (sizes <= bounds[1] + 1e-6))
+        large = first > 1.2 * mean
+        assert np.all((sizes > 1.3 * mean) == large)  # retrieval heads stay such
+
+
+def test_a_head_moves_so_far_at_most():
+    sizes, worth = np.full((1, 100), 30.0), np.ones((1, 100))
+    worth[0, :2] = 1e9, -1e9
+    found = head_sizes.moved(sizes, worth, 30, unbounded(sizes))
+    assert found[0, 0] / found[0, 2] < head_sizes.STEP**2 + 1e-6
+    assert found[0, 1] < found[0, 2] and found.sum() == pytest.approx(3000)
+
+
+def test_no_worth_at_all_moves_nothing():
+    sizes = np.full((2, 2), 30.0)
+    found = head_sizes.moved(sizes, -np.ones((2, 2)), 30, unbounded(sizes))
+    np.testing.assert_array_equal(found, sizes)
+
+
+# --- The whole ------------------------------------------------------------------------
+
+
+def test_fitted(model, start):
+    """The sizes of least loss of all rounds come back, no more than the first's."""
+    seen = []
+    given = {"rounds": 2, "even": 0.0, "floor": 56, "told": seen.append}
+    found = fit_heads(model, TEXTS, start, **given)
+    losses = [each.loss for each in seen]
+    assert [each.number for each in seen] == [0, 1, 2] and min(losses) < losses[0]
+    best = seen[int(np.argmin(losses))]
+    np.testing.assert_allclose(np.array(found.shares[0]) * TOKENS, best.sizes, atol=0.6)
+    assert (found.target, found.ratios, found.num_texts) == ("loss", (0.4,), 3)
+    assert np.mean(found.shares) == pytest.approx(0.4, abs=1e-9)
+    assert found.similarity == start.similarity and found.tokens == start.tokens
+    assert found.shares[0][0][0] > 1.2 * 0.4 > max(found.shares[0][1])
+    for each in seen:
+        assert 0 < each.text < 10 and each.worth.shape == (2, 2)
+
+
+def test_a_round_that_loses_is_taken_back(model, start, monkeypatch):
+    """From the best sizes again, at half the rate, each time that it is worse."""
+    losses = itertools.chain((1.0, 0.5), itertools.repeat(0.9))
+    worth, seen = np.array([[1.0, 2.0], [0.5, 1.0]]), []
+    monkeypatch.setattr(
+        head_sizes, "_round", lambda *given: (np.array([next(losses), 0.0]), worth)
+    )
+    fit_heads(model, TEXTS[:1], start, rounds=4, even=0.0, told=seen.append)
+    mean, length = 115, TOKENS
+    bounds = head_sizes._bounds(seen[0].sizes, mean, 56, length)
+    rates = 0.35, 0.35, 0.175, 0.0875
+    for each, before, rate in zip(seen[1:], (0, 1, 1, 1), rates, strict=True):
+        expected = head_sizes.moved(seen[before].sizes, worth, mean, bounds, rate)
+        np.testing.assert_allclose(each.sizes, expected)
+
+
+def test_known_rounds_are_not_run_again(model, start, monkeypatch):
+    """Interrupted after any of them, it goes on to the same sizes."""
+    given = {"ratios": (0.5, 0.4), "rounds": 1, "even": 0.0}
+    every, counted = [], []
+    whole = fit_heads(model, TEXTS[:1], start, told=every.append, **given)
+    assert [(each.ratio, each.number) for each in every] == [
+        *((0.5, 0), (0.5, 1)),
+        *((0.4, 0), (0.4, 1)),
+    ]
+    run = head_sizes._round
+    monkeypatch.setattr(
+        head_sizes, "_round", lambda *given: counted.append(1) or run(*given)
+    )
+    for done in range(5):
+        counted.clear()
+        again = fit_heads(model, TEXTS[:1], start, known=every[:done], **given)
+        assert again == whole and len(counted) == 4 - done
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ratios": (0,)}, "give falling ones between 1 and 0"),
+        ({"ratios": 0.4}, r"ratios is 0\.4: give one or more"),
+        ({"ratios": ("a",)}, "ratio is 'a'"),
+        ({"ratios": (0.4, 0.1)}, "0.1 of 288 tokens is 29 pairs, less than the 56"),
+        ({"floor": 20}, "floor 20: must be at least 53"),
+        ({"rounds": 0}, "rounds 0: must be at least 1"),
+        ({"texts": TEXTS[0]}, "give a list of one or more"),
+        (
+            {"texts": [TEXTS[0], "too short"]},
+            r"text 1 has \d+ tokens: give texts of 288",
+        ),
+    ],
+)
+def test_slips(model, start, changes, words):
+    given = {"texts": TEXTS, "calibration": start} | changes
+    with pytest.raises(UserError, match=words):
+        fit_heads(model, **given)
+
+
+def test_other_models(model, start, tiny):
+    with pytest.raises(UserError, match="does not fit 'tiny'"):
+        fit_heads(tiny, TEXTS, start)
+    with pytest.raises(UserError, match="of 200 tokens: passages need 288"):
+        fit_heads(model, TEXTS, dataclasses.replace(start, tokens=200))
+    other = dataclasses.replace(start, fingerprint="0" * 16)
+    with pytest.raises(UserError, match="was made with other weights"):
+        fit_heads(model, TEXTS, other)
+    with pytest.raises(UserError, match="no tokenizer to ask for passages"):
+        fit_heads(model._replace(tokenizer=None), [[1] * 300], start)
