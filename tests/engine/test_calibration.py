@@ -192,6 +192,8 @@ def command(folder, *arguments):
         (["--output=b.json", "--texts=no*.txt"], "--texts=no*.txt: there is no such"),
         (["--output=b.json", "--texts=python", "--ratios=x"], "--ratios is 'x'"),
         (["--output=b.json", "--half=third"], "--half=third"),
+        (["--output=b.json", "--start=a.json"], "--start goes with --fit_rounds"),
+        (["--output=b.json", "--fit_rounds=-1"], "--fit_rounds=-1"),
     ],
 )
 def test_slips(tmp_path, arguments, words):
