@@ -14,6 +14,7 @@ def calibrated(
     multiple: int | None = None,
     among: str = "heads",
     even: float = 0.0,
+    target: str = "repetition",
 ) -> budgets.BudgetRule:
     """Every head keeps the share that it needed on the calibration's texts.
 
@@ -32,12 +33,14 @@ def calibrated(
         is the largest power of two up to half of the mean, 8 at least.
       among, even: what shares out pairs, and how far all keep alike, see
         `calibrations.Calibration.sizes`.
+      target: which of the package's calibrations: by `repetition`, or by `loss`, whose
+        sizes go with `policies.retrieval_heads` (`kvjax.training.fit_heads`).
 
     Raises:
       UserError: an option out of range; from `allocate`, a file or a model that does
         not fit, a mean above the length.
     """
-    return _rule("calibrated", length, path, floor, multiple, among, even)
+    return _rule("calibrated", length, path, floor, multiple, among, even, target)
 
 
 def ada(
@@ -65,10 +68,14 @@ def ada(
     return _rule("ada", length, path, floor, multiple, "heads of each layer", even)
 
 
-def _rule(name, length, path, floor, multiple, among, even) -> budgets.BudgetRule:
+def _rule(
+    name, length, path, floor, multiple, among, even, target="repetition"
+) -> budgets.BudgetRule:
     """The rule of checked options."""
     if not isinstance(path, str | os.PathLike | None):
         raise UserError(f"{name}(path) is {path!r}: give a calibration's file")
+    if path is not None and target != "repetition":
+        raise UserError(f"{name}(target={target!r}) is of no file: give path or target")
     if length is not None:
         length = whole_number(f"{name}(length)", length, 1)
     if multiple is not None:
@@ -81,21 +88,24 @@ def _rule(name, length, path, floor, multiple, among, even) -> budgets.BudgetRul
         multiple,
         calibrations.checked_among(among),
         real_number(f"{name}(even)", even, 0, 1),
+        calibrations.checked_target(target),
     )
 
 
 @functools.cache
-def _made(name, length, path, floor, multiple, among, even) -> budgets.BudgetRule:
+def _made(
+    name, length, path, floor, multiple, among, even, target
+) -> budgets.BudgetRule:
     """One rule for one set of options: another one would be compiled anew."""
 
     def allocate(spec, mean):
-        found = calibrations.of_model(spec.name, path)
+        found = calibrations.of_model(spec.name, path, target)
         step = multiple or max(1 << (max(mean // 2, 1).bit_length() - 1), 8)
         how = {"length": length, "floor": min(floor, mean), "multiple": step}
         return found.sizes(spec, mean, **how, among=among, even=even).tolist()
 
     def of_length(length):
-        return _made(name, length, path, floor, multiple, among, even)
+        return _made(name, length, path, floor, multiple, among, even, target)
 
     asks = of_length if length is None else None
     return budgets.BudgetRule(name, allocate, of_length=asks)

@@ -423,3 +423,17 @@ def test_shipped():
     assert sizes[0] >= 32 and sizes[-1] > 800 and np.median(sizes) < 240
     with pytest.raises(UserError, match=r"no calibration of 'gpt'.*smollm2-135m-inst"):
         calibrations.shipped("gpt")
+
+
+def test_shipped_by_loss():
+    """The heads that retrieve are the same as in the sizes that it began with."""
+    found = calibrations.shipped("smollm2-135m-instruct", "loss")
+    start = calibrations.shipped("smollm2-135m-instruct")
+    assert (found.target, found.ratios) == ("loss", (0.25, 0.125))
+    assert found.fingerprint == start.fingerprint
+    for ratio, shares in zip(found.ratios, map(np.array, found.shares), strict=True):
+        first = start.shares_at(ratio)
+        large = 0.65 * first + 0.35 * ratio > 1.2 * ratio
+        assert np.all((shares > 1.2 * ratio) == large) and np.min(shares) * 960 >= 56
+    with pytest.raises(UserError, match="target is 'mass': use one of"):
+        calibrations.shipped("smollm2-135m-instruct", "mass")
