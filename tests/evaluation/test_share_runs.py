@@ -75,7 +75,7 @@ def test_rules_of_the_comparison_share_out_as_much(percent):
     experiment.check()
     spec = tiny_spec(num_layers=30, num_kv_heads=3, name="smollm2-135m-instruct")
     full, *methods = experiment.methods
-    assert full.policy is None and full.pinned is None and len(methods) == 35
+    assert full.policy is None and full.pinned is None and len(methods) == 36
     sizes = {each.name: each.cache_config(spec, 1000) for each in methods}
     for name, config in sizes.items():
         mean = round(10 * float(percent))
@@ -116,6 +116,18 @@ def test_rules_of_squeeze_attention():
         assert config.measures == ("squeezed" in method.name)
         assert config.schedule.phases == "after_prefill"
     assert {method.share for method in methods} == {0.1, 0.2, 0.4, 0.6, 0.8}
+
+
+def test_batches_of_squeeze_attention():
+    """`configs/squeeze/throughput.py`: the same total, whoever shares it out."""
+    experiment = from_config(load_config("squeeze/throughput.py")().to_dict(), {})
+    experiment.check()
+    spec = tiny_spec(num_layers=30, num_kv_heads=3, name="smollm2-135m-instruct")
+    methods = [method for method in experiment.methods if method.policy]
+    assert len(experiment.methods) == 12 and len(methods) == 9
+    sizes = {m.name: m.cache_config(spec, 512).head_budgets(spec) for m in methods}
+    assert {sum(each) for each in sizes.values()} == {round(0.2 * 512) * 90}
+    assert set(sizes["H2O, squeezed, pool"]) == {36, 696}  # 27 layers lend to three
 
 
 def records(folder, fields):
@@ -188,7 +200,7 @@ def test_some_ways_to_share_out():
     """`configs/heads.py`: all rows of it, or those of the rules that are named."""
     get_config = load_config("heads.py")
     every, some = (get_config(f"12.5{more}").methods for more in ("", ",alike,by_head"))
-    assert len(every) == 1 + 9 + 8 + 3 * 6 and len(some) == 1 + 5 + 4
+    assert len(every) == 1 + 9 + 9 + 3 * 6 and len(some) == 1 + 5 + 4
     named = "Full cache", ", alike", ", by head"
     assert [*some] == [each for each in every if each["name"].endswith(named)]
     with pytest.raises(OSError, match="'head' shares nothing out: use alike, pyramid"):
