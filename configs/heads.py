@@ -15,8 +15,8 @@ prompts.
 how much attention changes in them (SqueezeAttention, p = 0.35, as the calibration's
 texts have it). *By layer*: layers, by what they need. *Ada*: the heads of each layer,
 by what they need. *By head*: all heads of all layers. *Half way*, *over a third*, *a
-quarter*: so far from these to all alike. *By loss*: heads, moved from there along the
-gradient of what evicting costs, with `retrieval_heads` (`kvjax.training.fit_heads`).
+quarter*: so far from these to all alike. *By loss*: heads, from a third alike on moved
+along the gradient of what evicting costs `retrieval_heads` (`kvjax.training`).
 `:25,alike,by_head` runs the rows of these alone.
 *Retrieval heads* choose by KeyDiff where heads keep much, by average attention
 elsewhere. SnapKV chooses when the prompt is in.
@@ -33,14 +33,13 @@ _RULES = [
     *("half_way", "over_a_third", "a_quarter", "by_head", "by_loss"),
 ]
 _SIX = "alike", "pyramid", "squeeze", "by_layer", "over_a_third", "by_head"
-_ALL_BUT_ONE = tuple(rule for rule in _RULES if rule != "by_loss")
 _POLICIES = {  # the rule, when it evicts, the fewest pairs of a head, who shares out
-    "KeyDiff": ("key_diff", "prefill_and_decode", 40, _ALL_BUT_ONE),
+    "KeyDiff": ("key_diff", "prefill_and_decode", 40, _RULES[:-1]),
     "Retrieval heads": (
         "kvjax.policies:retrieval_heads",
         "prefill_and_decode",
         40,
-        _RULES[1:],  # with all heads alike it is KeyDiff
+        _RULES[1:],  # with all heads alike it is KeyDiff; the loss is of this rule
     ),
     "Average": ("average_attention", "prefill_and_decode", 40, _SIX),
     "SnapKV": ("snapkv", "after_prefill", 64, _SIX),  # whose window stays

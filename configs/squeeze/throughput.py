@@ -11,7 +11,9 @@ the package), which read the whole prompt before they choose; retrieval heads wi
 fifth, which evict while they read, sizes by what heads need. What holds whole prompts
 has room for 15 of them; *pool* reads them a few at a time and decodes all together.
 
-A quarter of an hour on two CPU cores with nothing beside it.
+Expected, tokens per second end to end at 5 and 15 at once: full cache 59 and 80, H2O 58
+and 87 (pool: 99), squeezed 61 and 86 (97, and no key found), retrieval heads 67 and 101
+(30: 103). A quarter of an hour on two EPYC cores with nothing beside it.
 """
 
 from ml_collections import ConfigDict
