@@ -145,6 +145,21 @@ def test_options_refused(name, options, words):
         rule(name, **options)
 
 
+def test_calibrations_by_other_targets():
+    """Those that come with the package are by one of two; a file says its own."""
+    by_loss, by_need = (
+        config(250, budget_rule=rule("calibrated", target=target)).budget
+        for target in ("loss", "repetition")
+    )
+    assert by_loss != by_need == config(250, budget_rule=rule("calibrated")).budget
+    with pytest.raises(UserError, match="target is 'mass': use one of"):
+        rule("calibrated", target="mass")
+    with pytest.raises(UserError, match=r"target='loss'\) is of no file: give path or"):
+        rule("calibrated", target="loss", path="mine.json")
+    with pytest.raises(UserError, match="no calibration of 'tiny' by loss comes with"):
+        config(250, spec=tiny_spec(), budget_rule=rule("calibrated", target="loss"))
+
+
 def test_nobody_else_shares_out():
     with pytest.raises(UserError, match=r"among is 'rows': use one of \('heads'"):
         rule("calibrated", among="rows")

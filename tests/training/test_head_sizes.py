@@ -11,6 +11,8 @@ from testing import prose
 from kvjax import UserError
 from kvjax.cache.calibrations import Calibration
 from kvjax.engine import calibration as measuring
+from kvjax.models import placement
+from kvjax.parallel import meshes
 from kvjax.training import fit_heads, head_sizes
 from kvjax.types import Model
 
@@ -132,6 +134,20 @@ def test_fitted(model, start):
     assert found.shares[0][0][0] > 1.2 * 0.4 > max(found.shares[0][1])
     for each in seen:
         assert 0 < each.text < 10 and each.worth.shape == (2, 2)
+
+
+@pytest.mark.e2e
+def test_over_a_mesh(model, start):
+    """The same losses and slopes of params that are split."""
+    over = meshes.mesh("data:4,model:2", model.spec.num_kv_heads)
+    params = placement.split(model.spec, model.params, over)
+    parted = model._replace(spec=placement.fitted(model.spec, over), params=params)
+    one, two = [], []
+    for each, rounds in ((model, one), (parted, two)):
+        fit_heads(each, TEXTS[:1], start, rounds=1, told=rounds.append)
+    for a, b in zip(one, two, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-3)
+        np.testing.assert_allclose(a.worth, b.worth, rtol=1e-2, atol=1e-7)
 
 
 def test_a_round_that_loses_is_taken_back(model, start, monkeypatch):
