@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import socket
+import time
 from collections.abc import Iterator
 from typing import IO
 
@@ -84,7 +85,7 @@ def _take(file: IO[bytes], path: pathlib.Path) -> None:
         free = os.path.samestat(os.fstat(file.fileno()), path.stat())
     except (BlockingIOError, FileNotFoundError):  # held, or let go of just now
         free = False
-    host, pid = _holder(file)
+    host, pid = _holder(file) if free else _holder_in_time(file)
     if not free:
         raise UserError(
             f"workdir {path.parent}: process {pid} on {host} is at work there: wait "
@@ -95,6 +96,16 @@ def _take(file: IO[bytes], path: pathlib.Path) -> None:
             f"workdir {path.parent} is locked by process {pid} on another host, {host}"
             f": if nothing runs there any more, delete {path} and run it again"
         )
+
+
+def _holder_in_time(file: IO[bytes]) -> tuple[str, int | str]:
+    """Also of a process that has the lock and is about to write its name."""
+    for _ in range(20):
+        host, pid = _holder(file)
+        if host != _UNKNOWN:
+            break
+        time.sleep(0.05)
+    return host, pid
 
 
 def _holder(file: IO[bytes]) -> tuple[str, int | str]:

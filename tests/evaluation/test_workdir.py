@@ -1,6 +1,7 @@
 """The folder of a run: one process at a time, and nothing damaged is read."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import pathlib
@@ -99,6 +100,29 @@ def test_one_process_at_a_time(tmp_path, holder):
     holder.communicate("")
     with files.locked(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("after", [3, 10**6], ids=["soon", "never"])
+def test_a_process_that_has_the_lock_names_itself_a_little_later(
+    tmp_path, monkeypatch, after
+):
+    waited = []
+
+    def pause(seconds):
+        waited.append(seconds)
+        if len(waited) == after:
+            (tmp_path / "lock").write_text(json.dumps({"pid": 7, "host": "here"}))
+
+    monkeypatch.setattr(files.time, "sleep", pause)
+    name = "7 on here" if after == 3 else "of unknown number on an unknown host"
+    with open(tmp_path / "lock", "ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with (
+            pytest.raises(UserError, match=f"process {name} is at work"),
+            files.locked(tmp_path),
+        ):
+            pass
+    assert sum(waited) < 1.1
 
 
 def test_a_dead_process_s_lock_is_taken_over(tmp_path, holder):
