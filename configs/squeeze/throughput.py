@@ -67,7 +67,7 @@ def get_config() -> ConfigDict:
 
 def _method(name: str, batch: int | None) -> dict:
     told = f"{batch} at once" if batch else "pool"
-    fields = {"name": f"{name}, {told}", "series": f"{name}, {told}"} | _FIELDS[name]
+    fields = {"name": f"{name}, {told}", "series": name} | _FIELDS[name]
     if batch:
         fields |= {"batch_rule": "fixed", "batch_size": batch}
     else:

@@ -53,7 +53,8 @@ class Method:
         layer makes room, see `CacheConfig`; an eviction of None is the default.
       implementation: which attention runs, see `CacheConfig`.
       series: what the methods have in common that differ only in budget and schedule,
-        the name of their row in a sweep's tables and pictures; None is the name.
+        and in throughput in the batch: the name of their row in a sweep's tables and
+        of their mark in pictures; None is the name.
       batch_rule: how its batch is found, one of `batch_rules.BATCH_RULES`; of
         throughput alone.
       batch_size: prompts at a time, where the batch rule is `fixed`.
@@ -274,14 +275,18 @@ class Experiment(abc.ABC):
         """Raises UserError for methods that reports would take for one."""
         seen: dict[tuple, Method] = {}
         for method, schedule in zip(self.methods, schedules, strict=True):
-            series = method.series or method.name
-            place = series, schedule.phases, method.budget, method.rule, method.stored
+            place = self._place(method, schedule)
             if (first := seen.setdefault(place, method)) is not method:
                 raise UserError(
                     f"methods {first.name!r} and {method.name!r} share series "
-                    f"{series!r}, schedule, budget, its rule and codec, so reports "
+                    f"{place[0]!r}, schedule, budget, its rule and codec, so reports "
                     "would take them for one: give each a series of its own"
                 )
+
+    def _place(self, method: Method, schedule: Schedule) -> tuple:
+        """What reports know a method by."""
+        series = method.series or method.name
+        return series, schedule.phases, method.budget, method.rule, method.stored
 
 
 def at_least(least: int, **numbers: int | None) -> None:

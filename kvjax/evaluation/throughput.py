@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from kvjax.cache.schedule import Schedule
 from kvjax.engine import api, compiled, runner
 from kvjax.engine.compiled import Job
 from kvjax.engine.memory import peak_memory
@@ -109,6 +110,10 @@ class Throughput(Experiment):
         for method in self.methods:
             _check_batch_size(method, sum(t.num_examples for t in self.tasks))
         search.check(self.methods, self.tolerance, self.budget_steps)
+
+    def _place(self, method: config.Method, schedule: Schedule) -> tuple:
+        place = super()._place(method, schedule)
+        return *place, method.batch_rule, method.batch_size
 
 
 def from_config(fields: config.Fields, overrides: config.Fields) -> Throughput:

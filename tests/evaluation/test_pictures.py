@@ -170,6 +170,26 @@ def test_predictions_stand_over_measurements():
     assert [t.get_text() for t in right.get_xticklabels()] == ["4", "16"]
 
 
+def test_batches_of_a_method_look_alike():
+    records = [
+        SPEEDS[0] | {"method": f"{name}, {batch}", "series": name, "batch_size": batch}
+        for name, batches in (("A", (4, 8)), ("B", (8, 16)), ("C", (4,)))
+        for batch in batches
+    ]
+    figure = scatters.throughput_vs_batch(records)
+    told = [each.get_text() for each in figure.legends[0].get_texts()]
+    assert told == ["A", "B", "C, 4", "roofline's prediction"]
+    points = [line for line in figure.axes[0].lines if line.get_marker() != "None"]
+    measured = [
+        (line.get_xdata()[0], line.get_markerfacecolor())
+        for line in points
+        if line.get_markerfacecolor() != "white"
+    ]
+    looks = [colour for _, colour in measured]
+    assert [batch for batch, _ in measured] == [4, 8, 8, 16, 4]
+    assert looks[0] == looks[1] != looks[2] == looks[3] and len({*looks}) == 3
+
+
 # --- of several ---------------------------------------------------------------------
 
 

@@ -215,6 +215,16 @@ def test_random_models(monkeypatch):
         load("random:medium")
 
 
+def test_methods_of_a_series_differ_in_their_batch():
+    given = dict(config_of(CONFIGS / "squeeze" / "throughput.py"))
+    asked = run.from_config(given, {})
+    asked.check()
+    assert len({method.series for method in asked.methods}) == 4
+    twins = [asked.methods[0], dataclasses.replace(asked.methods[0], name="again")]
+    with pytest.raises(UserError, match="'Full cache, 5 at once' and 'again' share"):
+        dataclasses.replace(asked, methods=tuple(twins)).check()
+
+
 def test_table_and_report(tmp_path):
     records = [
         {"experiment": "throughput", "method": name, "batch_rule": rule}

@@ -274,15 +274,22 @@ def throughput_vs_batch(records: Sequence[Record]) -> Any:
 
     What the roofline allows is hollow, above the measurement of the same colour. A
     record that lacks a batch, or other engines' a prediction, is left out there.
+    Methods that differ in their batch alone look alike.
     """
     news = list(dict.fromkeys(r.get("new_tokens") for r in records))
-    methods: dict[str, Record] = {}
+    methods: dict[tuple, dict[str, Record]] = {}
     for record in records:
-        methods.setdefault(text(record.get("method")), record)
-    full = next((r for r in methods.values() if r.get("batch_rule") == "full"), {})
-    marks = dict(zip(methods, marks_by_rule(list(methods.values()), full), strict=True))
+        of_kind = methods.setdefault(_but_for_batch(record), {})
+        of_kind.setdefault(text(record.get("method")), record)
+    firsts = [next(iter(of_kind.values())) for of_kind in methods.values()]
+    full = next((r for r in firsts if r.get("batch_rule") == "full"), {})
+    marks = dict(zip(methods, marks_by_rule(firsts, full), strict=True))
     predicted = look(Mark(GREY, "o"), hollow=True) | {"markersize": 8}
-    named = [*marks, "roofline's prediction"]
+    named = [
+        next(iter(of_kind)) if len(of_kind) == 1 else kind[0]
+        for kind, of_kind in methods.items()
+    ]
+    named.append("roofline's prediction")
     width = 4.2 * max(2, len(news))
     figure = new_figure((width, 4.2 + 0.28 * legend_rows(named, width)), records)
     panels = figure.subplots(1, len(news), squeeze=False)[0]
@@ -295,6 +302,11 @@ def throughput_vs_batch(records: Sequence[Record]) -> Any:
     panels[0].set_ylabel("end to end (generated tokens/s)")
     legend(figure, [*map(look, marks.values()), predicted], named)
     return figure
+
+
+def _but_for_batch(record: Record) -> tuple[str, ...]:
+    """What methods have in common that differ in how many prompts they decode."""
+    return groups.series(record), groups.setting(record), groups.slots(record)
 
 
 def _batch_axes(axes: Any, records: Sequence[Record]) -> None:
@@ -312,7 +324,9 @@ def _batch_axes(axes: Any, records: Sequence[Record]) -> None:
     axes.tick_params(axis="x", which="minor", length=0)
 
 
-def _posts(axes: Any, records: Sequence[Record], marks: dict[str, Mark]) -> None:
+def _posts(
+    axes: Any, records: Sequence[Record], marks: dict[tuple[str, ...], Mark]
+) -> None:
     """A post per record, measurement to prediction; those of a batch side by side."""
     from matplotlib.transforms import ScaledTranslation
 
@@ -324,7 +338,7 @@ def _posts(axes: Any, records: Sequence[Record], marks: dict[str, Mark]) -> None
         place = [r is record for r in peers].index(True) - (len(peers) - 1) / 2
         shift = place * _RECORDS_APART, 0, axes.figure.dpi_scale_trans
         put = {"transform": axes.transData + ScaledTranslation(*shift)}
-        mark = marks[text(record.get("method"))]
+        mark = marks[_but_for_batch(record)]
         x, (y, limit) = batch or np.nan, _rates(record)
         post = {"color": mark.colour, "lw": 0.8, "clip_on": False}
         axes.plot([x, x], [y, limit], zorder=2, **post, **put)
