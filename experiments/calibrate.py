@@ -9,8 +9,9 @@ spread over the heads and how far they depend on the texts, and as the last line
 stdout one JSON object. --picture draws the shares beside the output.
 
 --fit_rounds moves pairs on, from there or from the calibration of --start, to the heads
-that miss them most under `retrieval_heads` (`kvjax.training.fit_heads`): every round of
-a ratio takes ten seconds a text, after four minutes of compiling. Rounds are kept in
+that miss them most under `retrieval_heads` (`kvjax.training.fit_heads`, where what
+--fit_even, --fit_chunk and --fit_passages say is told): every round of a ratio takes
+ten seconds a text, after four minutes of compiling. Rounds are kept in
 OUTPUT.rounds.jsonl, and the same command goes on after them.
 """
 
@@ -46,6 +47,9 @@ _RATIOS = flags.DEFINE_list("ratios", ["0.5", "0.25", "0.125"], "Kept of all pai
 _TARGET = flags.DEFINE_string("target", "repetition", "What scores a pair.")
 _FLOOR = flags.DEFINE_integer("floor", calibrations.FLOOR, "Pairs of every head.")
 _FIT = flags.DEFINE_integer("fit_rounds", 0, "Of moving pairs by the loss.", 0)
+_EVEN = flags.DEFINE_float("fit_even", 0.35, "First sizes: 1 is all heads alike.")
+_CHUNK = flags.DEFINE_integer("fit_chunk", 32, "Tokens read and dropped at a time.")
+_PASSAGES = flags.DEFINE_float("fit_passages", 0.02, "Weight of repeating passages.")
 _START = flags.DEFINE_string("start", None, "A calibration; nothing is measured then.")
 _OUTPUT = flags.DEFINE_string("output", None, "Where the JSON goes.")
 _PICTURE = flags.DEFINE_bool("picture", False, "Draw the shares, beside the output.")
@@ -75,8 +79,10 @@ def main(_):
     if _FIT.value:
         asked = {"texts": _TEXTS.value, "half": _HALF.value, "num_texts": len(texts)}
         asked |= {"dtype": _DTYPE.value}
+        how = {"even": _EVEN.value, "chunk": _CHUNK.value, "passages": _PASSAGES.value}
         path = output.with_suffix(".rounds.jsonl")
-        found, every = fitted(model, texts, found, ratios, _FIT.value, path, asked)
+        given = model, texts, found, ratios, _FIT.value
+        found, every = fitted(*given, path, asked, **how)
         told["fitted"] = every
     versions = ", ".join(f"{name} {v}" for name, v in made["versions"].items())
     found = dataclasses.replace(found, made_by=f"{made['command']}; {versions}")
@@ -90,18 +96,18 @@ def main(_):
     print(json.dumps(told))
 
 
-def fitted(model, texts, start, ratios, rounds, path, asked):
+def fitted(model, texts, start, ratios, rounds, path, asked, **how):
     """The calibration with pairs moved, and what every round came to.
 
-    Rounds that `path` has are not run again; `asked` tells theirs from others.
+    Rounds that `path` has are not run again; `asked` and `how` tell theirs from others.
     """
     start_is = hashlib.sha256(repr(start).encode()).hexdigest()
-    fields, asked = head_sizes.Round._fields, asked | {"start": start_is}
+    fields, asked = head_sizes.Round._fields, asked | how | {"start": start_is}
     lines = read_records(path, lambda line: ("asked", *fields))
     if any(line["asked"] != asked for line in lines):
         raise UserError(
-            f"{path} has rounds of other texts, another dtype or start: repeat the "
-            "command that it is of, or delete it"
+            f"{path} has rounds of other texts or of another dtype, start or fit: "
+            "repeat the command that it is of, or delete it"
         )
     known = [head_sizes.Round(*(line[field] for field in fields)) for line in lines]
     arrays = [_with(np.array, each) for each in known]
@@ -112,7 +118,7 @@ def fitted(model, texts, start, ratios, rounds, path, asked):
             path, {"asked": asked} | _with(np.ndarray.tolist, found)._asdict()
         )
 
-    how = {"rounds": rounds, "known": arrays, "told": told}
+    how |= {"rounds": rounds, "known": arrays, "told": told}
     found = training.fit_heads(model, texts, start, ratios, **how)
     return found, [
         {

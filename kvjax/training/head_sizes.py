@@ -35,14 +35,12 @@ from kvjax.engine.calibration import fingerprint
 from kvjax.models import decoder
 from kvjax.training import streaming
 from kvjax.training.streaming import Reader
-from kvjax.types import Model, ModelSpec, PyTree, UserError, whole_number
+from kvjax.types import Model, ModelSpec, PyTree, UserError, real_number, whole_number
 
 TARGET = "loss"  # of the calibrations that come of it
-CHUNK = 32  # tokens read at a time, and pairs dropped
 PASSAGES, PASSAGE = 5, 48  # how many are repeated, and of how many tokens
 PROMPTING = 12  # a passage's first tokens, from which the rest has to follow
 INSTRUCTION = "\n\nRepeat parts of the previous context exactly.\n\n"
-REPEATING = 0.02  # weight of the passages' KL, beside the text's
 ABOVE, FROM, TO = 1.2, 1.4, 1.1  # see `_bounds`
 RATE, STEP = 0.35, 1.7  # of a round: the first exponent, the most a size changes by
 _AT_ONCE = 84  # predictions compared at a time: their logits are all that is held
@@ -70,6 +68,7 @@ class Round(NamedTuple):
       number: 0 is of the sizes that it began with.
       text, passages: KL to the full cache's predictions, nats per token, mean over the
         texts.
+      loss: what is made small, of both.
       sizes: pairs per head that gave them.
       worth: by how much one more pair of each head would lower the loss.
     """
@@ -78,13 +77,9 @@ class Round(NamedTuple):
     number: int
     text: float
     passages: float
+    loss: float
     sizes: Float[np.ndarray, "L K"]
     worth: Float[np.ndarray, "L K"]
-
-    @property
-    def loss(self) -> float:
-        """What is made small."""
-        return self.text + REPEATING * self.passages
 
 
 def fit_heads(
@@ -95,7 +90,9 @@ def fit_heads(
     *,
     rounds: int = 3,
     even: float = 0.35,
-    floor: int = 56,
+    chunk: int = 32,
+    floor: int | None = None,
+    passages: float = 0.02,
     seed: int = 0,
     known: Sequence[Round] = (),
     told: Callable[[Round], None] = lambda found: None,
@@ -118,7 +115,9 @@ def fit_heads(
         calibration's.
       rounds: how many times sizes are moved.
       even: how far the first sizes lie between the calibration, 0, and all alike, 1.
-      floor: pairs that every head keeps.
+      chunk: tokens read, and pairs dropped, at a time.
+      floor: pairs that every head keeps; None for 24 beside a chunk.
+      passages: what their KL counts for, where the text's counts for 1.
       seed: chooses passages and places.
       known: rounds of an earlier call with the same arguments, which are not run again.
       told: called with every other round.
@@ -136,10 +135,13 @@ def fit_heads(
     ratios = calibrations.checked_ratios(
         calibration.ratios if ratios is None else ratios
     )
-    means = [_mean(calibration, ratio, floor) for ratio in ratios]
+    chunk = whole_number("chunk", chunk, 1)
+    floor = chunk + 24 if floor is None else floor
+    passages = real_number("passages", passages, 0)
+    means = [_mean(calibration, ratio, chunk, floor) for ratio in ratios]
     whole_number("rounds", rounds, 1)
     length, shares = calibration.tokens, []
-    read = excerpts(model, texts, length, seed)
+    read = excerpts(model, texts, length, seed, chunk)
     compiled.keep_compiled()
     with progress.line((rounds + 1) * len(ratios) * len(read), show_progress) as say:
         say("fitting heads: reading with all pairs", 0)
@@ -147,7 +149,8 @@ def fit_heads(
         for ratio, mean in zip(ratios, means, strict=True):
             how = {"length": length, "floor": floor, "even": even}
             first = calibration.sizes(model.spec, mean, **how).astype(np.float64)
-            runs = _Fit(model, read, whole, reader_of(first, mean), say)
+            reader = reader_of(first, mean, chunk)
+            runs = _Fit(model, read, whole, reader, passages, say)
             earlier = [each for each in known if each.ratio == ratio]
             bounds = _bounds(first, mean, floor, length)
             sizes = _least(runs, ratio, first, bounds, mean, rounds, earlier, told)
@@ -170,6 +173,7 @@ class _Fit(NamedTuple):
       model, read: who reads, and what.
       whole: what `predicting` says of each.
       reader: who evicts.
+      passages: what their KL counts for.
       say: see `progress.line`.
     """
 
@@ -177,6 +181,7 @@ class _Fit(NamedTuple):
     read: Sequence[Excerpt]
     whole: Sequence[Float[Array, "N M"]]
     reader: Reader
+    passages: float
     say: progress.Say
 
 
@@ -198,8 +203,9 @@ def _least(
             found = known[number]
             runs.say("fitting heads", len(runs.read))
         else:
-            losses, worth = _round(runs, sizes)
-            found = Round(ratio, number, *map(float, losses), sizes, worth)
+            (text, passages), worth = _round(runs, sizes)
+            loss = text + runs.passages * passages
+            found = Round(ratio, number, text, passages, loss, sizes, worth)
             told(found)
         if best is None or found.loss < best.loss:
             best = found
@@ -209,18 +215,20 @@ def _least(
     return best.sizes
 
 
-def reader_of(sizes: Float[np.ndarray, "L K"], mean: int) -> Reader:
+def reader_of(sizes: Float[np.ndarray, "L K"], mean: int, chunk: int) -> Reader:
     """Retrieval heads by these sizes, sinks and newest pinned."""
     policy = policies.protect(policies.retrieval_heads(ABOVE), SINKS, NEWEST)
     large = np.where(sizes > ABOVE * mean, 2 * mean, mean)  # all that the rule asks
     kinds = tuple(parts.simplest(map(int, row)) for row in large)
-    return Reader(policy, kinds, mean, CHUNK)
+    return Reader(policy, kinds, mean, chunk)
 
 
 def excerpts(
-    model: Model, texts: Sequence[api.Prompt], length: int, seed: int
+    model: Model, texts: Sequence[api.Prompt], length: int, seed: int, chunk: int
 ) -> list[Excerpt]:
     """The first `length` tokens of every text, and passages of it, as they are read.
+
+    Padding makes whole chunks of them.
 
     Raises:
       UserError: a model without tokenizer, a text that is too short.
@@ -235,11 +243,11 @@ def excerpts(
             raise UserError(
                 f"text {index} has {len(ids)} tokens: give texts of {length} or more"
             )
-        found.append(_excerpt(ids[:length], asking, ending, rng))
+        found.append(_excerpt(ids[:length], asking, ending, rng, chunk))
     return found
 
 
-def _excerpt(ids, asking, ending, rng) -> Excerpt:
+def _excerpt(ids, asking, ending, rng, chunk) -> Excerpt:
     """One text's; of its last two thirds twice the places of its passages count."""
     tokens, repeated = [*ids, *asking], []
     starts = rng.choice(len(ids) // PASSAGE - 1, PASSAGES, replace=False) * PASSAGE
@@ -254,23 +262,23 @@ def _excerpt(ids, asking, ending, rng) -> Excerpt:
     weights = np.zeros((len(at), 2), np.float32)
     weights[: len(told), 0] = 1 / len(told)
     weights[len(told) : len(told) + len(repeated), 1] = 1 / len(repeated)
-    tokens += [0] * (-len(tokens) % CHUNK)  # nothing real sees it
+    tokens += [0] * (-len(tokens) % chunk)  # nothing real sees it
     return Excerpt(np.asarray([tokens], np.int32), at, weights)
 
 
 def _round(
     runs: _Fit, sizes: Float[np.ndarray, "L K"]
-) -> tuple[Float[np.ndarray, "2"], Float[np.ndarray, "L K"]]:
-    """Losses of text and passages, and a pair's worth; means over the excerpts."""
+) -> tuple[list[float], Float[np.ndarray, "L K"]]:
+    """KL of text and of passages, and a pair's worth; means over the excerpts."""
     losses, worth, model = [], [], runs.model
     given = model.params, jnp.asarray(sizes, jnp.float32)
     how = {"spec": model.spec, "reader": runs.reader}
     for excerpt, hidden in zip(runs.read, runs.whole, strict=True):
-        found, slope = divergence(*given, *excerpt, hidden, **how)
+        found, slope = divergence(*given, *excerpt, hidden, runs.passages, **how)
         losses.append(np.asarray(found))
         worth.append(-np.asarray(slope, np.float64))
         runs.say("fitting heads", 1)
-    return np.mean(losses, axis=0), np.mean(worth, axis=0)
+    return np.mean(losses, axis=0).tolist(), np.mean(worth, axis=0)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -289,6 +297,7 @@ def divergence(
     at: Int[Array, "N"],
     weights: Float[Array, "N 2"],
     whole: Float[Array, "N M"],
+    passages: float,
     *,
     spec: ModelSpec,
     reader: Reader,
@@ -297,12 +306,13 @@ def divergence(
 
     Args:
       whole: what `predicting` says.
+      passages: what their KL counts for.
     """
 
     def loss(sizes):
         some = streaming.read(params, spec, tokens, sizes, reader)[0, at]
-        text, passages = found = _compared(params, spec, whole, some, weights)
-        return text + REPEATING * passages, found
+        found = _compared(params, spec, whole, some, weights)
+        return found[0] + passages * found[1], found
 
     (_, found), slope = jax.value_and_grad(loss, has_aux=True)(sizes)
     return found, slope
@@ -361,7 +371,7 @@ def _bounds(sizes, mean: int, floor: int, length: int):
     return low, high
 
 
-def _mean(calibration: Calibration, ratio: float, floor: int) -> int:
+def _mean(calibration: Calibration, ratio: float, chunk: int, floor: int) -> int:
     """Pairs per head on average.
 
     Raises:
@@ -372,7 +382,7 @@ def _mean(calibration: Calibration, ratio: float, floor: int) -> int:
             f"a calibration of texts of {calibration.tokens} tokens: passages need "
             f"{(PASSAGES + 1) * PASSAGE}, calibrate on longer texts"
         )
-    floor = whole_number("floor", floor, SINKS + NEWEST + CHUNK + 1)
+    floor = whole_number("floor", floor, SINKS + NEWEST + chunk + 1)
     mean = round(ratio * calibration.tokens)
     if mean < floor:
         raise UserError(

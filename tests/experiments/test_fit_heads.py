@@ -64,5 +64,7 @@ def test_goes_on(script, model, tmp_path, monkeypatch):
     assert path.read_text().splitlines()[:2] == lines
     with pytest.raises(UserError, match=r"b\.jsonl has rounds of other texts"):
         script.fitted(*given, path, asked | {"dtype": "bfloat16"})
+    with pytest.raises(UserError, match="another dtype, start or fit: repeat"):
+        script.fitted(*given, path, asked, chunk=16)
     with pytest.raises(UserError, match=r"b\.jsonl has rounds of other texts"):
         script.fitted(model, TEXTS, whole, (0.4,), 1, path, asked)

@@ -47,11 +47,11 @@ def start(model):
 def test_excerpts(model):
     """The text, passages of it after an instruction, and what of them is asked."""
     for text, found in zip(
-        TEXTS, head_sizes.excerpts(model, TEXTS, TOKENS, 0), strict=True
+        TEXTS, head_sizes.excerpts(model, TEXTS, TOKENS, 0, 40), strict=True
     ):
         ids = model.tokenizer(text)["input_ids"][:TOKENS]
         tokens = found.tokens[0].tolist()
-        assert tokens[:TOKENS] == ids and len(tokens) % head_sizes.CHUNK == 0
+        assert tokens[:TOKENS] == ids and len(tokens) % 40 == 0
         assert np.allclose(found.weights.sum(axis=0), 1)
         read, again = (found.at[found.weights[:, i] > 0] for i in (0, 1))
         assert sorted(read) == list(range(TOKENS // 3, TOKENS - 1))
@@ -62,7 +62,9 @@ def test_excerpts(model):
             first = places[0] - 11
             passage = tokens[first : first + 48]
             assert any(ids[i : i + 48] == passage for i in range(TOKENS))
-    one, two = (head_sizes.excerpts(model, TEXTS[:1], TOKENS, seed) for seed in (0, 1))
+    one, two = (
+        head_sizes.excerpts(model, TEXTS[:1], TOKENS, seed, 32) for seed in (0, 1)
+    )
     assert one[0].tokens.tolist() != two[0].tokens.tolist()
 
 
@@ -155,7 +157,7 @@ def test_a_round_that_loses_is_taken_back(model, start, monkeypatch):
     losses = itertools.chain((1.0, 0.5), itertools.repeat(0.9))
     worth, seen = np.array([[1.0, 2.0], [0.5, 1.0]]), []
     monkeypatch.setattr(
-        head_sizes, "_round", lambda *given: (np.array([next(losses), 0.0]), worth)
+        head_sizes, "_round", lambda *given: ([next(losses), 0.0], worth)
     )
     fit_heads(model, TEXTS[:1], start, rounds=4, even=0.0, told=seen.append)
     mean, length = 115, TOKENS
@@ -193,6 +195,10 @@ def test_known_rounds_are_not_run_again(model, start, monkeypatch):
         ({"ratios": ("a",)}, "ratio is 'a'"),
         ({"ratios": (0.4, 0.1)}, "0.1 of 288 tokens is 29 pairs, less than the 56"),
         ({"floor": 20}, "floor 20: must be at least 53"),
+        ({"chunk": 16, "floor": 36}, "floor 36: must be at least 37"),
+        ({"ratios": (0.1,)}, "is 29 pairs, less than the 56 that every head keeps"),
+        ({"chunk": 0}, "chunk 0: must be at least 1"),
+        ({"passages": -1}, "passages -1.0: must be at least 0"),
         ({"rounds": 0}, "rounds 0: must be at least 1"),
         ({"texts": TEXTS[0]}, "give a list of one or more"),
         (
