@@ -16,8 +16,8 @@ how much attention changes in them (SqueezeAttention, p = 0.35, as the calibrati
 texts have it). *By layer*: layers, by what they need. *Ada*: the heads of each layer,
 by what they need. *By head*: all heads of all layers. *Half way*, *over a third*, *a
 quarter*: so far from these to all alike. *By loss*: heads, from a third alike on moved
-along the gradient of what evicting costs `retrieval_heads` (`kvjax.training`).
-`:25,alike,by_head` runs the rows of these alone.
+along the gradient of what evicting costs `retrieval_heads` (`kvjax.training`), then 15%
+of the way back to all alike. `:25,alike,by_head` runs the rows of these alone.
 *Retrieval heads* choose by KeyDiff where heads keep much, by average attention
 elsewhere. SnapKV chooses when the prompt is in.
 
@@ -66,7 +66,7 @@ def _rule(how: str, floor: int) -> str | dict:
         "over_a_third": by_need | {"even": 0.35},
         "a_quarter": by_need | {"even": 0.25},
         "by_head": by_need,
-        "by_loss": by_need | {"target": "loss", "multiple": 32},
+        "by_loss": by_need | {"target": "loss", "even": 0.15, "multiple": 8},
     }[how]
 
 
