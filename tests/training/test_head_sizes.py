@@ -136,6 +136,22 @@ def test_fitted(model, start):
     assert found.shares[0][0][0] > 1.2 * 0.4 > max(found.shares[0][1])
     for each in seen:
         assert 0 < each.text < 10 and each.worth.shape == (2, 2)
+        assert each.loss == pytest.approx(each.text + 0.02 * each.passages)
+
+
+def test_passages_count_as_asked(model, start):
+    """Loss and slopes are linear in their weight; smaller chunks may keep less."""
+    seen = []
+    for weight in (0.0, 1.0, 3.0):
+        how = {"chunk": 16, "passages": weight, "rounds": 1, "told": seen.append}
+        found = fit_heads(model, TEXTS[:1], start, **how)
+        assert np.min(found.shares) * TOKENS >= 40 - 1e-6
+    zero, one, three = seen[::2]
+    assert zero.loss == pytest.approx(zero.text)
+    assert three.loss == pytest.approx(zero.text + 3 * one.passages, rel=1e-5)
+    expected = zero.worth + 3 * (one.worth - zero.worth)
+    np.testing.assert_allclose(three.worth, expected, rtol=1e-3, atol=1e-8)
+    assert np.abs(one.worth - zero.worth).max() > 1e-6
 
 
 @pytest.mark.e2e
@@ -196,7 +212,6 @@ def test_known_rounds_are_not_run_again(model, start, monkeypatch):
         ({"ratios": (0.4, 0.1)}, "0.1 of 288 tokens is 29 pairs, less than the 56"),
         ({"floor": 20}, "floor 20: must be at least 53"),
         ({"chunk": 16, "floor": 36}, "floor 36: must be at least 37"),
-        ({"ratios": (0.1,)}, "is 29 pairs, less than the 56 that every head keeps"),
         ({"chunk": 0}, "chunk 0: must be at least 1"),
         ({"passages": -1}, "passages -1.0: must be at least 0"),
         ({"rounds": 0}, "rounds 0: must be at least 1"),
