@@ -190,6 +190,13 @@ def test_batches_of_a_method_look_alike():
     assert looks[0] == looks[1] != looks[2] == looks[3] and len({*looks}) == 3
 
 
+def test_a_method_of_other_sizes_in_each_panel_has_one_mark():
+    records = [SPEEDS[2] | {"new_tokens": n, "budget": 8 * n} for n in (8, 32)]
+    figure = scatters.throughput_vs_batch(records)
+    told = [each.get_text() for each in figure.legends[0].get_texts()]
+    assert told == ["Batch-Max", "roofline's prediction"]
+
+
 # --- of several ---------------------------------------------------------------------
 
 

@@ -277,18 +277,8 @@ def throughput_vs_batch(records: Sequence[Record]) -> Any:
     Methods that differ in their batch alone look alike.
     """
     news = list(dict.fromkeys(r.get("new_tokens") for r in records))
-    methods: dict[tuple, dict[str, Record]] = {}
-    for record in records:
-        of_kind = methods.setdefault(_but_for_batch(record), {})
-        of_kind.setdefault(text(record.get("method")), record)
-    firsts = [next(iter(of_kind.values())) for of_kind in methods.values()]
-    full = next((r for r in firsts if r.get("batch_rule") == "full"), {})
-    marks = dict(zip(methods, marks_by_rule(firsts, full), strict=True))
+    marks, drawn, named = _marks_and_names(records)
     predicted = look(Mark(GREY, "o"), hollow=True) | {"markersize": 8}
-    named = [
-        next(iter(of_kind)) if len(of_kind) == 1 else kind[0]
-        for kind, of_kind in methods.items()
-    ]
     named.append("roofline's prediction")
     width = 4.2 * max(2, len(news))
     figure = new_figure((width, 4.2 + 0.28 * legend_rows(named, width)), records)
@@ -300,13 +290,28 @@ def throughput_vs_batch(records: Sequence[Record]) -> Any:
         _batch_axes(axes, members)
         _posts(axes, members, marks)
     panels[0].set_ylabel("end to end (generated tokens/s)")
-    legend(figure, [*map(look, marks.values()), predicted], named)
+    legend(figure, [*map(look, drawn), predicted], named)
     return figure
 
 
-def _but_for_batch(record: Record) -> tuple[str, ...]:
-    """What methods have in common that differ in how many prompts they decode."""
-    return groups.series(record), groups.setting(record), groups.slots(record)
+def _marks_and_names(
+    records: Sequence[Record],
+) -> tuple[dict[str, Mark], list[Mark], list[str]]:
+    """Every method's mark; the marks, and what each is called in the legend."""
+    methods: dict[str, Record] = {}
+    for record in records:
+        methods.setdefault(text(record.get("method")), record)
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for name, r in methods.items():
+        kind = groups.series(r), groups.setting(r), groups.slots(r)
+        kinds.setdefault(kind, []).append(name)
+    firsts = [methods[names[0]] for names in kinds.values()]
+    full = next((r for r in firsts if r.get("batch_rule") == "full"), {})
+    drawn = marks_by_rule(firsts, full)
+    each = zip(drawn, kinds.values(), strict=True)
+    marks = {name: mark for mark, names in each for name in names}
+    called = [k[0] if len(names) > 1 else names[0] for k, names in kinds.items()]
+    return marks, drawn, called
 
 
 def _batch_axes(axes: Any, records: Sequence[Record]) -> None:
@@ -324,9 +329,7 @@ def _batch_axes(axes: Any, records: Sequence[Record]) -> None:
     axes.tick_params(axis="x", which="minor", length=0)
 
 
-def _posts(
-    axes: Any, records: Sequence[Record], marks: dict[tuple[str, ...], Mark]
-) -> None:
+def _posts(axes: Any, records: Sequence[Record], marks: dict[str, Mark]) -> None:
     """A post per record, measurement to prediction; those of a batch side by side."""
     from matplotlib.transforms import ScaledTranslation
 
@@ -338,7 +341,7 @@ def _posts(
         place = [r is record for r in peers].index(True) - (len(peers) - 1) / 2
         shift = place * _RECORDS_APART, 0, axes.figure.dpi_scale_trans
         put = {"transform": axes.transData + ScaledTranslation(*shift)}
-        mark = marks[_but_for_batch(record)]
+        mark = marks[text(record.get("method"))]
         x, (y, limit) = batch or np.nan, _rates(record)
         post = {"color": mark.colour, "lw": 0.8, "clip_on": False}
         axes.plot([x, x], [y, limit], zorder=2, **post, **put)
