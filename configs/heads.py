@@ -1,4 +1,4 @@
-"""How many pairs each head keeps, by ten rules, with the same total: what is found?
+"""How many pairs each head keeps, by eleven rules, with the same total: what is found?
 
     python experiments/run.py --config=configs/heads.py:25 --workdir=runs/heads/25
 
@@ -15,9 +15,10 @@ prompts.
 how much attention changes in them (SqueezeAttention, p = 0.35, as the calibration's
 texts have it). *By layer*: layers, by what they need. *Ada*: the heads of each layer,
 by what they need. *By head*: all heads of all layers. *Half way*, *over a third*, *a
-quarter*: so far from these to all alike. *By loss*: heads, from a third alike on moved
-along the gradient of what evicting costs `retrieval_heads` (`kvjax.training`), then 15%
-of the way back to all alike. `:25,alike,by_head` runs the rows of these alone.
+quarter*: so far from these to all alike. *By loss alone*: heads, from a third alike on
+moved along the gradient of what evicting costs `retrieval_heads` (`kvjax.training`).
+*By loss*: these, 15% of the way back to all alike.
+`:25,alike,by_head` runs the rows of these alone.
 *Retrieval heads* choose by KeyDiff where heads keep much, by average attention
 elsewhere. SnapKV chooses when the prompt is in.
 
@@ -30,11 +31,11 @@ from ml_collections import ConfigDict, FieldReference
 
 _RULES = [
     *("alike", "pyramid", "squeeze", "by_layer", "ada"),
-    *("half_way", "over_a_third", "a_quarter", "by_head", "by_loss"),
+    *("half_way", "over_a_third", "a_quarter", "by_head", "by_loss_alone", "by_loss"),
 ]
 _SIX = "alike", "pyramid", "squeeze", "by_layer", "over_a_third", "by_head"
 _POLICIES = {  # the rule, when it evicts, the fewest pairs of a head, who shares out
-    "KeyDiff": ("key_diff", "prefill_and_decode", 40, _RULES[:-1]),
+    "KeyDiff": ("key_diff", "prefill_and_decode", 40, _RULES[:-2]),
     "Retrieval heads": (
         "kvjax.policies:retrieval_heads",
         "prefill_and_decode",
@@ -66,6 +67,7 @@ def _rule(how: str, floor: int) -> str | dict:
         "over_a_third": by_need | {"even": 0.35},
         "a_quarter": by_need | {"even": 0.25},
         "by_head": by_need,
+        "by_loss_alone": by_need | {"target": "loss", "multiple": 32},
         "by_loss": by_need | {"target": "loss", "even": 0.15, "multiple": 8},
     }[how]
 
