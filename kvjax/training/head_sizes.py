@@ -128,8 +128,9 @@ def fit_heads(
       the least.
 
     Raises:
-      UserError: another model's calibration, a text that is too short, a ratio or a
-        floor that leaves nothing to move; a model without a tokenizer.
+      UserError: another model's calibration, a text that is too short, an
+        option out of range, a ratio or a floor that leaves nothing to move; a model
+        without a tokenizer.
     """
     calibration.check(model.spec, fingerprint(model))
     ratios = calibrations.checked_ratios(
@@ -141,14 +142,15 @@ def fit_heads(
     means = [_mean(calibration, ratio, chunk, floor) for ratio in ratios]
     whole_number("rounds", rounds, 1)
     length, shares = calibration.tokens, []
+    how = {"length": length, "floor": floor, "even": even}
+    sizes = (calibration.sizes(model.spec, mean, **how) for mean in means)
+    firsts = [found.astype(np.float64) for found in sizes]
     read = excerpts(model, texts, length, seed, chunk)
     compiled.keep_compiled()
     with progress.line((rounds + 1) * len(ratios) * len(read), show_progress) as say:
         say("fitting heads: reading with all pairs", 0)
         whole = [predicting(model.params, *each[:2], spec=model.spec) for each in read]
-        for ratio, mean in zip(ratios, means, strict=True):
-            how = {"length": length, "floor": floor, "even": even}
-            first = calibration.sizes(model.spec, mean, **how).astype(np.float64)
+        for ratio, mean, first in zip(ratios, means, firsts, strict=True):
             reader = reader_of(first, mean, chunk)
             runs = _Fit(model, read, whole, reader, passages, say)
             earlier = [each for each in known if each.ratio == ratio]
@@ -387,6 +389,6 @@ def _mean(calibration: Calibration, ratio: float, chunk: int, floor: int) -> int
     if mean < floor:
         raise UserError(
             f"ratio {ratio} of {calibration.tokens} tokens is {mean} pairs, less than "
-            f"the {floor} that every head keeps: raise the ratio, or lower floor"
+            f"the {floor} that every head keeps: raise the ratio, or lower floor or chunk"
         )
     return mean

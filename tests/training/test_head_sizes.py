@@ -213,6 +213,7 @@ def test_known_rounds_are_not_run_again(model, start, monkeypatch):
         ({"floor": 20}, "floor 20: must be at least 53"),
         ({"chunk": 16, "floor": 36}, "floor 36: must be at least 37"),
         ({"chunk": 0}, "chunk 0: must be at least 1"),
+        ({"even": 2}, "even 2.0: must be at most 1"),
         ({"passages": -1}, "passages -1.0: must be at least 0"),
         ({"rounds": 0}, "rounds 0: must be at least 1"),
         ({"texts": TEXTS[0]}, "give a list of one or more"),
