@@ -389,6 +389,7 @@ def _mean(calibration: Calibration, ratio: float, chunk: int, floor: int) -> int
     if mean < floor:
         raise UserError(
             f"ratio {ratio} of {calibration.tokens} tokens is {mean} pairs, less than "
-            f"the {floor} that every head keeps: raise the ratio, or lower floor or chunk"
+            f"the {floor} that every head keeps: raise the ratio, or lower floor "
+            "or chunk"
         )
     return mean
