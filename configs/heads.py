@@ -46,6 +46,8 @@ _POLICIES = {  # the rule, when it evicts, the fewest pairs of a head, who share
     "SnapKV": ("snapkv", "after_prefill", 64, _SIX),  # whose window stays
     "Streaming": ("streaming", "prefill_and_decode", 64, _SIX),
 }
+_WHOLE = 64  # tokens a block where none is evicted: half of the work of 16
+_BLOCKS = {"prefill_and_decode": 16, "after_prefill": _WHOLE}
 _DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 _TASKS = {
     "needle": {"depths": _DEPTHS},
@@ -89,16 +91,16 @@ def get_config(which: str = "25") -> ConfigDict:
             "layerwise": True,
             "budget": f"{percent}%",
             "pinned": (4, 16),
-            "prefill_chunk": 16,
             "evict_size": 16,
             "methods": (
-                {"name": "Full cache"},
+                {"name": "Full cache", "prefill_chunk": _WHOLE},
                 *(
                     {
                         "name": f"{name}, {how.replace('_', ' ')}",
                         "series": name,
                         "policy": policy,
                         "phases": phases,
+                        "prefill_chunk": _BLOCKS[phases],
                         "budget_rule": _rule(how, floor),
                     }
                     for name, (policy, phases, floor, rules) in _POLICIES.items()
