@@ -1,4 +1,4 @@
-"""How many pairs each head keeps, by eleven rules, with the same total: what is found?
+"""How many pairs each head keeps, by twelve rules, with the same total: what is found?
 
     python experiments/run.py --config=configs/heads.py:25 --workdir=runs/heads/25
 
@@ -13,12 +13,12 @@ prompts.
 
 *Alike*: every head keeps as many. *Pyramid*: layers, by depth. *Squeeze*: layers, by
 how much attention changes in them (SqueezeAttention, p = 0.35, as the calibration's
-texts have it). *By layer*: layers, by what they need. *Ada*: the heads of each layer,
-by what they need. *By head*: all heads of all layers. *Half way*, *over a third*, *a
-quarter*: so far from these to all alike. *By loss alone*: heads, from a third alike on
-moved along the gradient of what evicting costs `retrieval_heads` (`kvjax.training`).
-*By loss*: these, 15% of the way back to all alike.
-`:25,alike,by_head` runs the rows of these alone.
+texts have it). *Squeeze capped*: none of them more than the prompt has. *By layer*:
+layers, by what they need. *Ada*: the heads of each layer, by what they need. *By head*:
+all heads of all layers. *Half way*, *over a third*, *a quarter*: so far from these to
+all alike. *By loss alone*: heads, from a third alike on moved along the gradient of
+what evicting costs `retrieval_heads` (`kvjax.training`). *By loss*: these, 15% of the
+way back to all alike. `:25,alike,by_head` runs the rows of these alone.
 *Retrieval heads* choose by KeyDiff where heads keep much, by average attention
 elsewhere. SnapKV chooses when the prompt is in.
 
@@ -30,10 +30,10 @@ any moment and start it again. `python experiments/report.py runs/heads/*` joins
 from ml_collections import ConfigDict, FieldReference
 
 _RULES = [
-    *("alike", "pyramid", "squeeze", "by_layer", "ada"),
+    *("alike", "pyramid", "squeeze", "squeeze_capped", "by_layer", "ada"),
     *("half_way", "over_a_third", "a_quarter", "by_head", "by_loss_alone", "by_loss"),
 ]
-_SIX = "alike", "pyramid", "squeeze", "by_layer", "over_a_third", "by_head"
+_SOME = *_RULES[:5], "over_a_third", "by_head"
 _POLICIES = {  # the rule, when it evicts, the fewest pairs of a head, who shares out
     "KeyDiff": ("key_diff", "prefill_and_decode", 40, _RULES[:-2]),
     "Retrieval heads": (
@@ -42,9 +42,9 @@ _POLICIES = {  # the rule, when it evicts, the fewest pairs of a head, who share
         40,
         _RULES[1:],  # with all heads alike it is KeyDiff; the loss is of this rule
     ),
-    "Average": ("average_attention", "prefill_and_decode", 40, _SIX),
-    "SnapKV": ("snapkv", "after_prefill", 64, _SIX),  # whose window stays
-    "Streaming": ("streaming", "prefill_and_decode", 64, _SIX),
+    "Average": ("average_attention", "prefill_and_decode", 40, _SOME),
+    "SnapKV": ("snapkv", "after_prefill", 64, _SOME),  # whose window stays
+    "Streaming": ("streaming", "prefill_and_decode", 64, _SOME),
 }
 _WHOLE = 64  # tokens a block where none is evicted: half of the work of 16
 _BLOCKS = {"prefill_and_decode": 16, "after_prefill": _WHOLE}
@@ -59,10 +59,12 @@ _TASKS = {
 def _rule(how: str, floor: int) -> str | dict:
     """A rule that shares out pairs, by its name here."""
     by_need = {"name": "calibrated", "floor": floor}
+    squeezed = {"name": "squeeze", "least": floor, "source": "calibration"}
     return {
         "alike": "uniform",
         "pyramid": {"name": "pyramid", "beta": 4.0, "least": floor},
-        "squeeze": {"name": "squeeze", "least": floor, "source": "calibration"},
+        "squeeze": squeezed,
+        "squeeze_capped": squeezed | {"capped": True},
         "by_layer": by_need | {"among": "layers"},
         "ada": {"name": "ada", "floor": floor},
         "half_way": by_need | {"even": 0.5},

@@ -30,6 +30,8 @@ def squeeze(
     least: int = 1,
     source: str = "prompts",
     path: str | None = None,
+    capped: bool = False,
+    length: int | None = None,
 ) -> budgets.BudgetRule:
     """Layers whose attention changes the residual stream least keep p of the mean.
 
@@ -45,9 +47,10 @@ def squeeze(
     are those of a calibration's texts: then sizes are known before a prompt is read, so
     that any schedule does, and one set of programs serves a whole run.
 
-    Sizes pay no heed to the length of the prompt: where G3 has nearly all layers, the
-    few others get more room than there are pairs to put there. Look at a model's
-    cosines (`experiments/layer_similarity.py`) before choosing p.
+    The paper's sizes pay no heed to the length of the prompt: where G3 has nearly all
+    layers, the few others get more room than there are pairs to put there. `capped`
+    leaves with G3 what is over. Look at a model's cosines
+    (`experiments/layer_similarity.py`) before choosing p.
 
     Args:
       p: the share of the mean that G3 keeps, above 0 and 1 at most (1: all keep the
@@ -57,6 +60,10 @@ def squeeze(
       source: whose cosines: the `prompts`' own, or a `calibration`'s.
       path: of the calibration, see `calibrations.Calibration.save`; None is the one
         that comes with the package for the model.
+      capped: no layer keeps more than `length`, and G3 shares what that leaves over,
+        which is not in the paper.
+      length: tokens of the prompts to come, of `capped` alone. None is what
+        `make_config` is told.
 
     Source: Wang and Gan 2024, arXiv 2404.04793, Algorithm 1.
 
@@ -76,23 +83,37 @@ def squeeze(
         raise UserError(f"squeeze(path) is {path!r}: give a calibration's file")
     if path is not None and source != "calibration":
         raise UserError(f"squeeze(path={path!r}) goes with source='calibration'")
-    return _squeeze(share, whole_number("squeeze(least)", least, 1), source, path)
+    if not isinstance(capped, bool):
+        raise UserError(f"squeeze(capped={capped!r}): give True or False")
+    if length is not None:
+        length = whole_number("squeeze(length)", length, 1)
+        if not capped:
+            raise UserError(f"squeeze(length={length}) goes with capped=True")
+    least = whole_number("squeeze(least)", least, 1)
+    return _squeeze(share, least, source, path, capped, length)
 
 
 @functools.cache
-def _squeeze(p: float, least: int, source: str, path) -> budgets.BudgetRule:
+def _squeeze(
+    p: float, least: int, source: str, path, capped: bool, length: int | None
+) -> budgets.BudgetRule:
     """One rule for one set of options: another one would be compiled anew."""
+    of_length = None
+    if capped and length is None:
+        of_length = functools.partial(_squeeze, p, least, source, path, capped)
 
     def smallest(mean):
         budgets.check_least("squeeze", least, mean)
         return max(round(mean * p), least)
 
     def reallocate(measured, mean):
-        return sizes(group(measured), mean, smallest(mean))
+        return sizes(group(measured), mean, smallest(mean), length)
 
     if source == "calibration":
         return budgets.BudgetRule(
-            "squeeze", lambda spec, mean: reallocate(_calibrated(spec, path), mean)
+            "squeeze",
+            lambda spec, mean: reallocate(_calibrated(spec, path), mean),
+            of_length=of_length,
         )
     return budgets.BudgetRule(
         "squeeze",
@@ -100,6 +121,7 @@ def _squeeze(p: float, least: int, source: str, path) -> budgets.BudgetRule:
         cosine,
         reallocate,
         smallest,
+        of_length,
     )
 
 
@@ -145,19 +167,28 @@ def group(measured: np.ndarray) -> np.ndarray:
     return np.searchsorted(ordered[list(best)], measured, side="right") - 1
 
 
-def sizes(groups: np.ndarray, mean: int, small: int) -> tuple[int, ...]:
+def sizes(
+    groups: np.ndarray, mean: int, small: int, most: int | None = None
+) -> tuple[int, ...]:
     """`small` pairs in the last of groups [L]; the others share the rest of L `mean`.
 
-    They depend on which layers are in the last group only, since every set of sizes is
-    a program.
+    Where that is more than `most` each, they keep `most`, and the last group shares
+    what is over. Sizes depend on which layers are in the last group only, since every
+    set of sizes is a program.
     """
-    lends = groups == groups.max()
+    lends, total = groups == groups.max(), len(groups) * mean
     if lends.all():
         return (mean,) * len(groups)
-    left, others = len(groups) * mean - lends.sum() * small, (~lends).sum()
-    each, rest = divmod(int(left), int(others))
-    more = np.cumsum(~lends) <= rest
-    return tuple(np.where(lends, small, each + more).tolist())
+    if most is not None and (~lends).sum() * most < total - lends.sum() * small:
+        most = max(most, mean)
+        return _parted(lends, total - (~lends).sum() * most, most)
+    return _parted(~lends, total - lends.sum() * small, small)
+
+
+def _parted(some: np.ndarray, total: int, other: int) -> tuple[int, ...]:
+    """What `some` layers have of a total, to the last pair; `other` in the rest."""
+    each, rest = divmod(int(total), int(some.sum()))
+    return tuple(np.where(some, each + (np.cumsum(some) <= rest), other).tolist())
 
 
 budgets.register("squeeze", squeeze)

@@ -1,5 +1,6 @@
 """SqueezeAttention against its Algorithm 1 written anew, and through whole runs."""
 
+import functools
 import itertools
 
 import jax.numpy as jnp
@@ -172,6 +173,50 @@ def test_least_is_a_floor():
     assert squeeze.squeeze(0.01).reallocate(measured, 10) == (15, 14, 1)
 
 
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (1000, (35, 133, 132)),
+        (133, (35, 133, 132)),
+        (132, (36, 132, 132)),
+        (120, (60, 120, 120)),
+        (101, (98, 101, 101)),
+        (80, (100, 100, 100)),  # all keep everything, whatever they are given
+    ],
+)
+def test_no_layer_gets_more_than_the_prompt_has(length, expected):
+    rule = squeeze.squeeze(capped=True, length=length)
+    assert rule.reallocate(np.array([0.9, 0.1, 0.5]), 100) == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_cap_leaves_over_goes_to_those_that_lend(seed):
+    """Pair by pair: whoever has least of the last group gets the next one."""
+    rng = np.random.default_rng(seed)
+    groups, mean = rng.integers(0, 3, 12), int(rng.integers(10, 100))
+    length, small = mean + int(rng.integers(0, 40)), max(1, mean // 3)
+    wanted = list(squeeze.sizes(groups, mean, small))
+    lenders = [i for i, g in enumerate(groups) if g == max(groups)]
+    while max(wanted) > length:
+        wanted[wanted.index(max(wanted))] -= 1
+        wanted[min(lenders, key=lambda i: wanted[i])] += 1
+    found = squeeze.sizes(groups, mean, small, length)
+    assert found == tuple(wanted) and sum(found) == 12 * mean
+
+
+def test_a_cap_is_the_prompts_that_a_config_is_told_of(tmp_path):
+    """Of the length that `make_config` knows, whosever cosines they are."""
+    given = calibrated(tmp_path) | {"p": 0.3, "capped": True}
+    make = functools.partial(cache.make_config, tiny_spec(), "h2o", 40)
+    rule = budgets.make("squeeze", **given)
+    assert make(budget_rule=rule, length=60).budget == (60, 20)
+    assert make(budget_rule=rule, length=200).budget == (68, 12)
+    own = make(AFTER, budget_rule=squeeze.squeeze(0.3, capped=True), length=60)
+    assert own.budget_rule.reallocate(np.array([0.5, 0.75]), 40) == (60, 20)
+    with pytest.raises(UserError, match="'squeeze' depends on the length of prompts"):
+        make(budget_rule=rule)
+
+
 def test_one_rule_for_the_same_options():
     """Rules are static arguments: another object would be another program."""
     assert squeeze.squeeze(0.35) is budgets.make("squeeze", p=np.float64(0.35))
@@ -190,6 +235,9 @@ def test_one_rule_for_the_same_options():
         ({"source": "texts"}, "squeeze.source='texts'.: use one of .*calibration"),
         ({"path": "a.json"}, "squeeze.path='a.json'. goes with source='calibration'"),
         ({"path": 3, "source": "calibration"}, "squeeze.path. is 3: give a calib"),
+        ({"capped": "yes"}, "squeeze.capped='yes'.: give True or False"),
+        ({"length": 100}, "squeeze.length=100. goes with capped=True"),
+        ({"length": 0, "capped": True}, "squeeze.length. 0: must be at least 1"),
         ({"share": 0.3}, "budget rule 'squeeze': .*share"),
     ],
 )
