@@ -46,8 +46,7 @@ _POLICIES = {  # the rule, when it evicts, the fewest pairs of a head, who share
     "SnapKV": ("snapkv", "after_prefill", 64, _SOME),  # whose window stays
     "Streaming": ("streaming", "prefill_and_decode", 64, _SOME),
 }
-_WHOLE = 64  # tokens a block where none is evicted: half of the work of 16
-_BLOCKS = {"prefill_and_decode": 16, "after_prefill": _WHOLE}
+_WHOLE = {"prefill_chunk": 64}  # where none is evicted while reading: sooner done
 _DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 _TASKS = {
     "needle": {"depths": _DEPTHS},
@@ -93,18 +92,19 @@ def get_config(which: str = "25") -> ConfigDict:
             "layerwise": True,
             "budget": f"{percent}%",
             "pinned": (4, 16),
+            "prefill_chunk": 16,
             "evict_size": 16,
             "methods": (
-                {"name": "Full cache", "prefill_chunk": _WHOLE},
+                {"name": "Full cache"} | _WHOLE,
                 *(
                     {
                         "name": f"{name}, {how.replace('_', ' ')}",
                         "series": name,
                         "policy": policy,
                         "phases": phases,
-                        "prefill_chunk": _BLOCKS[phases],
                         "budget_rule": _rule(how, floor),
                     }
+                    | (_WHOLE if phases == "after_prefill" else {})
                     for name, (policy, phases, floor, rules) in _POLICIES.items()
                     for how in rules
                     if not wanted or how in wanted

@@ -197,6 +197,17 @@ def test_bytes_that_are_no_part_of_the_full_caches(percent):
         load_config("equal_bytes.py")(percent)
 
 
+def test_blocks_are_larger_where_nothing_is_evicted_from_them():
+    """`configs/heads.py`: and `--config.prefill_chunk` is of the others."""
+    fields = load_config("heads.py")("25")
+    fields.prefill_chunk = fields.evict_size = 32
+    blocks = {
+        method.check()[1].phases: method.check()[1].prefill_chunk
+        for method in from_config(fields.to_dict(), {}).methods
+    }
+    assert blocks == {"none": 64, "after_prefill": 64, "prefill_and_decode": 32}
+
+
 def test_some_ways_to_share_out():
     """`configs/heads.py`: all rows of it, or those of the rules that are named."""
     get_config = load_config("heads.py")
