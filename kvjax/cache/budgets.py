@@ -136,7 +136,7 @@ def for_prompts(rule: BudgetRule, length: int | None) -> BudgetRule:
     if length is None:
         raise UserError(
             f"budget rule {rule.name!r} depends on the length of prompts, which is not "
-            f"known here: say it, as in budgets.make({rule.name!r}, length=1000)"
+            "known here: give the rule its length, as in length=1000"
         )
     return rule.of_length(length)
 

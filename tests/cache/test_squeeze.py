@@ -352,6 +352,23 @@ def test_what_is_kept_is_the_sizes(tiny, policy):
         assert all(len(set(layer)) == 1 for layer in kept)
 
 
+@pytest.mark.parametrize(("capped", "sizes"), [(False, {20, 100}), (True, {40, 80})])
+def test_a_cap_leaves_no_slot_empty(tiny, capped, sizes):
+    """Of 80 tokens one layer holds all; what it cannot hold the other one keeps."""
+    (each,) = kvjax.generate(
+        tiny,
+        PROMPTS[2:],
+        policy="h2o",
+        budget=60,
+        budget_rule=squeeze.squeeze(1 / 3, capped=capped),
+        schedule=AFTER,
+        max_new_tokens=3,
+        ignore_eos=True,
+    )
+    kept = {len(head) - 2 for layer in each.kept_positions for head in layer}
+    assert kept == {min(size, 80) for size in sizes}
+
+
 def test_decode_only_never_holds_more(tiny):
     """A rule's sizes are what decoding holds at most, layer by layer."""
     config = cache.make_config(
