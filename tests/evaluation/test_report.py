@@ -347,6 +347,14 @@ def test_report_is_written(tmp_path):
         assert pixels[..., :3].min() < 0.1
 
 
+def test_no_picture_of_times_that_nobody_took(tmp_path):
+    untimed = [record | {"output_tokens_per_s": None} for record in RECORDS]
+    path = report.write_report(untimed, tmp_path)
+    assert {p.name for p in tmp_path.glob("*.png")} == {"quality_vs_memory.png"}
+    assert "throughput_vs_memory" not in path.read_text(encoding="utf-8")
+    assert len(report.summary(untimed, path)["pictures"]) == 1
+
+
 def test_report_survives_what_is_missing(tmp_path):
     bare = [
         {"method": "Bare"},

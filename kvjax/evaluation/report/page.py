@@ -133,9 +133,16 @@ def _pictures(
 ) -> dict[Callable[..., Any], pathlib.Path]:
     """The functions that draw a report's pictures, and where each goes."""
     drawn = list(_REPORTS[_kind(records)][1])
+    if scatters.throughput_vs_memory in drawn and not _timed(records):
+        drawn.remove(scatters.throughput_vs_memory)
     if figures.with_sizes(records):
         drawn.append(figures.head_sizes)
     return {each: path.with_name(f"{each.__name__}.png") for each in drawn}
+
+
+def _timed(records: Sequence[Record]) -> bool:
+    """Whether a run took the time, as those layer by layer do not."""
+    return any(record.get("output_tokens_per_s") is not None for record in records)
 
 
 _REPORTS = {  # by what records are of: the table for a screen, the pictures
@@ -170,8 +177,9 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
     """Writes report.md and its pictures.
 
     They are heat_map.png and pareto.png for a sweep, throughput_vs_batch.png for
-    throughput, and otherwise quality_vs_memory.png and throughput_vs_memory.png; and
-    head_sizes.png, where heads of a method keep different numbers of pairs.
+    throughput, and otherwise quality_vs_memory.png and, where runs were timed,
+    throughput_vs_memory.png; and head_sizes.png, where heads of a method keep different
+    numbers of pairs.
 
     Args:
       records: what to show, in this order.
@@ -196,6 +204,7 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
         score=groups.score_of(records),
         several=len(groups.metrics_of(records)) > 1,
         sweep=kind == "sweep",
+        timed=_timed(records),
         on_host=any(record.get("host_bytes_per_seq") for record in records),
     )
     with files.written(path) as partial:
