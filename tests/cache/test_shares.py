@@ -118,7 +118,7 @@ def test_a_rule_is_told_the_length(name):
     assert config(250, budget_rule=name, length=1000).budget == told.budget
     assert config("25%", budget_rule=name, length=1000).budget == told.budget
     assert config(250, budget_rule=rule(name), length=2000).budget == told.budget
-    with pytest.raises(UserError, match=rf"make\('{name}', length=1000\)"):
+    with pytest.raises(UserError, match=f"rule '{name}' .* as in length=1000"):
         config(250, budget_rule=name)
 
 
