@@ -4,6 +4,7 @@ It runs everywhere, whole (`attend`) or in pieces that a CPU's cache holds
 (`attend_in_tiles`). `merge` joins segments of the keys, and `normalize` divides.
 """
 
+import functools
 import math
 
 import jax
@@ -14,12 +15,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention.stored import Stored, decoded
 from kvjax.pallas.common import LOWEST, NEVER
-from kvjax.types import ATTENTION_STATS, EMPTY, Observation, Partial, Scoring
+from kvjax.types import (
+    ATTENTION_STATS,
+    EMPTY,
+    Observation,
+    Partial,
+    PyTree,
+    Scoring,
+)
 
 NO_STATS: frozenset[str] = frozenset()
 PLAIN = Scoring()  # the softmax and nothing else
-TILE = 128  # slots at a time where no statistics are asked for
-PIECE = 5 << 20  # bytes of logits, and of decoded pairs, at a time where some are
+TILE = 128  # slots at a time of many, where no statistics are asked for
+MANY = 4 * TILE  # more than these
+PIECE = 3 << 20  # bytes of logits, and of decoded pairs, at a time elsewhere
 
 
 def attend(
@@ -51,11 +60,11 @@ def attend_in_tiles(
 ) -> tuple[Partial, Observation]:
     """`attend` in pieces whose logits stay in a processor's cache.
 
-    Without statistics, some slots at a time, and only as far as slots are in use; with
-    them, all slots of some rows, as their softmax has to be known. Stored pairs are
-    decoded piece by piece too.
+    Of many slots without statistics, some at a time, and only as far as they are in
+    use. Otherwise all slots of some rows: their softmax has to be known where there are
+    statistics. Stored pairs are decoded piece by piece too.
     """
-    cut = _over_rows if stats else _over_slots
+    cut = _over_rows if stats or k.shape[2] <= MANY else _over_slots
     partial, found = cut(q, k, v, pos, q_pos, n, stats, scoring)
     return partial, Observation(num_tokens=n, positions=q_pos, **found)
 
@@ -129,8 +138,7 @@ def _over_rows(q, k, v, pos, q_pos, n, stats, scoring):
 
     def a_pass(i, found):
         start = jnp.minimum(i * rows, batch - rows)  # the last one may repeat some rows
-        cut = lambda x: lax.dynamic_slice_in_dim(x, start, rows)
-        part = some(*jax.tree.map(cut, given))
+        part = some(*_cut(given, start, rows, axis=0))
         put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, axis=0)
         return jax.tree.map(put, found, part)
 
@@ -142,17 +150,14 @@ def _over_rows(q, k, v, pos, q_pos, n, stats, scoring):
 def _over_slots(q, k, v, pos, q_pos, n, stats, scoring):
     """`TILE` slots after the others, up to the last one in use; no statistics."""
     slots = k.shape[2]
-    if slots <= TILE:
-        return attend(q, k, v, pos, q_pos, n, stats, scoring)[0], {}
     in_use = jnp.any(pos != EMPTY, axis=(0, 1))
     end = jnp.max(jnp.where(in_use, jnp.arange(1, slots + 1), 0))
 
     def a_tile(i, done):
         start = jnp.minimum(i * TILE, slots - TILE)
-        cut = lambda x: lax.dynamic_slice_in_dim(x, start, TILE, axis=2)
         fresh = start + jnp.arange(TILE) >= i * TILE  # the last tile may repeat some
-        pairs = jax.tree.map(cut, (k, v))
-        some = *pairs, jnp.where(fresh, cut(pos), EMPTY)
+        *pairs, live = _cut((k, v, pos), start, TILE, axis=2)
+        some = *pairs, jnp.where(fresh, live, EMPTY)
         return merge(done, attend(q, *some, q_pos, n, stats, scoring)[0])
 
     nothing = Partial(
@@ -161,6 +166,18 @@ def _over_slots(q, k, v, pos, q_pos, n, stats, scoring):
         denominator=jnp.zeros(q.shape[:4]),
     )
     return lax.fori_loop(0, -(-end // TILE), a_tile, nothing), {}
+
+
+def _cut(arrays: PyTree, start: Array, size: int, axis: int) -> PyTree:
+    """`size` entries of every array from `start` on, inside a loop.
+
+    XLA's CPU backend widens short floats to cut them: without the barrier all that a
+    layer holds, ahead of the loop.
+    """
+    arrays, start = lax.optimization_barrier((arrays, start))
+    return jax.tree.map(
+        lambda x: lax.dynamic_slice_in_dim(x, start, size, axis), arrays
+    )
 
 
 def _observed(
@@ -191,7 +208,8 @@ def _observed(
         if length == 1:  # one query: its weights are all there is to sum
             return seen._replace(attn_sq_sum=attn_sum * attn_sum, last_attn=attn_sum)
     if "attn_sq_sum" in stats:
-        mean = jnp.sum(p * share[..., None], axis=2)  # [B, K, T, C]
+        parts = (p[:, :, g] * share[:, :, g, :, None] for g in range(group))
+        mean = functools.reduce(jnp.add, parts)  # [B, K, T, C]; a sum is a slow loop
         seen = seen._replace(attn_sq_sum=jnp.sum(mean * mean, axis=2))
     if "last_attn" in stats:
         newest = jnp.maximum(n - 1, 0)[:, None, None, None]  # [B, 1, 1, 1]

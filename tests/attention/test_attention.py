@@ -66,10 +66,11 @@ def test_attention_and_its_sums(seed, group, length, slots):
 @pytest.mark.parametrize(
     "stats", [NO_STATS, *map(frozenset, (["attn_sum"], ATTENTION_STATS))]
 )
-@pytest.mark.parametrize("batch", [1, 2, 5])
-def test_tiles_are_the_reference(monkeypatch, batch, stats, scoring):
+@pytest.mark.parametrize("batch, many", [(1, 8), (2, 8), (5, 8), (5, 20)])
+def test_tiles_are_the_reference(monkeypatch, batch, many, stats, scoring):
     """Tiles of 8 of 20 slots, rows two at a time; some rows hold nothing."""
     monkeypatch.setattr(reference, "TILE", 8)
+    monkeypatch.setattr(reference, "MANY", many)
     monkeypatch.setattr(reference, "PIECE", 2 * 4 * (2 * 3 * 4 * 20))
     q, k, v, pos, q_pos, n = draw(3, batch, 2, 3, 4, 20, 8)
     pos[:, :, 14:] = -1  # the last slots are not in use
@@ -88,6 +89,23 @@ def test_tiles_are_the_reference(monkeypatch, batch, stats, scoring):
             np.testing.assert_allclose(also_seen.attn_sum, attn_sum, atol=1e-5)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6)
     jax.tree.map(close, also_seen, seen)
+
+
+@pytest.mark.parametrize("stats", [NO_STATS, ATTENTION_STATS])
+def test_tiles_of_short_floats(monkeypatch, stats):
+    """As the reference has them, and never wide all at once."""
+    monkeypatch.setattr(reference, "PIECE", 1 << 16)
+    q, k, v, *rest = arrays(*draw(4, 16, 2, 3, 2, 1000, 64))
+    case = *(x.astype(jnp.bfloat16) for x in (q, k, v)), *rest
+    tiled = jax.jit(lambda *case: attend(*case, stats, "tiles"))
+    wanted, seen = attend(*case, stats, "reference")
+    found, also_seen = tiled(*case)
+    np.testing.assert_allclose(normalize(found), normalize(wanted), atol=2e-2)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5)
+    jax.tree.map(close, also_seen, seen)
+    if jax.default_backend() == "cpu":
+        program = tiled.lower(*case).compile().memory_analysis()
+        assert program.temp_size_in_bytes < case[1].nbytes
 
 
 def test_tiles_are_what_a_cpu_reads_prompts_with():
