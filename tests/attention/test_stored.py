@@ -57,6 +57,7 @@ def test_is_attention_over_what_it_decodes_to(
 ):
     """Tiles of 64 of 200 slots, rows one at a time."""
     monkeypatch.setattr(reference, "TILE", 64)
+    monkeypatch.setattr(reference, "MANY", 64)
     monkeypatch.setattr(reference, "PIECE", 1)
     case, numbers = of(name, length)
     stats = STATS if implementation != "xla" else frozenset()
