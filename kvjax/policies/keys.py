@@ -1,5 +1,7 @@
 """Rules that look at keys and values; attention need hand over nothing."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -24,15 +26,17 @@ def key_diff() -> Policy:
     """
 
     def score(view: View) -> Array:
-        live = (view.positions >= 0)[..., None]
-        keys = jnp.where(live, view.keys().astype(jnp.float32), 0.0)
-        norm = jnp.sqrt(jnp.sum(keys * keys, axis=-1, keepdims=True))
-        unit = keys / jnp.maximum(norm, 1e-12)
-        count = jnp.maximum(jnp.sum(live, axis=2), 1).astype(jnp.float32)
-        anchor = jnp.sum(unit, axis=2) / count  # [B, K, D]
+        live = view.positions >= 0
+        keys = jnp.where(live[..., None], view.keys().astype(jnp.float32), 0.0)
+        norm = jnp.sqrt(jnp.sum(keys * keys, axis=-1))
+        per_norm = jnp.where(live, 1.0 / jnp.maximum(norm, 1e-12), 0.0)  # [B, K, C]
+        product = functools.partial(jnp.einsum, precision="highest")
+        anchor = product("bkcd,bkc->bkd", keys, per_norm)
+        count = jnp.maximum(jnp.sum(live, axis=2, keepdims=True), 1)
+        anchor = anchor / count.astype(jnp.float32)
         length = jnp.sqrt(jnp.sum(anchor * anchor, axis=-1, keepdims=True))
         anchor = anchor / jnp.maximum(length, 1e-12)
-        return -jnp.einsum("bkcd,bkd->bkc", unit, anchor, precision="highest")
+        return -product("bkcd,bkd->bkc", keys, anchor) * per_norm
 
     return stateless("key_diff", score)
 
