@@ -13,6 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -153,7 +154,7 @@ class LayerByLayer:
             if done.all():
                 break
             n = 1 - np.asarray(done, np.int32)
-            read = _step(self._model, self._writing, read, token[:, None], n, False)
+            read = _step(self._model, self._writing, read, token[:, None], n)
             token = self._drawn(read, state.keys)
             drawn.append(np.where(done, -1, token))
             done, step = done | np.isin(token, self.job.eos), step + n
@@ -168,7 +169,7 @@ class LayerByLayer:
         for i in range(tokens.shape[1] - 1):
             n = (lengths > i + 1).astype(np.int32)
             given = tokens[:, i : i + 1]
-            read = _step(self._model, self._writing, read, given, n, False)
+            read = _step(self._model, self._writing, read, given, n)
             logits.append(np.asarray(read.logits))
         _raise_errors(read.state)
         every = np.stack(logits)
@@ -189,25 +190,54 @@ class LayerByLayer:
 
 
 def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Prefilled:
-    """The prompts block by block, with evictions if the schedule has them."""
-    spec, block = model.spec, config.schedule.prefill_chunk
-    lengths = np.asarray([len(prompt) for prompt in prompts])
-    room = _room(config, prompts)
-    tokens = np.zeros((len(prompts), room + block), np.int32)
+    """The prompts layer after layer, block by block, with evictions if there are any.
+
+    A layer reads all blocks before the next one begins, so that what it holds stays in
+    a processor's cache.
+    """
+    spec, heads = model.spec, config.heads(model.spec)
+    room, ends = _room(config, prompts), _ends(model)
+    learned = _learned(config, spec.num_layers)
+    blocks = _blocks(config, prompts)
+    x = [_embed(ends, b.tokens, b.start, spec=spec) for b in blocks]
+    states = []
+    for index, layer in enumerate(heads):
+        held = [
+            _placed(_empty(model, config, index, some, len(prompts), room, new))
+            for some in layer
+        ]
+        for i, (tokens, n, _) in enumerate(blocks):
+            given = x[i], held, tokens, n, learned[index]
+            x[i], held = _layer(model, config, *given, is_prefill=True)
+        states.extend(held)
+    logits = jnp.zeros((len(prompts), spec.vocab_size), jnp.float32)
+    for hidden, (_, n, _) in zip(x, blocks, strict=True):
+        logits = _logits(ends, hidden, n, logits, spec=spec)
+    return Prefilled(tuple(states), logits)
+
+
+class _Block(NamedTuple):
+    """Tokens [B, T] of some prompts, each row's first n of them real, from `start`."""
+
+    tokens: Int[Array, "B T"]
+    n: Int[Array, "B"]
+    start: Int[Array, "B"]
+
+
+def _blocks(config: CacheConfig, prompts: Prompts) -> list[_Block]:
+    """The prompts as the schedule cuts them."""
+    first, block = config.first_chunk, config.schedule.prefill_chunk
+    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), _room(config, prompts) + block), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-    states = tuple(
-        _empty(model, config, index, heads, len(prompts), room, new)
-        for index, layer in enumerate(config.heads(spec))
-        for heads in layer
-    )
-    logits = jnp.zeros((len(prompts), spec.vocab_size), jnp.float32)
-    found = _placed(Prefilled(states, logits))
-    for start in (0, *range(config.first_chunk, lengths.max(), block)):
-        most = block if start else config.first_chunk
-        n = np.clip(lengths - start, 0, most)
+    found = []
+    for start in (0, *range(first, lengths.max(), block)):
+        most = block if start else first
         part = tokens[:, start : start + max(most, block)]
-        found = _step(model, config, found, part, n, is_prefill=True)
+        n = np.clip(lengths - start, 0, most)
+        begun = np.minimum(lengths, start)
+        found.append(_Block(*map(jnp.asarray, (part, n, begun))))
     return found
 
 
@@ -253,33 +283,47 @@ def _one_part(spec: ModelSpec, heads: parts.Heads) -> ModelSpec:
     return dataclasses.replace(parts.spec_of(spec, heads), num_layers=1)
 
 
-def _step(model, config, read: Prefilled, tokens, n, is_prefill: bool) -> Prefilled:
+def _step(model, config, read: Prefilled, tokens, n) -> Prefilled:
     """T tokens through all layers, of which each row's first n are real."""
     spec, start = model.spec, read.state[0].state.next_pos
     tokens, n = jnp.asarray(tokens, jnp.int32), jnp.asarray(n, jnp.int32)
-    ends = {key: model.params[key] for key in model.params if key != "layers"}
-    learned = _learned(config, spec.num_layers)
+    learned, ends = _learned(config, spec.num_layers), _ends(model)
     x, states = _embed(ends, tokens, start, spec=spec), []
     for index, layer in groupby(read.state, lambda part: part.layer):
-        weights, like = model.params["layers"][index], _like(spec, index)
-        given, mixed, held = _before(weights, x, spec=spec, like=like), [], list(layer)
-        for part in held:
-            out, state = _attend(
-                *(weights["out"], given, part.state, n, tokens),
-                *(learned[index], jnp.int32(index), part.numbers),
-                spec=spec,
-                config=config.of_part(index, part.heads),
-                is_prefill=is_prefill,
-                like=like,
-            )
-            mixed.append(out)
-            states.append(part.replace(state=state))
-        order = _order([part.heads for part in held])
-        x = _after(weights, x, tuple(mixed), order, spec=spec, like=like)
+        given = x, list(layer), tokens, n, learned[index]
+        x, held = _layer(model, config, *given, is_prefill=False)
+        states.extend(held)
     before = read.logits
     if before is None:
         before = jnp.zeros((len(n), spec.vocab_size), jnp.float32)
     return Prefilled(tuple(states), _logits(ends, x, n, before, spec=spec))
+
+
+def _layer(
+    model: Model, config, x: Array, held: list[Part], tokens, n, rule, is_prefill
+) -> tuple[Array, list[Part]]:
+    """Tokens through the layer whose parts are given, and what these hold then."""
+    spec, index = model.spec, held[0].layer
+    weights, like = model.params["layers"][index], _like(spec, index)
+    given, mixed, after = _before(weights, x, spec=spec, like=like), [], []
+    for part in held:
+        out, state = _attend(
+            *(weights["out"], given, part.state, n, tokens),
+            *(rule, jnp.int32(index), part.numbers),
+            spec=spec,
+            config=config.of_part(index, part.heads),
+            is_prefill=is_prefill,
+            like=like,
+        )
+        mixed.append(out)
+        after.append(part.replace(state=state))
+    order = _order([part.heads for part in held])
+    return _after(weights, x, tuple(mixed), order, spec=spec, like=like), after
+
+
+def _ends(model: Model) -> PyTree:
+    """The weights that belong to no layer."""
+    return {key: model.params[key] for key in model.params if key != "layers"}
 
 
 def _like(spec: ModelSpec, index: int) -> int:

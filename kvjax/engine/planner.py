@@ -13,6 +13,7 @@ import os
 import pathlib
 
 import jax
+import jax.numpy as jnp
 
 from kvjax.cache import parts
 from kvjax.engine import compiled
@@ -159,23 +160,22 @@ def within_host(job: Job, max_batch: int | None) -> tuple[int | None, str]:
 
 
 def plan_by_shapes(job: Job, memory_bytes: int, max_batch: int) -> Plan:
-    """A batch that fits with as much room for temporaries as the state takes.
+    """A batch to run layer by layer, on one device: what fits, compiling nothing.
 
-    Compiles nothing. At most `max_batch` rows.
+    Counts the hidden states of its prompts, which one layer hands to the next, and as
+    much room for temporaries as the state takes. At most `max_batch` rows.
 
     Raises:
       UserError: not even one row fits.
     """
-    row = 2 * max(
-        state_bytes(dataclasses.replace(job, batch=job.data_parallel)).values()
-    )
-    batch = min(
-        max_batch, (memory_bytes - weights_bytes(job)) // row * job.data_parallel
-    )
+    state = max(state_bytes(dataclasses.replace(job, batch=1)).values())
+    hidden = job.max_prompt_len * job.spec.model_dim * jnp.dtype(job.dtype).itemsize
+    row = 2 * state + hidden
+    batch = min(max_batch, (memory_bytes - weights_bytes(job)) // row)
     if batch < 1:
         raise UserError(too_small(job, memory_bytes, "it", weights_bytes(job) + row))
     limit = "prompts" if batch == max_batch else "prefill"
-    peak = weights_bytes(job) + -(-batch // job.data_parallel) * row
+    peak = weights_bytes(job) + batch * row
     return as_plan(dataclasses.replace(job, batch=batch), limit, memory_bytes, peak)
 
 

@@ -9,7 +9,13 @@ from kvjax import Schedule, UserError, plan, policies
 from kvjax.attention import reference
 from kvjax.cache.config import make_config
 from kvjax.engine.compiled import Job, bucket
-from kvjax.engine.planner import phase_bytes, plan_job, state_bytes
+from kvjax.engine.planner import (
+    phase_bytes,
+    plan_by_shapes,
+    plan_job,
+    state_bytes,
+    weights_bytes,
+)
 
 SPEC = tiny_spec(num_layers=3, head_dim=16, context_length=4096)
 BATCH_MAX = Schedule(prefill_chunk=8, evict_size=8)
@@ -91,6 +97,19 @@ def test_a_model_is_planned_as_it_would_run(tiny, capsys):
 def test_prompts_limit_the_batch():
     found = planned(256, BATCH_MAX, policies.recency(), 10**9, max_batch=3)
     assert (found.batch, found.limited_by) == (3, "prompts")
+
+
+def test_layer_by_layer_prompts_lie_whole_between_two_layers():
+    """Of 64 pairs they take more than the cache does."""
+    policy = policies.average_attention()
+    config = make_config(SPEC, policy, 64, BATCH_MAX)
+    job = Job(SPEC, config, 1, bucket(SPEC, config, 4000, 24), 24)
+    found = plan_by_shapes(job, 20_000_000, 100)
+    hidden = 4000 * SPEC.model_dim * 4
+    row = state_bytes(job)["prefill"] + hidden
+    assert hidden > state_bytes(job)["prefill"]
+    assert weights_bytes(job) + found.batch * row <= 20_000_000
+    assert 1 < found.batch < 100
 
 
 def test_too_little_memory_names_what_is_needed():
