@@ -119,6 +119,8 @@ def _line(error):
     """What flags that do not parse say of themselves."""
     if isinstance(error, AttributeError | LookupError):  # as config_flags has it
         return f"the config has no such field: {error.args[0]} (see --help)"
+    if name := re.match("Could not parse '(.*?)': SyntaxError", str(error)):
+        return f"no field is written {name[1]} (see --help, as in methods[0].policy)"
     lines = str(error).splitlines()
     return lines[-1] if "Traceback" in str(error) else lines[0]
 
@@ -127,7 +129,7 @@ def _raised(error, argv):
     """What a config file raised, with file and line; None if it is not to blame."""
     config = (_config_told(argv) or "").partition(":")[0]
     while error is not None:
-        if isinstance(error, SyntaxError):
+        if isinstance(error, SyntaxError) and error.filename != "<unknown>":  # a file
             return f"{error.filename}, line {error.lineno}: {error.msg}"
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         for frame in reversed(traceback.extract_tb(error.__traceback__)):

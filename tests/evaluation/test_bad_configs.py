@@ -170,6 +170,7 @@ SLIPS = [
     ([QUICKSTART], "--workdir"),
     (["--config=configs/absent.py", "--workdir=w"], "absent.py"),
     ([QUICKSTART, "--config.colour=3", "--workdir=w"], "colour"),
+    ([QUICKSTART, "--config.methods.1.x=3", "--workdir=w"], "is written methods.1.x"),
     ([QUICKSTART, "--memory_gb=much", "--workdir=w"], "much"),
     ([QUICKSTART, "--memory_gb=-2", "--workdir=w"], "-2"),
 ]
