@@ -30,7 +30,7 @@ from kvjax.engine.compiled import Job
 from kvjax.engine.runner import Prefilled, Prompts
 from kvjax.engine.sampling import sample
 from kvjax.models import decoder
-from kvjax.policies import Policy
+from kvjax.policies import watching
 from kvjax.types import Model, ModelSpec, PyTree, Stats, UserError
 
 _NO_BUDGET = dict.fromkeys(("policy", "budget", "budget_rule", "mean_budget"))
@@ -83,8 +83,8 @@ class Readings:
         alike = dataclasses.replace(config.reading, **_NO_BUDGET)
         key = (alike, new, *map(tuple, prompts))
         if key not in self._known:
-            watching = _together(self._watching) if config.policy else None
-            all_of_them = dataclasses.replace(alike, policy=watching)
+            everyone = watching.together(self._watching) if config.policy else None
+            all_of_them = dataclasses.replace(alike, policy=everyone)
             self._known[key] = read(self.model, all_of_them, prompts, new)
         shared = self._known[key]
         if config.policy:
@@ -489,30 +489,10 @@ def _is_stored_later(config: CacheConfig) -> bool:
     return config.policy is None and config.codec.after_prompt
 
 
-def _together(members: Sequence[Policy]) -> Policy:
-    """Watches as all of them do, keeps nothing; `_only` gives each its statistics."""
-
-    return Policy(
-        init=lambda *shape: _joined(member.init(*shape) for member in members),
-        observe=lambda stats, view, seen: _joined(
-            member.observe(Stats(*part), view, seen)
-            for member, part in zip(members, zip(*stats, strict=True), strict=True)
-        ),
-        score=lambda stats, view: jnp.zeros(view.positions.shape),
-        required_stats=frozenset().union(*(m.required_stats for m in members)),
-        name="together",
-    )
-
-
-def _joined(parts: Iterable[Stats]) -> Stats:
-    return Stats(*zip(*parts, strict=True))
-
-
 def _only(part: Part, index: int) -> Part:
     """With the statistics of one of those that watched together."""
     (stats,) = part.state.stats
-    mine = Stats(stats.per_slot[index], stats.per_row[index])
-    return part.replace(state=part.state.replace(stats=(mine,)))
+    return part.replace(state=part.state.replace(stats=(watching.only(stats, index),)))
 
 
 def _raise_errors(held: Sequence[Part]) -> None:
