@@ -23,8 +23,11 @@ way back to all alike. `:25,alike,by_head` runs the rows of these alone.
 elsewhere. SnapKV chooses when the prompt is in.
 
 Layer by layer, so that nothing is timed: about an hour on two CPU cores with matrix
-units for bfloat16, twice that in others' float32 (`--config.dtype=float32`). Stop it at
-any moment and start it again. `python experiments/report.py runs/heads/*` joins runs.
+units for bfloat16, twice that in others' float32 (`--config.dtype=float32`); some rows
+on one core and the others on another (`taskset -c 0`, `-c 1`) are done a third sooner.
+Stop it at any moment and start it again. `python experiments/report.py runs/heads/*`
+joins runs, and `experiments/budget_pictures.py` draws how ways to share out do as fewer
+pairs stay.
 """
 
 from ml_collections import ConfigDict, FieldReference

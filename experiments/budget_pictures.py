@@ -1,0 +1,136 @@
+"""How sizes shared out by one rule or another do as fewer pairs stay: two pictures.
+
+    python experiments/budget_pictures.py docs/data/heads_{50,25,12}.jsonl \
+        docs/data/heads_[23]*00_*.jsonl --workdir=docs
+
+Takes folders or records of `configs/heads.py`. A column for each rule that chooses
+pairs, a row for each length of prompts, a line for each way to share out the pairs,
+over the share that stays. heads_found.png has what is found, in percent of what the
+full cache of the same run finds; heads_kl.png how far predictions are from it. What was
+not run is left out of the lines.
+
+The last line on stdout is one JSON object.
+"""
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import command_line
+import pandas as pd
+from absl import flags
+
+from kvjax.evaluation import report
+from kvjax.evaluation.report import figures, groups
+from kvjax.evaluation.report.records import Record
+from kvjax.types import UserError
+
+_WORKDIR = flags.DEFINE_string("workdir", "runs/report", "Where the pictures go.")
+_WAYS = flags.DEFINE_list(
+    "ways",
+    ["alike", "pyramid", "squeeze", "by layer", "by head"],
+    "Which ways to share out pairs have a line, as methods call them.",
+)
+_METHOD = ["rule", "way", "length", "share"]
+_MEASURES = {  # a column of `table`: what its axis says, and the file
+    "found": ("found, % of the full cache", "heads_found.png"),
+    "kl": ("KL to the full cache, nats", "heads_kl.png"),
+}
+
+
+def main(argv):
+    rows = table(report.read(argv[1:]))
+    if unknown := sorted({*_WAYS.value} - {*rows["way"]}):
+        known = ", ".join(rows["way"].unique())
+        raise UserError(f"--ways={unknown[0]}: no run has it; these have {known}")
+    folder = pathlib.Path(_WORKDIR.value)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--workdir={folder}: {error.strerror}") from None
+    told: dict[str, Any] = {"methods": len(rows)}
+    for measure, (_, name) in _MEASURES.items():
+        figures.save(folder / name, draw, rows, _WAYS.value, measure)
+        told[measure] = str(folder / name)
+    print(json.dumps(told))
+
+
+def table(sources) -> pd.DataFrame:
+    """A row per method: `rule`, `way`, `length`, `share`, `found`, `kl` and `model`.
+
+    Raises:
+      UserError: a run whose full cache finds nothing, a method that two runs have, or
+        none that keeps a share.
+    """
+    rows = []
+    for source in sources:
+        full = groups.full_cache(source.records)
+        if not full.get("score"):
+            raise UserError(f"{source.path} has no full cache that finds anything")
+        shares = (each for each in source.records if each.get("budget_share"))
+        rows += [_row(each, full) for each in shares]
+    if not rows:
+        raise UserError("no method keeps a share of its prompts: name configs/heads.py")
+    frame = pd.DataFrame(rows)
+    if twins := frame[frame.duplicated(_METHOD)].to_dict("records"):
+        twin = twins[0]
+        raise UserError(
+            f"two runs have {twin['rule']}, {twin['way']} with {twin['share']:.1%} of "
+            f"{twin['length']} tokens: name one of them"
+        )
+    return frame
+
+
+def _row(record: Record, full: Record) -> dict[str, Any]:
+    rule, name = groups.series(record), record["method"]
+    return {
+        "rule": rule,
+        "way": name.removeprefix(f"{rule}, "),
+        "length": max(t["most_prompt_tokens"] for t in record["tasks"].values()),
+        "share": record["budget_share"],
+        "found": 100 * record["score"] / full["score"],
+        "kl": record["kl"],
+        "model": record["model"],
+    }
+
+
+def draw(rows: pd.DataFrame, ways: Sequence[str], measure: str) -> Any:
+    """Rules across, lengths of prompts down, a line for each way to share out."""
+    rules = list(rows["rule"].unique())
+    lengths, shares = (sorted(rows[each].unique()) for each in ("length", "share"))
+    looks = [
+        {"color": mark.colour, "marker": mark.shape, "markersize": 7, "linewidth": 1.5}
+        for mark in figures.marks_of(ways)
+    ]
+    size = max(7.5, 2.8 * len(rules)), 1.2 + 2.3 * len(lengths)
+    figure = figures.figure_about(size, " / ".join(rows["model"].unique()))
+    grid = figure.subplots(
+        *(len(lengths), len(rules)), sharex=True, sharey=True, squeeze=False
+    )
+    cells = rows.set_index(_METHOD)[measure]
+    for length, line in zip(lengths, grid, strict=True):
+        for rule, axes in zip(rules, line, strict=True):
+            for way, how in zip(ways, looks, strict=True):
+                found = cells.reindex([(rule, way, length, share) for share in shares])
+                axes.plot(shares, found, **how)
+        line[0].set_ylabel(f"{length:,} tokens")
+    for rule, axes in zip(rules, grid[0], strict=True):
+        axes.set_title(rule, loc="left", fontweight="bold")
+    axes = grid[0, 0]
+    axes.set_xscale("log")
+    axes.set_xticks(shares, [f"{100 * share:g}" for share in shares])
+    axes.minorticks_off()
+    if measure == "kl":
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    for axes in grid[-1]:
+        axes.set_xlabel("pairs that stay, %")
+    figure.supylabel(_MEASURES[measure][0], fontsize=11)
+    figures.legend(figure, looks, ways)
+    return figure
+
+
+if __name__ == "__main__":
+    command_line.run(main)
