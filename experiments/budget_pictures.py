@@ -30,7 +30,7 @@ _WORKDIR = flags.DEFINE_string("workdir", "runs/report", "Where the pictures go.
 _WAYS = flags.DEFINE_list(
     "ways",
     ["alike", "pyramid", "squeeze", "by layer", "by head"],
-    "Which ways to share out pairs have a line, as methods call them.",
+    "Which ways to share out pairs have a line, as methods call them; none: all.",
 )
 _METHOD = ["rule", "way", "length", "share"]
 _MEASURES = {  # a column of `table`: what its axis says, and the file
@@ -41,9 +41,12 @@ _MEASURES = {  # a column of `table`: what its axis says, and the file
 
 def main(argv):
     rows = table(report.read(argv[1:]))
-    if unknown := sorted({*_WAYS.value} - {*rows["way"]}):
-        known = ", ".join(rows["way"].unique())
-        raise UserError(f"--ways={unknown[0]}: no run has it; these have {known}")
+    known = list(rows["way"].unique())
+    ways = _WAYS.value or known
+    if unknown := sorted({*ways} - {*known}):
+        raise UserError(
+            f"--ways={unknown[0]}: no run has it; these have {', '.join(known)}"
+        )
     folder = pathlib.Path(_WORKDIR.value)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +54,7 @@ def main(argv):
         raise UserError(f"--workdir={folder}: {error.strerror}") from None
     told: dict[str, Any] = {"methods": len(rows)}
     for measure, (_, name) in _MEASURES.items():
-        figures.save(folder / name, draw, rows, _WAYS.value, measure)
+        figures.save(folder / name, draw, rows, ways, measure)
         told[measure] = str(folder / name)
     print(json.dumps(told))
 
@@ -68,10 +71,12 @@ def table(sources) -> pd.DataFrame:
         full = groups.full_cache(source.records)
         if not full.get("score"):
             raise UserError(f"{source.path} has no full cache that finds anything")
-        shares = (each for each in source.records if each.get("budget_share"))
-        rows += [_row(each, full) for each in shares]
+        rows += [_row(each, full) for each in source.records if _is_told(each)]
     if not rows:
-        raise UserError("no method keeps a share of its prompts: name configs/heads.py")
+        raise UserError(
+            "no method keeps a share of its prompts and tells its distance from the "
+            "full cache: name runs of configs/heads.py"
+        )
     frame = pd.DataFrame(rows)
     if twins := frame[frame.duplicated(_METHOD)].to_dict("records"):
         twin = twins[0]
@@ -80,6 +85,11 @@ def table(sources) -> pd.DataFrame:
             f"{twin['length']} tokens: name one of them"
         )
     return frame
+
+
+def _is_told(record: Record) -> bool:
+    """Whether a share of the prompt stays, and predictions were compared."""
+    return bool(record.get("budget_share")) and record.get("kl") is not None
 
 
 def _row(record: Record, full: Record) -> dict[str, Any]:

@@ -74,6 +74,9 @@ def test_what_cannot_be_compared_is_refused():
         budget_pictures.table([alone])
     with pytest.raises(UserError, match="no method keeps a share"):
         budget_pictures.table([groups.Source("full", both[0].records[:1])])
+    timed = [{**each, "kl": None} for each in both[0].records]
+    with pytest.raises(UserError, match="tells its distance from the full cache"):
+        budget_pictures.table([groups.Source("timed", timed)])
 
 
 @pytest.mark.e2e
@@ -85,7 +88,7 @@ def test_the_command(tmp_path):
         command = [sys.executable, SCRIPT, tmp_path, f"--workdir={tmp_path}/out"]
         return subprocess.run([*command, *options], capture_output=True, text=True)
 
-    done = asked("--ways=alike,by head")
+    done = asked("--ways=")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["methods"] == 4
