@@ -1,7 +1,7 @@
 """How sizes shared out by one rule or another do as fewer pairs stay: two pictures.
 
-    python experiments/budget_pictures.py docs/data/heads_{50,25,12}.jsonl \
-        docs/data/heads_[23]*00_*.jsonl --workdir=docs
+    python experiments/budget_pictures.py docs/data/heads_{50,25,12}.jsonl \\
+        docs/data/heads_squeeze_*.jsonl docs/data/heads_{2000,3500}_*.jsonl
 
 Takes folders or records of `configs/heads.py`. A column for each rule that chooses
 pairs, a row for each length of prompts, a line for each way to share out the pairs,
@@ -21,7 +21,7 @@ import command_line
 import pandas as pd
 from absl import flags
 
-from kvjax.evaluation import report
+from kvjax.evaluation import files, report
 from kvjax.evaluation.report import figures, groups
 from kvjax.evaluation.report.records import Record
 from kvjax.types import UserError
@@ -48,10 +48,8 @@ def main(argv):
             f"--ways={unknown[0]}: no run has it; these have {', '.join(known)}"
         )
     folder = pathlib.Path(_WORKDIR.value)
-    try:
+    with files.on_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--workdir={folder}: {error.strerror}") from None
     told: dict[str, Any] = {"methods": len(rows)}
     for measure, (_, name) in _MEASURES.items():
         figures.save(folder / name, draw, rows, ways, measure)
@@ -109,10 +107,7 @@ def draw(rows: pd.DataFrame, ways: Sequence[str], measure: str) -> Any:
     """Rules across, lengths of prompts down, a line for each way to share out."""
     rules = list(rows["rule"].unique())
     lengths, shares = (sorted(rows[each].unique()) for each in ("length", "share"))
-    looks = [
-        {"color": mark.colour, "marker": mark.shape, "markersize": 7, "linewidth": 1.5}
-        for mark in figures.marks_of(ways)
-    ]
+    looks = list(map(figures.joined, figures.marks_of(ways)))
     size = max(7.5, 2.8 * len(rules)), 1.2 + 2.3 * len(lengths)
     figure = figures.figure_about(size, " / ".join(rows["model"].unique()))
     grid = figure.subplots(

@@ -141,6 +141,13 @@ def look(mark: Mark, hollow: bool = False) -> dict[str, Any]:
     }
 
 
+def joined(mark: Mark, hollow: bool = False) -> dict[str, Any]:
+    """A smaller mark, with a line of its colour."""
+    style = look(mark, hollow)
+    style["markersize"] *= 0.8
+    return style | {"color": mark.colour, "linestyle": "-"}
+
+
 def legend(figure: Any, looks: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     """Writes what looks stand for below all panels."""
     from matplotlib.lines import Line2D

@@ -14,6 +14,7 @@ from kvjax.evaluation.report.figures import (
     KL_ZERO,
     MARKER,
     Mark,
+    joined,
     legend,
     legend_rows,
     look,
@@ -192,7 +193,7 @@ def task_scores(group: Quality) -> Any:
     marks = _marks(group, key, full)
     methods, names = list(marks), _names(list(marks))
     looks = {
-        method: _joined(mark, method[1].startswith("after_prefill"))
+        method: joined(mark, method[1].startswith("after_prefill"))
         for method, mark in marks.items()
     }
     answers = group.answers.assign(
@@ -239,13 +240,6 @@ def _names(methods: Sequence[tuple]) -> list[str]:
     told = [np.array(rest)[varied.loc[name].to_numpy()] for name, *rest in methods]
     rest = zip(methods, told, strict=True)
     return [groups.joined(name, *apart) for (name, *_), apart in rest]
-
-
-def _joined(mark: Mark, hollow: bool) -> dict[str, Any]:
-    """A smaller mark, with a line of its colour."""
-    style = look(mark, hollow)
-    style["markersize"] *= 0.8
-    return style | {"color": mark.colour, "linestyle": "-"}
 
 
 def _limits(axes: Any) -> None:
