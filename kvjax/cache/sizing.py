@@ -120,7 +120,7 @@ def by_heads(
     floor = max(calibrations.FLOOR, math.ceil(least / _SOME) * _SOME)
     if share_of(budget, length) < floor:  # too few to share out
         return policy, budgets.uniform()
-    return pinned, by_need.calibrated(length, floor=floor)
+    return pinned, by_need.calibrated(length, floor=floor, even=policy.even)
 
 
 def _layer_sizes(spec: ModelSpec, given: int | Sequence[int]) -> parts.Sizes:

@@ -64,6 +64,8 @@ class Policy(NamedTuple):
       needs_all_heads: whether `score` looks across the heads of a layer, by
         `View.gather_heads`: where heads are split over devices, all have to ask at the
         same time.
+      even: of a share such as "25%" that a calibration shares out, how far all heads
+        keep alike, from 0 to 1, see `kvjax.cache.by_need.calibrated`.
       params: weights of a learned rule, see `with_params`; None for all others.
     """
 
@@ -74,6 +76,7 @@ class Policy(NamedTuple):
     name: str
     num_pinned: int = 0
     needs_all_heads: bool = False
+    even: float = 0.0
     params: LayerParams | None = None
 
 

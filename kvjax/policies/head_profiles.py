@@ -214,7 +214,8 @@ def retrieval_heads(above: float = 1.2) -> Policy:
     looked at or not; the others go on with the text, and need what they look at. Which
     is which is in their sizes, under a budget that gives heads what they need:
     `budget="25%"`, or the budget rule `calibrated`. Where all heads keep alike this is
-    KeyDiff.
+    KeyDiff. A share such as "25%" keeps a quarter alike, so that heads which no text's
+    repetition asks much of can still hold what is said again and again.
 
     Args:
       above: from how many times the mean on a head keeps many.
@@ -224,4 +225,4 @@ def retrieval_heads(above: float = 1.2) -> Policy:
     Raises:
       UserError: a negative number.
     """
-    return by_size(key_diff(), average_attention(), above)
+    return by_size(key_diff(), average_attention(), above)._replace(even=0.25)

@@ -73,4 +73,5 @@ def criticalkv(
         name="criticalkv" if policy is snapkv() else f"criticalkv({policy.name})",
         num_pinned=policy.num_pinned,
         needs_all_heads=policy.needs_all_heads,
+        even=policy.even,
     )

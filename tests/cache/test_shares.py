@@ -37,6 +37,22 @@ def test_a_share_keeps_what_heads_need_where_that_is_known():
     assert made.schedule.prefill_chunk == 16  # half of the smallest head
 
 
+def test_a_rule_says_how_far_its_share_is_kept_alike():
+    rule = policies.retrieval_heads()
+    found = sizes(config("25%", rule, length=1000))
+    shipped = calibrations.shipped(NAME)
+    how = {"length": 1000, "floor": 48, "multiple": 64, "even": 0.25}
+    np.testing.assert_array_equal(found, shipped.sizes(SPEC, 250, **how))
+    for wrapped in (
+        policies.protect(rule, 4, 16),
+        policies.smooth(rule),
+        policies.criticalkv(policy=rule),
+    ):
+        assert wrapped.even == 0.25
+    with pytest.raises(UserError, match=r"even.* 1\.5"):
+        config("25%", rule._replace(even=1.5), length=1000)
+
+
 def test_a_share_leaves_room_for_pinned_pairs():
     made = config("25%", policies.snapkv(), "after_prefill", length=1000)
     assert sizes(made).min() == 64  # 32 of its own, 20 of all, and some more
