@@ -118,8 +118,8 @@ class ModelSpec:
       embed_dim: of the embeddings; None for the model's.
       experts, experts_per_token: of the MLP, and how many a token goes to; 0 for one
         dense.
-      ff_groups: equal parts that the columns of `gate_up` come in, each its gate's
-        columns and then its up's; as many as devices split them.
+      ff_groups: equal parts that the 2 F of `gate_up` come in, each its gate's and
+        then its up's; as many as devices split them.
     """
 
     name: str

@@ -57,11 +57,11 @@ def tiny_spec(**changes) -> ModelSpec:
     return ModelSpec(**(fields | changes))
 
 
-def tiny_model(**changes) -> Model:
+def tiny_model(seed: int = 0, **changes) -> Model:
     """Random weights, and no tokenizer."""
     spec = tiny_spec(**changes)
     draw = jax.jit(decoder.random_params, static_argnums=0)
-    return Model(spec, draw(spec, jax.random.key(0)), None)
+    return Model(spec, draw(spec, jax.random.key(seed)), None)
 
 
 @pytest.fixture(scope="session")

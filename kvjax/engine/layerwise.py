@@ -381,7 +381,7 @@ def _unturned(x, positions=None):
     donate_argnames=("state",),
 )
 def _attend(
-    out: Float[Array, "K G D M"],
+    out: Float[Array, "M KGD"],
     given: tuple[Array, ...],
     state: cache.KVState,
     n: Array,
@@ -397,6 +397,7 @@ def _attend(
 ) -> tuple[Float[Array, "B H G T D"], cache.KVState]:
     """What heads of a layer mix, and what they keep then."""
     *qkv, hidden = given
+    out = decoder.by_head(out, spec)
     if heads is not None:
         qkv, out = [x[:, heads] for x in qkv], out[heads]
     positions = cache.next_positions(state, tokens.shape[1])

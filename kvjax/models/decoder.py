@@ -4,26 +4,27 @@ What a family does differently is in its `ModelSpec`. The weights are a plain py
 
     embed       [V, E]
     positions   [N, M]             learned positions only
-    embed_in    [E, M]             and
-    embed_out   [M, E]             embeddings of another width only
+    embed_in    [M, E]             and
+    embed_out   [E, M]             embeddings of another width only
     layers      tuple of L dicts
       attn_norm   Norm
       mlp_norm    Norm             absent where one norm serves both
       attn_after, mlp_after  Norm  `sandwich` only
-      qkv         [M, K (G+2) D]   per KV head: its G query heads, its key, its value
+      qkv         [K (G+2) D, M]   per KV head: its G query heads, its key, its value
       q_norm, k_norm  [D]          `qk_norm` only
-      out         [K, G, D, M]
-      up          [M, F]           gated: `gate_up` [M, 2 F] instead, see `ff_groups`
-      down        [F, M]
-      experts: `router` [M, X], `gate_up` [X, M, 2 F], `down` [X, F, M]
+      out         [M, K G D]
+      up          [F, M]           gated: `gate_up` [2 F, M] instead, see `ff_groups`
+      down        [M, F]
+      experts: `router` [X, M], `gate_up` [X, M, 2 F], `down` [X, F, M]
       NAME_bias   of qkv, out, up or gate_up, down
     final_norm  Norm
-    head        [M, V]             absent when the head is tied to `embed`
+    head        [V, M]             absent when the head is tied to `embed`
 
-A Norm is [M], or a dict of `weight` and `bias`. Queries, keys and values come out of
-one matmul, gate and up out of another: a wider matmul reads the weights faster at small
-batches. They are stored as matrices: with short axes in between, TPU copies them into
-another layout at every use.
+A Norm is [M], or a dict of `weight` and `bias`. Matrices have what they give first and
+what they take last, see `layers.product`; experts' are as `lax.ragged_dot` takes them.
+Queries, keys and values come out of one matmul, gate and up out of another: a wider
+matmul reads the weights faster at small batches. They are stored as matrices: with
+short axes in between, TPU copies them into another layout at every use.
 """
 
 import functools
@@ -182,27 +183,8 @@ def logits(
     """Next-token logits in float32; the tied head reads the embedding's rows."""
     if "embed_out" in params:
         hidden = layers.product(hidden, params["embed_out"])
-    if "head" in params:
-        found = layers.wide_product(hidden, params["head"])
-    else:
-        found = jax.lax.platform_dependent(
-            hidden, params["embed"], cpu=_tied_head_rows_first, default=_tied_head
-        )
+    found = layers.wide_product(hidden, params.get("head", params["embed"]))
     return layers.softcap(found, spec.logit_softcap) if spec.logit_softcap else found
-
-
-def _tied_head(hidden, embed):
-    return jnp.einsum("bm,vm->bv", hidden, embed, preferred_element_type=jnp.float32)
-
-
-def _tied_head_rows_first(hidden, embed):
-    """The same product; XLA's CPU backend wants the larger operand first, fenced."""
-    return layers.of_two_rows(_rows_first, hidden, embed)
-
-
-def _rows_first(hidden, embed):
-    product = jnp.einsum("vm,bm->vb", embed, hidden, preferred_element_type=jnp.float32)
-    return jax.lax.optimization_barrier(product).T
 
 
 def param_shapes(spec: ModelSpec, dtype: jnp.dtype = jnp.float32) -> PyTree:
@@ -259,30 +241,31 @@ def _param_dims(spec: ModelSpec) -> PyTree:
     if spec.positions == "learned":
         params["positions"] = (_Dim(spec.context_length), m)
     if width != m:
-        params |= {"embed_in": (width, m), "embed_out": (m, width)}
+        params |= {"embed_in": (m, width), "embed_out": (width, m)}
     if not spec.tie_embeddings:
-        params["head"] = (m, v)
+        params["head"] = (v, m)
     return params
 
 
 def _layer_dims(spec: ModelSpec, norm: PyTree) -> dict:
     m, f = _Dim(spec.model_dim), _Dim(spec.ff_dim, "ff")
-    k, g, d = spec.num_kv_heads, _Dim(spec.queries_per_kv_head), _Dim(spec.head_dim)
-    heads = _Dim(k * (spec.queries_per_kv_head + 2) * spec.head_dim, "heads", k)
+    k, d = spec.num_kv_heads, spec.head_dim
+    heads = _Dim(k * (spec.queries_per_kv_head + 2) * d, "heads", k)
+    mixed = _Dim(spec.num_heads * d, "heads", k)
     inner = _Dim(2 * spec.ff_dim, "ff", spec.ff_dim) if spec.gated else f
     first = "gate_up" if spec.gated else "up"
-    out = (_Dim(k, "kv_heads"), g, d, m)
-    layer = {"attn_norm": norm, "qkv": (m, heads), "out": out}
+    layer = {"attn_norm": norm, "qkv": (heads, m), "out": (m, mixed)}
     if spec.norm_placement != "parallel":
         layer["mlp_norm"] = norm
     if spec.norm_placement == "sandwich":
         layer |= {"attn_after": norm, "mlp_after": norm}
     if spec.qk_norm:
-        layer |= {"q_norm": (d,), "k_norm": (d,)}
-    stack = (_Dim(spec.experts, "experts"),) if spec.experts else ()
-    layer |= {first: (*stack, m, inner), "down": (*stack, f, m)}
+        layer |= dict.fromkeys(("q_norm", "k_norm"), (_Dim(d),))
     if spec.experts:
-        layer["router"] = (m, *stack)
+        x = _Dim(spec.experts, "experts")
+        layer |= {"router": (x, m), first: (x, m, inner), "down": (x, f, m)}
+    else:
+        layer |= {first: (inner, m), "down": (m, f)}
     if "qkv" in spec.biases:
         layer["qkv_bias"] = (heads,)
     if "out" in spec.biases:
@@ -306,7 +289,7 @@ def random_params(
     def draw(leaf, key):
         if len(leaf.shape) == 1:
             return jnp.ones(leaf.shape, dtype)
-        fan_in = spec.model_dim if leaf.shape[0] != spec.ff_dim else spec.ff_dim
+        fan_in = spec.model_dim if leaf.shape[-1] != spec.ff_dim else spec.ff_dim
         return _normal(key, leaf.shape, dtype, fan_in**-0.5)
 
     return jax.tree.unflatten(tree, list(map(draw, leaves, keys)))
@@ -327,10 +310,16 @@ def _norm(x, weight, spec: ModelSpec):
 def _attention(weights, spec, index, h, *, rotate, cache, attend):
     """Mixes the tokens; returns the addition to the residual stream, and the cache."""
     q, k, v = _project(h, weights, spec)
-    ops = layer_ops(weights["out"], spec, index, rotate, h)
+    ops = layer_ops(by_head(weights["out"], spec), spec, index, rotate, h)
     mixed, cache = attend(index, q, k, v, ops, cache)
     out = _merge_heads(mixed, weights["out"])
     return _plus(out, weights, "out_bias"), cache
+
+
+def by_head(out: Float[Array, "M KGD"], spec: ModelSpec) -> Float[Array, "K G D M"]:
+    """The output projection as `layer_ops` takes it; free until it is asked for."""
+    heads = {"k": spec.num_kv_heads, "g": spec.queries_per_kv_head}
+    return rearrange(out, "m (k g d) -> k g d m", **heads)
 
 
 def layer_ops(
@@ -374,10 +363,10 @@ def _contributions(
 
 
 def _merge_heads(
-    mixed: Float[Array, "B K G T D"], out: Float[Array, "K G D M"]
+    mixed: Float[Array, "B K G T D"], out: Float[Array, "M KGD"]
 ) -> Float[Array, "B T M"]:
     flat = rearrange(mixed, "b k g t d -> b t (k g d)")
-    return layers.product(flat, rearrange(out, "k g d m -> (k g d) m"))
+    return layers.product(flat, out)
 
 
 def _mlp(weights: PyTree, spec: ModelSpec, h: Float[Array, "B T M"]) -> Array:

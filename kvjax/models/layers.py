@@ -20,35 +20,52 @@ ACTIVATIONS = {
 }
 
 
-_wide = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+_FEW = 64  # rows up to which a CPU is faster with the weights on the left
 
 
 def product(
-    x: Float[Array, "*N I"], weight: Float[Array, "I O"]
+    x: Float[Array, "*N I"], weight: Float[Array, "O I"]
 ) -> Float[Array, "*N O"]:
-    """x @ weight, summed in float32, in x's dtype."""
-    return jax.lax.platform_dependent(x, weight, cpu=_rounded, default=jnp.matmul)
+    """x @ weight.T, summed in float32, in x's dtype.
+
+    Rows of weights are what is summed over: XLA's CPU backend rearranges all weights
+    of 16 bits at every use if these are their columns.
+    """
+    return jax.lax.platform_dependent(x, weight, cpu=_rounded, default=_times)
 
 
 def wide_product(
-    x: Float[Array, "*N I"], weight: Float[Array, "I O"]
+    x: Float[Array, "*N I"], weight: Float[Array, "O I"]
 ) -> Float[Array, "*N O"]:
-    """x @ weight, summed and kept in float32."""
-    on_cpu = functools.partial(of_two_rows, _wide)
-    return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=_wide)
+    """x @ weight.T, summed and kept in float32."""
+    wide = functools.partial(_times, preferred_element_type=jnp.float32)
+    return jax.lax.platform_dependent(x, weight, cpu=_on_cpu, default=wide)
+
+
+def _times(x, weight, **how):
+    return jnp.einsum("...i,oi->...o", x, weight, **how)
 
 
 def _rounded(x, weight):
     """XLA's CPU backend has bfloat16's matrix units for float32 sums alone."""
-    return of_two_rows(_wide, x, weight).astype(x.dtype)
+    return _on_cpu(x, weight).astype(x.dtype)
 
 
-def of_two_rows(multiply, x: Float[Array, "*N I"], weight: Array) -> Array:
-    """multiply(x, weight); one row of 16 bits is a slow loop on a CPU."""
-    if math.prod(x.shape[:-1]) > 1 or x.dtype.itemsize > 2:
-        return multiply(x, weight)
-    two = jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))
-    return multiply(two, weight)[:1]
+def _on_cpu(x: Float[Array, "*N I"], weight: Float[Array, "O I"]) -> Array:
+    """`wide_product` in the form that XLA's CPU backend is fastest at.
+
+    Weights on the left are read where they lie, those on the right are copied. The
+    fence keeps XLA from exchanging them; one row of 16 bits would be a slow loop.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    rows = len(flat)
+    if rows > _FEW:
+        return _times(x, weight, preferred_element_type=jnp.float32)
+    if rows == 1 and x.dtype.itemsize <= 2:
+        flat = jnp.pad(flat, ((0, 1), (0, 0)))
+    turned = jnp.einsum("oi,ni->on", weight, flat, preferred_element_type=jnp.float32)
+    turned = jax.lax.optimization_barrier(turned)[:, :rows]
+    return turned.T.reshape(*x.shape[:-1], len(weight))
 
 
 def rms_norm(
@@ -175,7 +192,7 @@ def gate_and_up(
 
 def mixture(
     x: Float[Array, "N M"],
-    router: Float[Array, "M E"],
+    router: Float[Array, "E M"],
     gate_up: Float[Array, "E M gate_up"],
     down: Float[Array, "E F M"],
     used: int,
@@ -205,12 +222,12 @@ def mixture(
 
 
 def _mixture(x, router, gate_up, down, used, activation, groups):
-    scores = jnp.matmul(x, router, preferred_element_type=jnp.float32)
+    scores = _times(x, router, preferred_element_type=jnp.float32)
     share, expert = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), used)
     share = share / jnp.sum(share, axis=-1, keepdims=True)
     order = jnp.argsort(expert.reshape(-1), stable=True)
     token = order // used
-    sizes = jnp.bincount(expert.reshape(-1), length=router.shape[1])
+    sizes = jnp.bincount(expert.reshape(-1), length=len(router))
     hidden = jax.lax.ragged_dot(x[token], gate_up, sizes.astype(jnp.int32))
     gate, up = gate_and_up(hidden, groups)
     hidden = ACTIVATIONS[activation](gate) * up

@@ -67,9 +67,14 @@ def split(spec: ModelSpec, params: PyTree, over: Mesh) -> PyTree:
 
 
 def _grouped(weight: np.ndarray, groups: int) -> np.ndarray:
-    """Columns of gate and up, [..., 2 F], brought from one group into several."""
-    parts = weight.reshape(*weight.shape[:-1], 2, groups, -1)
-    return np.swapaxes(parts, -3, -2).reshape(weight.shape)
+    """The 2 F of gate and up brought from one group into several.
+
+    They are the columns of experts, [X, M, 2 F], else [2 F, M] or [2 F].
+    """
+    axis = 2 if weight.ndim == 3 else 0
+    front, back = weight.shape[:axis], weight.shape[axis + 1 :]
+    parts = weight.reshape(*front, 2, groups, -1, *back)
+    return np.swapaxes(parts, axis, axis + 1).reshape(weight.shape)
 
 
 @functools.lru_cache(maxsize=4)

@@ -22,7 +22,6 @@ DATA, HEADS, COPIES = "data", "heads", "copies"
 MODEL = (HEADS, COPIES)
 RULES = {  # logical axis to mesh axes
     "batch": (DATA,),
-    "kv_heads": (HEADS,),
     "heads": (HEADS,),  # query, key and value columns, KV head by KV head
     "ff": MODEL,
     "vocab": MODEL,

@@ -55,11 +55,10 @@ def test_params_hold_the_tensors(whole, tensors):
     q, k, v = (tensors[name.format(part)] for part in "qkv")
     # 2 KV heads of 8 channels; each: 2 query heads, its key, its value.
     rows = [q[0:16], k[0:8], v[0:8], q[16:32], k[8:16], v[8:16]]
-    np.testing.assert_array_equal(layer["qkv"], np.concatenate(rows).T)
+    np.testing.assert_array_equal(layer["qkv"], np.concatenate(rows))
     gate, up = (tensors[f"model.layers.1.mlp.{x}_proj.weight"] for x in ("gate", "up"))
-    np.testing.assert_array_equal(layer["gate_up"], np.concatenate([gate, up]).T)
-    out = np.asarray(layer["out"]).reshape(32, 32)
-    np.testing.assert_array_equal(out, tensors[name.format("o")].T)
+    np.testing.assert_array_equal(layer["gate_up"], np.concatenate([gate, up]))
+    np.testing.assert_array_equal(layer["out"], tensors[name.format("o")])
     np.testing.assert_array_equal(whole["embed"], tensors[EMBED])
 
 

@@ -1,4 +1,4 @@
-"""Products with weights: summed in float32, rounded once, in either number of rows."""
+"""Products with weights: summed in float32, rounded once, of few rows and of many."""
 
 import math
 import re
@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.models import decoder, layers
+from kvjax.models import layers
 
 RNG = np.random.default_rng(0)
-ROWS = ((1,), (2,), (1, 1), (3, 5))
+ROWS = ((1,), (2,), (1, 1), (3, 5), (5, 13))
 TYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def _operands(rows, dtype):
-    x, weight = RNG.normal(size=(*rows, 48)), RNG.normal(size=(48, 24))
+    x, weight = RNG.normal(size=(*rows, 48)), RNG.normal(size=(24, 48))
     return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
 
 
@@ -24,7 +24,7 @@ def _operands(rows, dtype):
 @pytest.mark.parametrize("dtype", TYPES)
 def test_products_are_numpys_in_float64_rounded_once(rows, dtype):
     x, weight = _operands(rows, dtype)
-    exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
+    exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     wide = jax.jit(layers.wide_product)(x, weight)
     assert wide.dtype == jnp.float32
     np.testing.assert_allclose(wide, exact, rtol=1e-5, atol=1e-5)
@@ -36,21 +36,15 @@ def test_products_are_numpys_in_float64_rounded_once(rows, dtype):
     )
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_the_tied_head_multiplies_with_the_embeddings_rows(rows, dtype):
-    x, weight = _operands((rows,), dtype)
-    exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
-    for form in (decoder._tied_head, decoder._tied_head_rows_first):
-        found = jax.jit(form)(x, weight.T)
-        assert found.dtype == jnp.float32
-        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_cpu_is_asked_for_the_form_that_its_matrix_units_have(rows):
+@pytest.mark.parametrize("form", [layers.product, layers.wide_product])
+def test_a_cpu_is_asked_for_the_form_that_its_matrix_units_have(form, rows):
+    """Float32 sums, two rows at least, and of few rows the weights on the left."""
     x = jax.ShapeDtypeStruct((*rows, 512), jnp.bfloat16)
-    weight = jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16)
-    text = jax.jit(layers.product).lower(x, weight).as_text()
-    (products,) = re.findall(r"dot_general.*-> tensor<([0-9x]*)x2048xf32>", text)
-    assert math.prod(map(int, products.split("x"))) == max(2, math.prod(rows))
+    weight = jax.ShapeDtypeStruct((2048, 512), jnp.bfloat16)
+    text = jax.jit(form).lower(x, weight).as_text()
+    (found,) = re.findall(r"dot_general.*-> tensor<([0-9x]*)xf32>", text)
+    count = math.prod(rows)
+    few, many = f"2048x{max(2, count)}", "x".join(map(str, (*rows, 2048)))
+    assert found == (few if count <= 64 else many)
+    assert ("optimization_barrier" in text) == (count <= 64)

@@ -153,7 +153,7 @@ def test_untied_head_and_dtype(tmp_path, tensors):
     head = np.ones((270, 32), np.float32)
     path = write_gguf(tmp_path / "m.gguf", {**tensors, HEAD: head})
     model = weights.load(path, jnp.bfloat16)
-    assert not model.spec.tie_embeddings and model.params["head"].shape == (32, 270)
+    assert not model.spec.tie_embeddings and model.params["head"].shape == (270, 32)
     assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {
         jnp.dtype(jnp.bfloat16)
     }

@@ -737,11 +737,17 @@ class Decoder:
         self.layers = [
             Layer(rule, *how, spec.rope_theta, window=spec.sliding_window(index))
             for index, how in enumerate(
-                (size, p, layer["out"])
+                (size, p, self._out(layer))
                 for size, layer in zip(sizes, self.params["layers"], strict=True)
             )
         ]
         self.cosines = [[] for _ in self.layers]
+
+    def _out(self, layer):
+        """[K, G, D, M]"""
+        spec = self.spec
+        shape = spec.num_kv_heads, spec.queries_per_kv_head, spec.head_dim, -1
+        return layer["out"].T.reshape(shape)
 
     def prefill(self, tokens):
         """Algorithm 1: the first |kv| tokens fill the smallest head's cache, then p."""
@@ -763,16 +769,16 @@ class Decoder:
                 self.spec.queries_per_kv_head + 2,
                 -1,
             )
-            parts = np.einsum("tkpd->kptd", (h @ layer["qkv"]).reshape(shape))
+            parts = np.einsum("tkpd->kptd", (h @ layer["qkv"].T).reshape(shape))
             mixed = cache.step(parts[:, :-2], parts[:, -2], parts[:, -1], tokens)
-            x = x + np.einsum("kgtd,kgdm->tm", mixed, layer["out"])
+            x = x + np.einsum("kgtd,kgdm->tm", mixed, self._out(layer))
             cosines += [
                 a @ b / np.sqrt((a @ a) * (b @ b))
                 for a, b in zip(before, x, strict=True)
             ]
             h = _rms(x, layer["mlp_norm"], eps)
-            gate, up = np.split(h @ layer["gate_up"], 2, axis=-1)
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["down"]
+            gate, up = np.split(h @ layer["gate_up"].T, 2, axis=-1)
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["down"].T
         x = _rms(x, self.params["final_norm"], eps)
         return x[-1] @ self.params["embed"].T
 

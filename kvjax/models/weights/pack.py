@@ -189,9 +189,9 @@ def pack(
         params["positions"] = put(end("positions")[skipped:], "positions")
     if spec.embed_dim not in (None, spec.model_dim):
         for part in ("embed_in", "embed_out"):
-            params[part] = put(end(part).T, part)
+            params[part] = put(end(part), part)
     if not spec.tie_embeddings:
-        params["head"] = put(end("head").T, "head")
+        params["head"] = put(end("head"), "head")
     wanted = jax.tree.map(lambda leaf: leaf.shape, decoder.param_shapes(spec))
     assert jax.tree.map(lambda leaf: leaf.shape, params) == wanted
     return params
@@ -210,12 +210,12 @@ def _layer(spec: ModelSpec, names: Names, index: int, tensor: Read, put) -> PyTr
 
     first = "gate_up" if spec.gated else "up"
     parts = ("gate", "up") if "gate" in names.layer else (first,)
-    add("qkv", _heads(spec, names, one, "weight").T)
-    add("out", _out(spec, one("out")))
+    add("qkv", _heads(spec, names, one, "weight"))
+    add("out", one("out"))
     for key, its in ((first, parts), ("down", ("down",))):
-        add(key, np.swapaxes(_mlp(spec, names, index, tensor, its), -1, -2))
+        add(key, _mlp(spec, names, index, tensor, its))
     if "router" in names.layer:
-        add("router", one("router").T)
+        add("router", one("router"))
     for norm in ("attn_norm", "mlp_norm", "attn_after", "mlp_after"):
         if norm in names.layer:
             name = names.layer[norm].format(i=index)
@@ -251,13 +251,14 @@ def _heads(spec: ModelSpec, names: Names, one, kind: str) -> np.ndarray:
 def _mlp(
     spec: ModelSpec, names: Names, index: int, tensor: Read, parts: tuple[str, ...]
 ) -> np.ndarray:
-    """Projections side by side, [out, in]; experts on a leading axis."""
+    """Projections one below the other, [out, in]; of experts [X, in, out]."""
     rows = sum(_part_shapes(spec, part)["weight"][0] for part in parts)
     name = lambda part, expert: names.layer[part].format(i=index, e=expert) + ".weight"
     one = lambda expert: _join((tensor(name(part, expert)) for part in parts), rows, 0)
     if not spec.experts:
         return one(0)
-    return _join((one(e)[None] for e in range(spec.experts)), spec.experts, 0)
+    stack = _join((one(e)[None] for e in range(spec.experts)), spec.experts, 0)
+    return np.swapaxes(stack, -1, -2)
 
 
 def _join(pieces: Iterable[np.ndarray], length: int, axis: int) -> np.ndarray:
@@ -275,12 +276,6 @@ def _join(pieces: Iterable[np.ndarray], length: int, axis: int) -> np.ndarray:
         done += size
         del piece  # before the next one is read
     return whole
-
-
-def _out(spec: ModelSpec, weight: np.ndarray) -> np.ndarray:
-    return weight.T.reshape(
-        spec.num_kv_heads, spec.queries_per_kv_head, spec.head_dim, -1
-    )
 
 
 def _norm(spec: ModelSpec, name: str, tensor: Read, put, *path: str | int) -> PyTree:

@@ -39,7 +39,7 @@ Kept = TypeVar("Kept", Model, PyTree)
 
 # Part of every copy's key: raise it whenever the layout of the params or of the copy
 # changes, and old copies are no longer found.
-FORMAT = 4
+FORMAT = 5
 _IN_FLIGHT = 1 << 26  # bytes read or written at once, besides one array
 
 
