@@ -22,7 +22,7 @@ DATA, HEADS, COPIES = "data", "heads", "copies"
 MODEL = (HEADS, COPIES)
 RULES = {  # logical axis to mesh axes
     "batch": (DATA,),
-    "heads": (HEADS,),  # query, key and value columns, KV head by KV head
+    "heads": (HEADS,),  # what lies KV head by KV head in `qkv` and `out`
     "ff": MODEL,
     "vocab": MODEL,
     "experts": (),  # every expert is split by `ff`: none waits for another
