@@ -85,9 +85,9 @@ def spec_of(spec: ModelSpec, heads: Heads) -> ModelSpec:
     return dataclasses.replace(spec, num_kv_heads=count, num_heads=queries)
 
 
-def taken(x: Array, heads: Heads, axis: int = 1) -> Array:
+def taken(x: Array, heads: Heads | Array, axis: int = 1) -> Array:
     """The part's heads of an array."""
-    return x if heads is None else jnp.take(x, np.asarray(heads), axis=axis)
+    return x if heads is None else jnp.take(x, jnp.asarray(heads), axis=axis)
 
 
 def joined(found: Sequence[Array], heads: Sequence[Heads]) -> Array:
@@ -98,7 +98,7 @@ def joined(found: Sequence[Array], heads: Sequence[Heads]) -> Array:
     return jnp.take(jnp.concatenate(found, axis=1), order, axis=1)
 
 
-def ops_of(ops: LayerOps, heads: Heads) -> LayerOps:
+def ops_of(ops: LayerOps, heads: Heads | Array) -> LayerOps:
     """What a model lends the cache, for the part's heads."""
     if heads is None:
         return ops

@@ -397,13 +397,12 @@ def _attend(
 ) -> tuple[Float[Array, "B H G T D"], cache.KVState]:
     """What heads of a layer mix, and what they keep then."""
     *qkv, hidden = given
-    out = decoder.by_head(out, spec)
-    if heads is not None:
-        qkv, out = [x[:, heads] for x in qkv], out[heads]
+    qkv = [parts.taken(x, heads) for x in qkv]
     positions = cache.next_positions(state, tokens.shape[1])
     apply_rope = decoder.rotations(spec, positions)[like]
+    ops = decoder.layer_ops(out, spec, like, apply_rope, hidden)
     mixed, state = cache.step_layer(
-        *(0, *qkv, decoder.layer_ops(out, spec, like, apply_rope, hidden), state),
+        *(0, *qkv, parts.ops_of(ops, heads), state),
         config=config,
         n=n,
         tokens=tokens,

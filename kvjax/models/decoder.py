@@ -310,28 +310,24 @@ def _norm(x, weight, spec: ModelSpec):
 def _attention(weights, spec, index, h, *, rotate, cache, attend):
     """Mixes the tokens; returns the addition to the residual stream, and the cache."""
     q, k, v = _project(h, weights, spec)
-    ops = layer_ops(by_head(weights["out"], spec), spec, index, rotate, h)
+    ops = layer_ops(weights["out"], spec, index, rotate, h)
     mixed, cache = attend(index, q, k, v, ops, cache)
     out = _merge_heads(mixed, weights["out"])
     return _plus(out, weights, "out_bias"), cache
 
 
-def by_head(out: Float[Array, "M KGD"], spec: ModelSpec) -> Float[Array, "K G D M"]:
-    """The output projection as `layer_ops` takes it; free until it is asked for."""
-    heads = {"k": spec.num_kv_heads, "g": spec.queries_per_kv_head}
-    return rearrange(out, "m (k g d) -> k g d m", **heads)
-
-
 def layer_ops(
-    out: Float[Array, "K G D M"],
+    out: Float[Array, "M KGD"],
     spec: ModelSpec,
     index: int,
     rotate: Callable[..., Array],
     hidden: Float[Array, "B T M"],
 ) -> LayerOps:
-    """What a layer lends the cache, of the heads that its `out` is of."""
+    """What a layer lends the cache; `out` by heads costs nothing until it is used."""
     scoring = Scoring(spec.attention_softcap, spec.sliding_window(index))
-    contributions = jax.tree_util.Partial(_contributions, out)
+    heads = {"k": spec.num_kv_heads, "g": spec.queries_per_kv_head}
+    by_head = rearrange(out, "m (k g d) -> k g d m", **heads)
+    contributions = jax.tree_util.Partial(_contributions, by_head)
     return LayerOps(rotate, contributions, scoring, hidden)
 
 

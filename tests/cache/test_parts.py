@@ -92,18 +92,25 @@ def test_over_a_mesh(name):
 BUDGET = ((16, 40), (32, 24))
 
 
-def test_kept_positions_are_algorithm_1_s(tiny):
-    policy, p = policies.average_attention(), 8
+AVERAGE = policies.average_attention(), oracle.average_attention()
+SIZED = policies.criticalkv(AVERAGE[0]), oracle.criticalkv(AVERAGE[1])
+
+
+@pytest.mark.parametrize(("policy", "rule"), [AVERAGE, SIZED])
+def test_kept_positions_are_algorithm_1_s(tiny, policy, rule, p=8):
+    """By weights, and by these and what values add by the model's own projection."""
     config = make_config(tiny.spec, policy, BUDGET, Schedule(prefill_chunk=p))
     rng = np.random.default_rng(0)
     for length in (14, 16, 61):
         prompt = rng.integers(0, tiny.spec.vocab_size, length)
-        rule = oracle.average_attention()
         by_hand = oracle.Decoder(tiny.spec, tiny.params, rule, BUDGET, p)
         logits = by_hand.prefill(prompt)
         state, found = after_prompt(tiny, config, prompt)
         assert as_lists(cache.kept_positions(state)[0]) == by_hand.kept()
         np.testing.assert_allclose(found[0], logits, atol=1e-3)
+        alone = layerwise.read(tiny, config, [prompt.tolist()], 21)
+        kept_alone = cache.kept_positions(layerwise.joined(alone.state))[0]
+        assert as_lists(kept_alone) == by_hand.kept()
         active, keys = jnp.ones((1,), bool), jax.random.split(jax.random.key(0), 1)
         how = {"spec": tiny.spec, "config": config, "count": 21}
         state, out = decode(tiny.params, state, found, active, keys, **how)

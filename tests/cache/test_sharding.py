@@ -120,7 +120,8 @@ def test_a_split_model_writes_the_same(family, shape):
     model = tiny_model(**FAMILIES[family])
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 50, n).tolist() for n in (3, 40, 17, 64, 9, 33, 50)]
-    how = {"policy": policies.h2o(), "budget": 24, "max_new_tokens": 12}
+    rule = policies.criticalkv(policies.h2o())  # asks for weights and projection
+    how = {"policy": rule, "budget": 24, "max_new_tokens": 12}
     how |= {"schedule": Schedule("prefill_and_decode", 8, 8), "memory_gb": 0.1}
     alone = kvjax.generate(model, prompts, **how)
     parted, over = split(model, MESHES[shape])
