@@ -209,8 +209,9 @@ def make_config(
       budget_rule: shares out `budget`, then the mean, between layers, see
         `kvjax.cache.budgets`, or its name; None is the same for all, but for a share:
         of that heads keep what they need where a calibration of the model comes with
-        the package, see `kvjax.cache.by_need.calibrated`, and the policy pins the
-        first 4 and the newest 16 pairs.
+        the package, as evenly as `Policy.even` says, see
+        `kvjax.cache.by_need.calibrated`, and the policy pins the first 4 and the
+        newest 16 pairs.
       length: tokens of the prompts to come, of which a budget may be a share, and
         which some budget rules ask for.
       codec, layout: as in `CacheConfig`, or names.

@@ -28,8 +28,8 @@ def product(
 ) -> Float[Array, "*N O"]:
     """x @ weight.T, summed in float32, in x's dtype.
 
-    Rows of weights are what is summed over: XLA's CPU backend rearranges all weights
-    of 16 bits at every use if these are their columns.
+    An output's weights lie next to each other: where they do not, XLA's CPU backend
+    rearranges all weights of 16 bits at every use.
     """
     return jax.lax.platform_dependent(x, weight, cpu=_rounded, default=_times)
 
