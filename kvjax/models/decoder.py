@@ -90,7 +90,7 @@ def embedded(
     positions: Int[Array, "B T"],
 ) -> Float[Array, "B T M"]:
     """What the first layer reads."""
-    x = params["embed"][tokens]
+    x = layers.rows_of(params["embed"], tokens)
     if spec.embed_scale != 1:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)
     if "embed_in" in params:

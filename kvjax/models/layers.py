@@ -55,17 +55,30 @@ def _on_cpu(x: Float[Array, "*N I"], weight: Float[Array, "O I"]) -> Array:
     """`wide_product` in the form that XLA's CPU backend is fastest at.
 
     Weights on the left are read where they lie, those on the right are copied. The
-    fence keeps XLA from exchanging them; one row of 16 bits would be a slow loop.
+    fence keeps XLA from exchanging them; one row of 16 bits would be a slow loop. Rows
+    are one axis: of two, XLA keeps another copy of all weights of 16 bits.
     """
     flat = x.reshape(-1, x.shape[-1])
     rows = len(flat)
+    whole = (*x.shape[:-1], len(weight))
     if rows > _FEW:
-        return _times(x, weight, preferred_element_type=jnp.float32)
+        wide = _times(flat, weight, preferred_element_type=jnp.float32)
+        return wide.reshape(whole)
     if rows == 1 and x.dtype.itemsize <= 2:
         flat = jnp.pad(flat, ((0, 1), (0, 0)))
     turned = jnp.einsum("oi,ni->on", weight, flat, preferred_element_type=jnp.float32)
     turned = jax.lax.optimization_barrier(turned)[:, :rows]
-    return turned.T.reshape(*x.shape[:-1], len(weight))
+    return turned.T.reshape(whole)
+
+
+def rows_of(table: Float[Array, "V E"], ids: Int[Array, "*N"]) -> Float[Array, "*N E"]:
+    """table[ids].
+
+    XLA's CPU backend widens short floats to pick rows of them: with the fence these
+    rows, without it the whole table, and keeps that beside it.
+    """
+    table, ids = jax.lax.optimization_barrier((table, ids))
+    return table[ids]
 
 
 def rms_norm(

@@ -17,6 +17,7 @@ from kvjax.engine import compiled, progress
 from kvjax.engine.api import tokenize
 from kvjax.engine.compiled import Job, bucket, programs, tree_bytes
 from kvjax.engine.steps import prefill
+from kvjax.models import decoder
 
 BUDGET, BLOCK = 24, 8
 LENGTHS = (5, 24, 25, 40, 63, 90)  # below, at and above the budget; ragged
@@ -141,6 +142,23 @@ def test_donated_and_small_temporaries(name, phases):
         memory = program.memory_analysis()
         assert abs(memory.alias_size_in_bytes - size) < 0.01 * size
         assert memory.temp_size_in_bytes < 0.25 * size
+
+
+def test_short_floats_are_not_held_twice():
+    """CPUs widen bfloat16 to pick rows of it: these rows, never all that there is."""
+    sizes = {"vocab_size": 4096, "model_dim": 256, "ff_dim": 512, "num_layers": 6}
+    spec = tiny_spec(head_dim=64, num_heads=4, context_length=2048, **sizes)
+    schedule = Schedule(prefill_chunk=16, evict_size=16)
+    config = make_config(spec, policies.key_diff(), 64, schedule)
+    job = Job(spec, config, 8, bucket(spec, config, 1024, 16), 16, "bfloat16")
+    weights = tree_bytes(decoder.param_shapes(spec, jnp.bfloat16))
+    reading, writing = (
+        program.memory_analysis()
+        for program in (programs(job).prefill, programs(job).decode)
+    )
+    a_layer = writing.alias_size_in_bytes / spec.num_layers
+    assert reading.temp_size_in_bytes < 0.25 * weights
+    assert writing.temp_size_in_bytes < a_layer
 
 
 @pytest.mark.e2e
