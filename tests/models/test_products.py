@@ -39,12 +39,12 @@ def test_products_are_numpys_in_float64_rounded_once(rows, dtype):
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("form", [layers.product, layers.wide_product])
 def test_a_cpu_is_asked_for_the_form_that_its_matrix_units_have(form, rows):
-    """Float32 sums, two rows at least, and of few rows the weights on the left."""
+    """Float32 sums, rows in one axis, two at least, few with weights on the left."""
     x = jax.ShapeDtypeStruct((*rows, 512), jnp.bfloat16)
     weight = jax.ShapeDtypeStruct((2048, 512), jnp.bfloat16)
     text = jax.jit(form).lower(x, weight).as_text()
     (found,) = re.findall(r"dot_general.*-> tensor<([0-9x]*)xf32>", text)
     count = math.prod(rows)
-    few, many = f"2048x{max(2, count)}", "x".join(map(str, (*rows, 2048)))
+    few, many = f"2048x{max(2, count)}", f"{count}x2048"
     assert found == (few if count <= 64 else many)
     assert ("optimization_barrier" in text) == (count <= 64)
