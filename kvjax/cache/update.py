@@ -333,10 +333,7 @@ def _victims(
     def some_rows(carry):
         found, drop, busy = carry
         chosen = jnp.argsort(~busy, stable=True)[:rows]  # some may be done already
-        # XLA's CPU backend widens short floats to pick rows of them: with the fence
-        # these rows, without it all that the layer holds, at every step.
-        whole, chosen = jax.lax.optimization_barrier(((layer, stats), chosen))
-        held, seen = jax.tree.map(lambda leaf: host.rows(leaf, chosen), whole)
+        held, seen = jax.tree.map(lambda leaf: host.rows(leaf, chosen), (layer, stats))
         new = choose(held, seen, drop[chosen], now[chosen])
         add = lambda old, more: old.at[chosen].set(old[chosen] | more)
         done = drop.at[chosen].set(0), busy.at[chosen].set(False)

@@ -37,7 +37,7 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from kvjax.models import layers
-from kvjax.parallel import axes
+from kvjax.parallel import axes, host
 from kvjax.types import LayerOps, ModelSpec, PyTree, RopeScaling, Scoring
 
 Attend = Callable[..., tuple[Array, PyTree]]
@@ -90,7 +90,7 @@ def embedded(
     positions: Int[Array, "B T"],
 ) -> Float[Array, "B T M"]:
     """What the first layer reads."""
-    x = layers.rows_of(params["embed"], tokens)
+    x = host.rows(params["embed"], tokens)
     if spec.embed_scale != 1:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)
     if "embed_in" in params:

@@ -71,16 +71,6 @@ def _on_cpu(x: Float[Array, "*N I"], weight: Float[Array, "O I"]) -> Array:
     return turned.T.reshape(whole)
 
 
-def rows_of(table: Float[Array, "V E"], ids: Int[Array, "*N"]) -> Float[Array, "*N E"]:
-    """table[ids].
-
-    XLA's CPU backend widens short floats to pick rows of them: with the fence these
-    rows, without it the whole table, and keeps that beside it.
-    """
-    table, ids = jax.lax.optimization_barrier((table, ids))
-    return table[ids]
-
-
 def rms_norm(
     x: Float[Array, "*N M"], weight: Float[Array, "M"], eps: float
 ) -> Float[Array, "*N M"]:

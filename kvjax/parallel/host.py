@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import compute_on as _compute_on
@@ -86,11 +87,12 @@ def insert(
     return _by_rows(_insert, x, row, part, writes=1)
 
 
-def rows(
-    x: Shaped[Array, "B ..."], chosen: Int[Array, "rows"]
-) -> Shaped[Array, "R ..."]:
-    """Some rows, in the memory that x lies in."""
-    return _by_rows(_rows, x, chosen)
+def rows(x: Shaped[Array, "B ..."], chosen: Int[Array, "*N"]) -> Shaped[Array, "..."]:
+    """x[chosen], in the memory that x lies in; all of them below x's length."""
+    short = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize <= 2
+    if is_host(x) or not short:
+        return _by_rows(_rows, x, chosen)
+    return lax.platform_dependent(x, chosen, cpu=_rows_on_cpu, default=_rows)
 
 
 def like(make: Callable[[], PyTree]) -> PyTree:
@@ -257,9 +259,18 @@ def _insert(x: Array, row: Array, part: Array) -> Array:
     return lax.scatter(x, index, part, numbers, mode=inside)
 
 
+def _rows_on_cpu(x: Array, chosen: Array) -> Array:
+    """XLA's CPU backend widens short floats to pick rows of them.
+
+    With the fence these rows; without it all of x, ahead of a loop, which it keeps.
+    """
+    return _rows(*lax.optimization_barrier((x, chosen)))
+
+
 def _rows(x: Array, chosen: Array) -> Array:
+    first = chosen.ndim
     numbers = lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(1, x.ndim)),
+        offset_dims=tuple(range(first, first + x.ndim - 1)),
         collapsed_slice_dims=(0,),
         start_index_map=(0,),
     )
