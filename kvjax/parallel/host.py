@@ -38,6 +38,11 @@ def is_host(x: Array) -> bool:
     return jax.typeof(x).memory_space == _HOST
 
 
+def is_short(x: Array) -> bool:
+    """Whether x has floats of 16 bits or fewer, which XLA's CPU backend widens."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize <= 2
+
+
 def to_host(tree: PyTree) -> PyTree:
     """A pytree of arrays in the host's memory."""
     return jax.tree.map(lambda x: jax.device_put(x, _HOST), tree)
@@ -89,8 +94,7 @@ def insert(
 
 def rows(x: Shaped[Array, "B ..."], chosen: Int[Array, "*N"]) -> Shaped[Array, "..."]:
     """x[chosen], in the memory that x lies in; all of them below x's length."""
-    short = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize <= 2
-    if is_host(x) or not short:
+    if is_host(x) or not is_short(x):
         return _by_rows(_rows, x, chosen)
     return lax.platform_dependent(x, chosen, cpu=_rows_on_cpu, default=_rows)
 

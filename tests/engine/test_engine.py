@@ -152,10 +152,8 @@ def test_short_floats_are_not_held_twice():
     config = make_config(spec, policies.key_diff(), 64, schedule)
     job = Job(spec, config, 8, bucket(spec, config, 1024, 16), 16, "bfloat16")
     weights = tree_bytes(decoder.param_shapes(spec, jnp.bfloat16))
-    reading, writing = (
-        program.memory_analysis()
-        for program in (programs(job).prefill, programs(job).decode)
-    )
+    made = programs(job)
+    reading, writing = (each.memory_analysis() for each in (made.prefill, made.decode))
     a_layer = writing.alias_size_in_bytes / spec.num_layers
     assert reading.temp_size_in_bytes < 0.25 * weights
     assert writing.temp_size_in_bytes < a_layer

@@ -109,12 +109,12 @@ def _scatter(leaf, slots, new):
 
 def _put_on_cpu(leaf, slots, new):
     """XLA's CPU backend scatters short floats by widening the whole leaf and back."""
-    size = leaf.dtype.itemsize
-    if not jnp.issubdtype(leaf.dtype, jnp.floating) or size > 2:
+    if not host.is_short(leaf):
         return _scatter(leaf, slots, new)
     if slots.shape[2] == 1:
         return mark(leaf, slots, new)
-    bits = lambda x: jax.lax.bitcast_convert_type(x, f"uint{8 * size}")
+    unsigned = f"uint{8 * leaf.dtype.itemsize}"
+    bits = lambda x: jax.lax.bitcast_convert_type(x, unsigned)
     put = _scatter(bits(leaf), slots, bits(new))
     return jax.lax.bitcast_convert_type(put, leaf.dtype)
 
