@@ -210,10 +210,10 @@ def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Prefi
             given = x[i], held, tokens, n, learned[index]
             x[i], held = _layer(model, config, *given, is_prefill=True)
         states.extend(held)
-    logits = jnp.zeros((len(prompts), spec.vocab_size), jnp.float32)
+    last = jnp.zeros_like(x[0][:, 0])
     for hidden, (_, n, _) in zip(x, blocks, strict=True):
-        logits = _logits(ends, hidden, n, logits, spec=spec)
-    return Prefilled(tuple(states), logits)
+        last = _last(hidden, n, last)
+    return Prefilled(tuple(states), _logits(ends, last, spec=spec))
 
 
 class _Block(NamedTuple):
@@ -293,10 +293,7 @@ def _step(model, config, read: Prefilled, tokens, n) -> Prefilled:
         given = x, list(layer), tokens, n, learned[index]
         x, held = _layer(model, config, *given, is_prefill=False)
         states.extend(held)
-    before = read.logits
-    if before is None:
-        before = jnp.zeros((len(n), spec.vocab_size), jnp.float32)
-    return Prefilled(tuple(states), _logits(ends, x, n, before, spec=spec))
+    return Prefilled(tuple(states), _logits(ends, _last(x, n), spec=spec))
 
 
 def _layer(
@@ -420,13 +417,19 @@ def _embed(ends: PyTree, tokens: Array, start: Array, *, spec) -> Array:
     return decoder.embedded(ends, spec, tokens, positions)
 
 
-@functools.partial(jax.jit, static_argnames=("spec",))
-def _logits(ends: PyTree, x: Array, n: Array, before: Array, *, spec) -> Array:
-    """Logits after each row's last real token; rows without one keep theirs."""
+@jax.jit
+def _last(
+    x: Float[Array, "B T M"], n: Array, before: Array | None = None
+) -> Float[Array, "B M"]:
+    """Each row's last real token, of x or else from before."""
     last = jnp.maximum(n - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(x, last, axis=1)[:, 0]
-    hidden = decoder.ended(ends, spec, hidden)
-    return jnp.where((n > 0)[:, None], decoder.logits(ends, hidden, spec), before)
+    found = jnp.take_along_axis(x, last, axis=1)[:, 0]
+    return found if before is None else jnp.where((n > 0)[:, None], found, before)
+
+
+@functools.partial(jax.jit, static_argnames=("spec",))
+def _logits(ends: PyTree, last: Float[Array, "B M"], *, spec) -> Float[Array, "B V"]:
+    return decoder.logits(ends, decoder.ended(ends, spec, last), spec)
 
 
 @functools.partial(jax.jit, static_argnames=("sampling",))
