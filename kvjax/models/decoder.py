@@ -155,7 +155,10 @@ def rotations(
 
 
 def _rotation(spec, theta, scaling, here) -> Callable[..., Array]:
-    """The tables of the tokens being read are made once."""
+    """The tables of the tokens being read are made once.
+
+    The fence keeps XLA's CPU backend from making them again for every head.
+    """
     if spec.positions == "learned":
         return _still
     frequencies = layers.rope_frequencies(
@@ -164,7 +167,7 @@ def _rotation(spec, theta, scaling, here) -> Callable[..., Array]:
     tables = functools.partial(
         layers.rope_tables, frequencies=frequencies, scale=scaling.scale
     )
-    known = None if here is None else tables(here)
+    known = None if here is None else jax.lax.optimization_barrier(tables(here))
 
     def rotate(known, x, positions=None):
         return layers.rotate(x, *(known if positions is None else tables(positions)))
@@ -376,7 +379,7 @@ def _mlp(weights: PyTree, spec: ModelSpec, h: Float[Array, "B T M"]) -> Array:
             spec.ff_groups,
         )
         return out.reshape(h.shape)
-    act = layers.ACTIVATIONS[spec.activation]
+    act = functools.partial(layers.activated, name=spec.activation)
     if spec.gated:
         both = _plus(layers.product(h, weights["gate_up"]), weights, "gate_up_bias")
         gate, up = layers.gate_and_up(both, spec.ff_groups)

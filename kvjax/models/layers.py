@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.parallel import axes
 from kvjax.types import RopeScaling
 
-ACTIVATIONS = {
+_ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
@@ -152,8 +152,8 @@ def rope_tables(
     (the interleaved pairing of the paper, with the head's channels reordered).
     """
     angle = jnp.multiply.outer(positions.astype(jnp.float32), frequencies)
-    angle = jnp.concatenate([angle, angle], axis=-1)
-    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+    twice = lambda x: jnp.concatenate([x, x], axis=-1) * scale
+    return twice(jnp.cos(angle)), twice(jnp.sin(angle))
 
 
 def rotate(
@@ -174,6 +174,11 @@ def rotate(
     turned = jnp.concatenate([-right, left], axis=-1)
     turned = (wide * cos + turned * sin).astype(x.dtype)
     return jnp.concatenate([turned, still], axis=-1) if still.shape[-1] else turned
+
+
+def activated(x: Float[Array, "*N F"], name: str) -> Float[Array, "*N F"]:
+    """`ModelSpec.activation` of x, computed in float32 and rounded once, as PyTorch."""
+    return _ACTIVATIONS[name](x.astype(jnp.float32)).astype(x.dtype)
 
 
 def softcap(x: Array, cap: float) -> Array:
@@ -233,7 +238,7 @@ def _mixture(x, router, gate_up, down, used, activation, groups):
     sizes = jnp.bincount(expert.reshape(-1), length=len(router))
     hidden = jax.lax.ragged_dot(x[token], gate_up, sizes.astype(jnp.int32))
     gate, up = gate_and_up(hidden, groups)
-    hidden = ACTIVATIONS[activation](gate) * up
+    hidden = activated(gate, activation) * up
     out = jax.lax.ragged_dot(hidden, down, sizes.astype(jnp.int32))
     out = out * share.reshape(-1)[order][:, None].astype(x.dtype)
     return jnp.zeros_like(x).at[token].add(out)
