@@ -11,6 +11,7 @@ watch it together: it is read once for all of them.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -24,8 +25,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache
 from kvjax.cache import parts
 from kvjax.cache.config import CacheConfig
-from kvjax.cache.schedule import Schedule
-from kvjax.engine import runner, steps
+from kvjax.engine import runner, sharing, steps
 from kvjax.engine.compiled import Job
 from kvjax.engine.runner import Prefilled, Prompts
 from kvjax.engine.sampling import sample
@@ -33,20 +33,28 @@ from kvjax.models import decoder
 from kvjax.policies import watching
 from kvjax.types import Model, ModelSpec, PyTree, Stats, UserError
 
-_NO_BUDGET = dict.fromkeys(("policy", "budget", "budget_rule", "mean_budget"))
-
 
 class Readings:
     """Prompts read under any method; those of `after_prefill` methods only once.
 
     Holds the full caches of what it has read once, and the statistics of every rule.
 
+    Args:
+      model: whose weights are put where they stay.
+      methods: all that may be asked for.
+      held_bytes: most that these take; prompts beyond are read for each method again.
+
     Raises:
       UserError: a method whose budgets differ between layers, or may: all run one
         program.
     """
 
-    def __init__(self, model: Model, methods: Iterable[CacheConfig]):
+    def __init__(
+        self,
+        model: Model,
+        methods: Iterable[CacheConfig],
+        held_bytes: float = math.inf,
+    ):
         methods = list(methods)
         if model.spec.local_rope_theta is not None:
             raise UserError(
@@ -61,9 +69,10 @@ class Readings:
                     "time: use another rule, or run whole models"
                 )
         self.model = model._replace(params=_placed(model.params))
-        late = (config for config in methods if _is_late(config))
+        late = (config for config in methods if sharing.watches_late(config))
         self._watching = tuple(dict.fromkeys(config.policy for config in late))
         self._known: dict[tuple, Prefilled] = {}
+        self._left = held_bytes
 
     def runner(self, job: Job) -> "LayerByLayer":
         """A runner whose prompts are read here."""
@@ -77,21 +86,30 @@ class Readings:
           prompts: token ids, one list per row.
           new: tokens that may follow.
         """
-        if not _is_late(config) and not _is_stored_later(config):
+        if not sharing.watches_late(config) and not sharing.stored_later(config):
             alone = read(self.model, config.reading, prompts, new)
             return _shrunk(self.model, config, alone, prompts, new)
-        alike = dataclasses.replace(config.reading, **_NO_BUDGET)
-        key = (alike, new, *map(tuple, prompts))
-        if key not in self._known:
-            everyone = watching.together(self._watching) if config.policy else None
-            all_of_them = dataclasses.replace(alike, policy=everyone)
-            self._known[key] = read(self.model, all_of_them, prompts, new)
-        shared = self._known[key]
+        shared = self._read_once(config, prompts, new)
         if config.policy:
             index = self._watching.index(config.policy)
             states = tuple(_only(part, index) for part in shared.state)
             shared = Prefilled(states, shared.logits)
         return _shrunk(self.model, config, shared, prompts, new)
+
+    def _read_once(self, config: CacheConfig, prompts: Prompts, new: int) -> Prefilled:
+        """As all methods that look at prompts later need it."""
+        alike = sharing.reading(config)
+        key = (alike, new, *map(tuple, prompts))
+        if key in self._known:
+            return self._known[key]
+        everyone = watching.together(self._watching) if config.policy else None
+        all_of_them = dataclasses.replace(alike, policy=everyone)
+        found = read(self.model, all_of_them, prompts, new)
+        size = sum(x.nbytes for x in jax.tree.leaves(found))
+        if size <= self._left:
+            self._left -= size
+            self._known[key] = found
+        return found
 
 
 class Part(flax.struct.PyTreeNode):
@@ -119,7 +137,7 @@ class LayerByLayer:
     def __init__(self, readings: Readings, job: Job):
         self.job = job
         self._readings, self._model = readings, readings.model
-        self._writing = _without_watching(job.config)
+        self._writing = sharing.without_watching(job.config)
 
     def prefill(self, prompts: Prompts) -> Prefilled:
         found = self._readings.after(self.job.config, prompts, self.job.max_new_tokens)
@@ -461,35 +479,6 @@ def _shrunk(
         )
         states.append(part.replace(state=state))
     return found._replace(state=tuple(states))
-
-
-def _without_watching(config: CacheConfig) -> CacheConfig:
-    """Without the policy, where nothing will be evicted any more.
-
-    All such methods then run the same program.
-    """
-    if config.schedule.evicts_in_decode or config.policy is None:
-        return config
-    schedule = Schedule("none", config.schedule.prefill_chunk)
-    return dataclasses.replace(config, schedule=schedule, **_NO_BUDGET)
-
-
-def _is_late(config: CacheConfig) -> bool:
-    """Whether others can watch the same reading.
-
-    The prompt is read as if the cache were full and all heads alike, keys stay in
-    place, and what the rule does is known by its name: two with other weights look the
-    same.
-    """
-    late = config.schedule.phases == "after_prefill"
-    alone = config.policy is None or config.policy.params is not None
-    alone = alone or not all(isinstance(sizes, int) for sizes in config.budget)
-    return late and not alone and config.rope_positions == "original"
-
-
-def _is_stored_later(config: CacheConfig) -> bool:
-    """Whether it is the full cache while the prompt is read, whatever it is then."""
-    return config.policy is None and config.codec.after_prompt
 
 
 def _only(part: Part, index: int) -> Part:

@@ -59,7 +59,8 @@ class Quality(Experiment):
 
     With `layerwise`, prompts run as in `kvjax.engine.layerwise`: for sweeps over many
     methods. Neither time nor memory is measured then, and memory is planned from
-    shapes, for one method at a time.
+    shapes, for one method at a time; readings that methods share are held in as much
+    again, and where that is full made again for every method.
     """
 
     experiment: str = "quality"
@@ -119,7 +120,8 @@ def rows(setting: Setting) -> list[Row]:
     longest = max(task.longest for task in tasks)
     longest = max([longest, *(len(window.prompt) for window in windows)])
     configs = {m.name: m.cache_config(model.spec, longest) for m in experiment.methods}
-    engine = _layers(model, configs.values()) if experiment.layerwise else _whole(model)
+    whole = not experiment.layerwise
+    engine = _whole(model) if whole else _layers(setting, configs.values())
     _kept_reference(setting, windows)  # raises if it is damaged
     made = []
     for method in experiment.methods:
@@ -204,9 +206,10 @@ def _whole(model: Model) -> _Engine:
     return _Engine(check_one_row, plan_job, whole)
 
 
-def _layers(model: Model, methods: Iterable[CacheConfig]) -> _Engine:
+def _layers(setting: Setting, methods: Iterable[CacheConfig]) -> _Engine:
     check = functools.partial(plan_by_shapes, max_batch=1)
-    return _Engine(check, plan_by_shapes, layerwise.Readings(model, methods).runner)
+    readings = layerwise.Readings(setting.model, methods, setting.memory)
+    return _Engine(check, plan_by_shapes, readings.runner)
 
 
 def _answers(run: _Run, task: Samples, plan: Plan, say: Progress) -> None:

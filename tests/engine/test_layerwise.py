@@ -113,6 +113,22 @@ def test_the_prompt_is_read_once(tiny, monkeypatch):
     assert len(count) == 1
 
 
+def test_what_fits_is_held(tiny, monkeypatch):
+    """Other prompts are read again, and say the same."""
+    config, other = compressions(tiny.spec)[3], [PROMPTS[0]]
+    free = layerwise.Readings(tiny, [config])
+    whole = [free.after(config, prompts, NEW) for prompts in (PROMPTS, other)]
+    held = sum(x.nbytes for x in jax.tree.leaves(next(iter(free._known.values()))))
+    tight, count = layerwise.Readings(tiny, [config], held_bytes=held), []
+    read = layerwise.read
+    monkeypatch.setattr(layerwise, "read", lambda *args: count.append(1) or read(*args))
+    for _ in range(2):
+        found = [tight.after(config, prompts, NEW) for prompts in (PROMPTS, other)]
+    assert len(count) == 3, "the first batch once, the second for each"
+    for one, same in zip(whole, found, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, same)
+
+
 def test_readings_are_shared_by_what_reads_alike(tiny):
     """Another block is another reading; other budgets are not."""
     config = compressions(tiny.spec)[3]
