@@ -26,7 +26,7 @@ from kvjax import cache
 from kvjax.cache import parts
 from kvjax.cache.config import CacheConfig
 from kvjax.engine import runner, sharing, steps
-from kvjax.engine.compiled import Job
+from kvjax.engine.compiled import Job, tree_bytes
 from kvjax.engine.runner import Prefilled, Prompts
 from kvjax.engine.sampling import sample
 from kvjax.models import decoder
@@ -42,11 +42,12 @@ class Readings:
     Args:
       model: whose weights are put where they stay.
       methods: all that may be asked for.
-      held_bytes: most that these take; prompts beyond are read for each method again.
+      held_bytes: most that what is held may take; prompts beyond are read again for
+        every method.
 
     Raises:
-      UserError: a method whose budgets differ between layers, or may: all run one
-        program.
+      UserError: a budget rule that measures all layers before it says their sizes, or
+        a model whose layers rotate in two ways.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Readings:
         everyone = watching.together(self._watching) if config.policy else None
         all_of_them = dataclasses.replace(alike, policy=everyone)
         found = read(self.model, all_of_them, prompts, new)
-        size = sum(x.nbytes for x in jax.tree.leaves(found))
+        size = tree_bytes(found)
         if size <= self._left:
             self._left -= size
             self._known[key] = found

@@ -120,8 +120,8 @@ def rows(setting: Setting) -> list[Row]:
     longest = max(task.longest for task in tasks)
     longest = max([longest, *(len(window.prompt) for window in windows)])
     configs = {m.name: m.cache_config(model.spec, longest) for m in experiment.methods}
-    whole = not experiment.layerwise
-    engine = _whole(model) if whole else _layers(setting, configs.values())
+    methods = configs.values()
+    engine = _layers(setting, methods) if experiment.layerwise else _whole(model)
     _kept_reference(setting, windows)  # raises if it is damaged
     made = []
     for method in experiment.methods:
