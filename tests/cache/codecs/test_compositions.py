@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import often, tiny_spec
@@ -55,6 +56,18 @@ def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+def alike(a, b):
+    """As two sizes of batch round: products of few rows may add up otherwise."""
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.dtype == b.dtype
+    if jnp.issubdtype(a.dtype, jnp.floating):
+        one_step = float(jnp.finfo(a.dtype).eps)
+        a, b = a.astype(np.float32), b.astype(np.float32)
+        np.testing.assert_allclose(a, b, rtol=one_step, atol=1e-6)
+    else:
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("name", "schedule"),
@@ -85,7 +98,7 @@ def test_pools_are_filled_with_what_is_stored(tiny, name):
     pooled = dataclasses.replace(job, prefill_batch=2)
     staggered = run_batch(tiny.params, pooled, PROMPTS, range(3))
     assert staggered.tokens == together.tokens
-    same(*(jax.tree.leaves(each.state.layers) for each in (staggered, together)))
+    jax.tree.map(alike, staggered.state.layers, together.state.layers)
 
 
 @pytest.mark.parametrize("codec", often(["k8v4", "int4"], ["k8v4"], "e2e"))
