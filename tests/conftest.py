@@ -27,15 +27,19 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 _TESTS = itertools.count(1)
 
 
-def often(cases, chosen, others="slow", several=False):
+def often(cases, chosen, others="slow", several=False, rarely=()):
     """The cases of a parametrization: those not chosen are of another tier.
 
-    `several`: a case is a tuple with a value for each of several arguments.
+    `several`: a case is a tuple with a value for each of several arguments. `rarely`:
+    those of the others that are slow, whatever the tier.
     """
-    assert all(case in cases for case in chosen)
-    mark = getattr(pytest.mark, others)
-    other = lambda case: pytest.param(*(case if several else (case,)), marks=mark)
-    return [case if case in chosen else other(case) for case in cases]
+    assert all(case in cases for case in (*chosen, *rarely))
+
+    def marked(case):
+        mark = pytest.mark.slow if case in rarely else getattr(pytest.mark, others)
+        return pytest.param(*(case if several else (case,)), marks=mark)
+
+    return [case if case in chosen else marked(case) for case in cases]
 
 
 def tiny_spec(**changes) -> ModelSpec:

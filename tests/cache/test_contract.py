@@ -49,11 +49,13 @@ CASES = often(
     others="e2e",
 )
 CASES += [pytest.param(each, marks=pytest.mark.slow) for each in SLOW]
-CASES += [
-    pytest.param((name, SCHEDULES[i % 2], stored), marks=pytest.mark.e2e)
+ELSEWHERE = [
+    (name, SCHEDULES[i % 2], stored)
     for stored in ("halves", "halved_but_ends", "int8")
     for i, name in enumerate(POLICIES)
 ]
+FEW = [each for each in ELSEWHERE if each[0] not in OFTEN and each[2] != "halves"]
+CASES += often(ELSEWHERE, [], others="e2e", rarely=FEW)
 CASES += often(  # one that looks at keys, and one that looks at attention
     [
         (name, SCHEDULES[i % 2], stored)
