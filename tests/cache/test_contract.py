@@ -49,13 +49,13 @@ CASES = often(
     others="e2e",
 )
 CASES += [pytest.param(each, marks=pytest.mark.slow) for each in SLOW]
-ELSEWHERE = [
+ELSEWHERE = [  # what is stored otherwise: all rules in one form, few in the others
     (name, SCHEDULES[i % 2], stored)
     for stored in ("halves", "halved_but_ends", "int8")
     for i, name in enumerate(POLICIES)
 ]
-FEW = [each for each in ELSEWHERE if each[0] not in OFTEN and each[2] != "halves"]
-CASES += often(ELSEWHERE, [], others="e2e", rarely=FEW)
+RARE = [each for each in ELSEWHERE if each[0] not in OFTEN and each[2] != "halves"]
+CASES += often(ELSEWHERE, [], others="e2e", rarely=RARE)
 CASES += often(  # one that looks at keys, and one that looks at attention
     [
         (name, SCHEDULES[i % 2], stored)
