@@ -107,7 +107,7 @@ def test_other_tokens_live(golden):
 
 
 @pytest.mark.parametrize(
-    "golden", often([file.stem for file in FILES], OFTEN[:3]), indirect=True
+    "golden", often([file.stem for file in FILES], OFTEN), indirect=True
 )
 def test_a_large_budget_is_the_full_cache(golden):
     folder, data = golden
