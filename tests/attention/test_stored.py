@@ -80,7 +80,7 @@ def test_is_attention_over_what_it_decodes_to(
         [("int8", 128), ("int4", 64)],
         "e2e",
         several=True,
-        # Every codec has one depth; by turns, so that both meet all kinds.
+        # Each codec at one of the depths, by turns.
         rarely=[(name, (64, 128)[i % 2]) for i, name in enumerate(CODECS)],
     ),
 )
