@@ -70,19 +70,22 @@ def test_is_attention_over_what_it_decodes_to(
             np.testing.assert_allclose(getattr(seen, stat), expected[stat], atol=1e-5)
 
 
+READ = [
+    (name, depth, length)
+    for name in CODECS
+    for depth in (64, 128)
+    for length in (1, 16)
+]
+BOTH = [("int8", 128), ("int4", 64)]  # of these steps and blocks, of others one
+READ_OFTEN = [(*each, length) for each in BOTH for length in (1, 16)] + [
+    (name, (128, 64)[i % 2], (1, 16)[i // 2 % 2]) for i, name in enumerate(CODECS)
+]
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("length", often([1, 16], [1], "e2e"))
 @pytest.mark.parametrize(
-    ("name", "depth"),
-    often(
-        [(name, depth) for name in CODECS for depth in (64, 128)],
-        [("int8", 128), ("int4", 64)],
-        "e2e",
-        several=True,
-        # Each codec at one of the depths, by turns.
-        rarely=[(name, (64, 128)[i % 2]) for i, name in enumerate(CODECS)],
-    ),
+    ("name", "depth", "length"), often(READ, READ_OFTEN, "slow", several=True)
 )
 def test_kernels_read_codes(name, depth, length, kernel):
     case, numbers = of(name, length, depth, slots=300)

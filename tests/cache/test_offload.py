@@ -223,7 +223,7 @@ def job_of(spec, policy, budget, schedule, asked, batch=4, new=6, **options):
     return Job(spec, config, batch, bucket(spec, config, 100, new), new)
 
 
-@pytest.fixture(params=[True, False], ids=["by rows", "whole"])
+@pytest.fixture
 def by_rows(request, monkeypatch):
     """On the host itself, and as where it does not compute."""
     monkeypatch.setattr(host, "works_by_rows", lambda: request.param)
@@ -232,9 +232,23 @@ def by_rows(request, monkeypatch):
     compiled.clear()
 
 
+BOTH = ("full", "batch_max, int8", "snapkv, later")  # with rows, and without
+
+
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", JOBS)
-def test_tokens_of_a_model(tiny, name, by_rows):
+@pytest.mark.usefixtures("by_rows")
+@pytest.mark.parametrize(
+    ("by_rows", "name"),
+    often(
+        [(by_rows, name) for name in JOBS for by_rows in (True, False)],
+        [(by_rows, name) for name in BOTH for by_rows in (True, False)]
+        + [(True, name) for name in JOBS],
+        several=True,
+    ),
+    indirect=["by_rows"],
+    ids=str,
+)
+def test_tokens_of_a_model(tiny, name):
     """All recalled: the device's tokens. Few: the same alone as in a batch."""
     *method, options = JOBS[name]
     prompts, numbers = ragged(4), [0, 1, 2, 3]

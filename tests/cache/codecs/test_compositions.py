@@ -164,9 +164,14 @@ def test_encoded_after_the_prompt(tiny, codec):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    "schedule", [AFTER, ONLY, WHILE, FULL], ids=lambda each: each.phases
+    ("codec", "schedule"),
+    often(
+        [(codec, each) for codec in LATE for each in (AFTER, ONLY, WHILE, FULL)],
+        [(LATE[0], AFTER), (LATE[1], ONLY), (LATE[0], WHILE), (LATE[1], FULL)],
+        several=True,
+    ),
+    ids=lambda each: getattr(each, "name", None) or each.phases,
 )
-@pytest.mark.parametrize("codec", LATE, ids=lambda codec: codec.name)
 def test_encoded_after_the_prompt_everywhere(tiny, codec, schedule):
     """In a pool, layer by layer and in a batch."""
     kept = {"policy": None, "budget": None} if schedule == FULL else {}
