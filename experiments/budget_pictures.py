@@ -32,6 +32,9 @@ _WAYS = flags.DEFINE_list(
     ["alike", "pyramid", "squeeze", "by layer", "by head"],
     "Which ways to share out pairs have a line, as methods call them; none: all.",
 )
+_RULES = flags.DEFINE_list(
+    "rules", [], "Which rules have a column, as methods' series call them; none: all."
+)
 _METHOD = ["rule", "way", "length", "share"]
 _MEASURES = {  # a column of `table`: what its axis says, and the file
     "found": ("found, % of the full cache", "heads_found.png"),
@@ -41,12 +44,9 @@ _MEASURES = {  # a column of `table`: what its axis says, and the file
 
 def main(argv):
     rows = table(report.read(argv[1:]))
-    known = list(rows["way"].unique())
-    ways = _WAYS.value or known
-    if unknown := sorted({*ways} - {*known}):
-        raise UserError(
-            f"--ways={unknown[0]}: no run has it; these have {', '.join(known)}"
-        )
+    rules = _chosen("rules", _RULES.value, rows["rule"])
+    ways = _chosen("ways", _WAYS.value, rows["way"])
+    rows = rows[rows["rule"].isin(rules)]
     folder = pathlib.Path(_WORKDIR.value)
     with files.on_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,6 +55,16 @@ def main(argv):
         figures.save(folder / name, draw, rows, ways, measure)
         told[measure] = str(folder / name)
     print(json.dumps(told))
+
+
+def _chosen(flag: str, asked: list[str], run: pd.Series) -> list[str]:
+    """What is asked for, or all that runs have; raises UserError if none has it."""
+    known = list(run.unique())
+    if unknown := sorted({*asked} - {*known}):
+        raise UserError(
+            f"--{flag}={unknown[0]}: no run has it; these have {', '.join(known)}"
+        )
+    return asked or known
 
 
 def table(sources) -> pd.DataFrame:

@@ -92,8 +92,14 @@ def test_the_command(tmp_path):
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["methods"] == 4
+    fewer = asked("--rules=SnapKV", "--ways=by head")
+    assert json.loads(fewer.stdout.splitlines()[-1])["methods"] == 2
     for measure in ("found", "kl"):
         assert min(matplotlib.image.imread(told[measure]).shape[:2]) > 300
-    wrong = asked("--ways=alike,sideways")
-    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
-    assert "--ways=sideways: no run has it; these have alike, by head" in wrong.stderr
+    for option, told in (
+        ("--ways=alike,sideways", "--ways=sideways: no run has it; these have alike"),
+        ("--rules=Guess", "--rules=Guess: no run has it; these have KeyDiff, SnapKV"),
+    ):
+        wrong = asked(option)
+        assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+        assert told in wrong.stderr
