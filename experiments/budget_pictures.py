@@ -45,8 +45,8 @@ _MEASURES = {  # a column of `table`: what its axis says, and the file
 def main(argv):
     rows = table(report.read(argv[1:]))
     rules = _chosen("rules", _RULES.value, rows["rule"])
-    ways = _chosen("ways", _WAYS.value, rows["way"])
     rows = rows[rows["rule"].isin(rules)]
+    ways = _chosen("ways", _WAYS.value, rows["way"])
     folder = pathlib.Path(_WORKDIR.value)
     with files.on_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
