@@ -76,7 +76,7 @@ READ = [
     for depth in (64, 128)
     for length in (1, 16)
 ]
-BOTH = [("int8", 128), ("int4", 64)]  # of these steps and blocks, of others one
+BOTH = [("int8", 128), ("int4", 64)]  # a step and a block; of the others one, by turns
 READ_OFTEN = [(*each, length) for each in BOTH for length in (1, 16)] + [
     (name, (128, 64)[i % 2], (1, 16)[i // 2 % 2]) for i, name in enumerate(CODECS)
 ]
