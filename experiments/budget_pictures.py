@@ -1,4 +1,4 @@
-"""How sizes shared out by one rule or another do as fewer pairs stay: two pictures.
+"""How sizes shared out by one rule or another do as fewer pairs stay: pictures, tables.
 
     python experiments/budget_pictures.py docs/data/heads_{50,25,12}.jsonl \\
         docs/data/heads_squeeze_*.jsonl docs/data/heads_{2000,3500}_*.jsonl
@@ -7,7 +7,8 @@ Takes folders or records of `configs/heads.py`. A column for each rule that choo
 pairs, a row for each length of prompts, a line for each way to share out the pairs,
 over the share that stays. heads_found.png has what is found, in percent of what the
 full cache of the same run finds; heads_kl.png how far predictions are from it. What was
-not run is left out of the lines.
+not run is left out of the lines. heads.md has both as numbers, and nats, for all rules
+and ways of the runs.
 
 The last line on stdout is one JSON object.
 """
@@ -22,7 +23,7 @@ import pandas as pd
 from absl import flags
 
 from kvjax.evaluation import files, report
-from kvjax.evaluation.report import figures, groups
+from kvjax.evaluation.report import figures, groups, tables
 from kvjax.evaluation.report.records import Record
 from kvjax.types import UserError
 
@@ -35,6 +36,16 @@ _WAYS = flags.DEFINE_list(
 _RULES = flags.DEFINE_list(
     "rules", [], "Which rules have a column, as methods' series call them; none: all."
 )
+_TITLE = flags.DEFINE_string(
+    "title",
+    "Sizes by rule, share and length",
+    "What heads.md is called.",
+)
+_HOW_TO_READ = """\
+Written by `experiments/budget_pictures.py`. In a cell: what is found, in percent of
+what the full cache of the same run finds; nats per token above it on other text; KL to
+its predictions. **Bold**: under that rule no other way to share out pairs finds more.
+Empty cells were not run."""
 _METHOD = ["rule", "way", "length", "share"]
 _MEASURES = {  # a column of `table`: what its axis says, and the file
     "found": ("found, % of the full cache", "heads_found.png"),
@@ -44,13 +55,15 @@ _MEASURES = {  # a column of `table`: what its axis says, and the file
 
 def main(argv):
     rows = table(report.read(argv[1:]))
+    page = as_markdown(rows, _TITLE.value)
     rules = _chosen("rules", _RULES.value, rows["rule"])
     rows = rows[rows["rule"].isin(rules)]
     ways = _chosen("ways", _WAYS.value, rows["way"])
     folder = pathlib.Path(_WORKDIR.value)
     with files.on_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    told: dict[str, Any] = {"methods": len(rows)}
+        (folder / "heads.md").write_text(page, encoding="utf-8")
+    told: dict[str, Any] = {"methods": len(rows), "tables": str(folder / "heads.md")}
     for measure, (_, name) in _MEASURES.items():
         figures.save(folder / name, draw, rows, ways, measure)
         told[measure] = str(folder / name)
@@ -68,7 +81,7 @@ def _chosen(flag: str, asked: list[str], run: pd.Series) -> list[str]:
 
 
 def table(sources) -> pd.DataFrame:
-    """A row per method: `rule`, `way`, `length`, `share`, `found`, `kl` and `model`.
+    """A row per method: `_METHOD`, `found` in percent, `nats`, `kl` and `model`.
 
     Raises:
       UserError: a run whose full cache finds nothing, a method that two runs have, or
@@ -108,9 +121,37 @@ def _row(record: Record, full: Record) -> dict[str, Any]:
         "length": max(t["most_prompt_tokens"] for t in record["tasks"].values()),
         "share": record["budget_share"],
         "found": 100 * record["score"] / full["score"],
+        "nats": record["loss"] - record["reference_loss"],
         "kl": record["kl"],
         "model": record["model"],
     }
+
+
+def as_markdown(rows: pd.DataFrame, title: str) -> str:
+    """A page with a table for each length and share: rules across, ways down."""
+    rules = list(rows["rule"].unique())
+    ways = list(dict.fromkeys([*_WAYS.default, *rows["way"]]))
+    told = [f"# {title}", _HOW_TO_READ]
+    for (length, share), some in rows.groupby(["length", "share"], sort=True):
+        cells = {(each["rule"], each["way"]): each for _, each in some.iterrows()}
+        most = some.groupby("rule")["found"].max()
+        run = [way for way in ways if way in {*some["way"]}]
+        body = [
+            [way, *(_cell(cells.get((rule, way)), most.get(rule)) for rule in rules)]
+            for way in run
+        ]
+        told.append(f"## {100 * share:g}% of {length:,} tokens")
+        told.append(tables.markdown(tables.Table(["", *rules], body)))
+    return "\n\n".join(map(str.strip, told)) + "\n"
+
+
+def _cell(row: pd.Series | None, most: float | None) -> str:
+    if row is None:
+        return ""
+    found = f"{row['found']:.0f}%"
+    if row["found"] == most:
+        found = f"**{found}**"
+    return f"{found}; {row['nats']:.3f}, {row['kl']:.3f}"
 
 
 def draw(rows: pd.DataFrame, ways: Sequence[str], measure: str) -> Any:

@@ -32,7 +32,13 @@ def run(share, length, score, rules=("KeyDiff", "SnapKV")):
     ways = [(rule, way) for rule in rules for way in WAYS]
     methods = [
         make_record(
-            f"{rule}, {way}", series=rule, budget_share=share, score=score, kl=0.1 + i
+            f"{rule}, {way}",
+            series=rule,
+            budget_share=share,
+            score=score,
+            kl=0.1 + i,
+            loss=2.5 + i,
+            reference_loss=2.25,
         )
         for i, (rule, way) in enumerate(ways)
     ]
@@ -65,6 +71,30 @@ def test_lines_have_the_values_and_gaps_where_nothing_was_run(measure):
     assert [text.get_text() for text in told.legends[0].get_texts()] == [*WAYS]
 
 
+def test_tables_have_all_that_was_run():
+    few = run(0.5, 2000, 0.6, rules=["SnapKV"])
+    better = few._replace(records=[*few.records[:2], few.records[2] | {"score": 0.8}])
+    page = budget_pictures.as_markdown(
+        budget_pictures.table([run(0.25, 1000, 0.4), better]), "Found in code"
+    )
+    title, _, *told = page.split("\n\n")
+    assert title == "# Found in code"
+    assert told[0] == "## 25% of 1,000 tokens" and told[2] == "## 50% of 2,000 tokens"
+    cells = [
+        [
+            [cell.strip() for cell in line.split("|")[1:-1]]
+            for line in table.splitlines()
+        ]
+        for table in (told[1], told[3])
+    ]
+    assert cells[0][0] == cells[1][0] == ["", "KeyDiff", "SnapKV"]
+    assert cells[0][2] == ["alike", "**50%**; 0.250, 0.100", "**50%**; 2.250, 2.100"]
+    assert cells[1][2:] == [
+        ["alike", "", "75%; 0.250, 0.100"],
+        ["by head", "", "**100%**; 1.250, 1.100"],
+    ]
+
+
 def test_what_cannot_be_compared_is_refused():
     both = [run(0.25, 1000, 0.4), run(0.25, 1000, 0.6)]
     with pytest.raises(UserError, match=r"KeyDiff, alike with 25.0% of 1000 tokens"):
@@ -92,6 +122,7 @@ def test_the_command(tmp_path):
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["methods"] == 4
+    assert "## 25% of 1,000 tokens" in pathlib.Path(told["tables"]).read_text()
     fewer = asked("--rules=SnapKV", "--ways=by head")
     assert json.loads(fewer.stdout.splitlines()[-1])["methods"] == 2
     for measure in ("found", "kl"):
