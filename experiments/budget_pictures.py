@@ -134,7 +134,8 @@ def as_markdown(rows: pd.DataFrame, title: str) -> str:
     told = [f"# {title}", _HOW_TO_READ]
     for (length, share), some in rows.groupby(["length", "share"], sort=True):
         cells = {(each["rule"], each["way"]): each for _, each in some.iterrows()}
-        most = some.groupby("rule")["found"].max()
+        found = some.groupby("rule")["found"]
+        most = found.max()[found.count() > 1]
         run = [way for way in ways if way in {*some["way"]}]
         body = [
             [way, *(_cell(cells.get((rule, way)), most.get(rule)) for rule in rules)]
