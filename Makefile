@@ -1,6 +1,6 @@
 # make demo      the main job on a real model, with a table and pictures
 # make test      the tests that every change needs (6 minutes)
-# make test-all  those of kernels and of whole runs
+# make test-all  those of kernels and of whole runs; PART=1/3 for a third of the cases
 # make compiled  TPU kernels and whole steps, compiled for TPUs that are not there;
 #                TPU=v6e for that one alone
 # make newest    the kernels' tests with PYTHON=python3.12 and the newest JAX
@@ -15,6 +15,7 @@ EXTRAS ?= test
 JAX ?=
 WORKDIR ?= runs/quickstart
 TPU ?= tpu
+PART ?= 1/1
 PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet
 
@@ -27,14 +28,15 @@ test: .venv/installed
 	$(PY) -m pytest
 
 test-all: .venv/installed
-	$(PY) -m pytest -m '(kernels or e2e) and not compiled and not slow'
+	$(PY) -m pytest -m '(kernels or e2e) and not compiled and not slow' \
+	  --part=$(PART)
 
 # libtpu lies beside the environment: found there, it would look for a TPU at every start.
 compiled: .venv/installed
 	$(PIP) --upgrade --no-deps --target .venv/libtpu "$$($(PY) \
 	  -c 'import importlib.metadata as m; print(next(r.split(";")[0] for r in m.requires("jax") if r.startswith("libtpu")))')"
 	PYTHONPATH=.venv/libtpu JAX_PLATFORMS=cpu $(PY) -m pytest \
-	  -m 'compiled and not slow' -k '$(TPU)'
+	  -m 'compiled and not slow' -k '$(TPU)' --part=$(PART)
 
 newest:
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest

@@ -3,6 +3,7 @@
 import itertools
 import os
 import pathlib
+import zlib
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -66,6 +67,29 @@ def tiny_model(seed: int = 0, **changes) -> Model:
     spec = tiny_spec(**changes)
     draw = jax.jit(decoder.random_params, static_argnums=0)
     return Model(spec, draw(spec, jax.random.key(seed)), None)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--part",
+        default="1/1",
+        metavar="I/N",
+        help="the I-th of N parts of the cases, those of each test spread over all",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """By name, so that a case's part hangs neither on the order nor on the others."""
+    given = config.getoption("part")
+    first, _, parts = given.partition("/")
+    if not (first.isdigit() and parts.isdigit() and 1 <= int(first) <= int(parts)):
+        raise pytest.UsageError(f"--part is I/N with 1 <= I <= N, not {given!r}")
+    mine, others = [], []
+    for item in items:
+        part = zlib.crc32(item.nodeid.encode()) % int(parts) + 1
+        (mine if part == int(first) else others).append(item)
+    items[:] = mine
+    config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture(scope="session")
