@@ -300,7 +300,9 @@ INTERPRETED = ["pallas_tpu_interpret", "pallas_gpu_interpret"]
 
 @pytest.mark.parametrize("name", often(INTERPRETED, INTERPRETED[:1], others="kernels"))
 @pytest.mark.parametrize("head_dim", often([128, 96], [128], others="kernels"))
-@pytest.mark.parametrize("codec", [None, "int8", "int4"])
+@pytest.mark.parametrize(
+    "codec", often([None, "int8", "int4"], [None, "int4"], "kernels")
+)
 def test_our_kernels_pass_their_test(name, head_dim, codec):
     codec = codec and codecs.make(codec).key
     assert backends.BACKENDS.make(name).self_test(head_dim, codec) is None

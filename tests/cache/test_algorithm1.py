@@ -84,7 +84,13 @@ def test_kept_positions(tiny, rule, p, budget, first):
 
 
 @pytest.mark.parametrize(
-    ("budget", "p"), [(65, 32), (100, 32), (127, 32), (200, 64), (300, 64)]
+    ("budget", "p"),
+    often(
+        [(65, 32), (100, 32), (127, 32), (200, 64), (300, 64)],
+        [(100, 32), (200, 64)],
+        others="e2e",
+        several=True,
+    ),
 )
 def test_what_is_read_before_the_first_eviction_fills_the_budget(tiny, budget, p):
     """With sizes chosen from the budget, at budgets that are no multiple of them."""

@@ -96,7 +96,9 @@ AVERAGE = policies.average_attention(), oracle.average_attention()
 SIZED = policies.criticalkv(AVERAGE[0]), oracle.criticalkv(AVERAGE[1])
 
 
-@pytest.mark.parametrize(("policy", "rule"), [AVERAGE, SIZED])
+@pytest.mark.parametrize(
+    ("policy", "rule"), often([AVERAGE, SIZED], [SIZED], "e2e", True)
+)
 def test_kept_positions_are_algorithm_1_s(tiny, policy, rule, p=8):
     """By weights, and by these and what values add by the model's own projection."""
     config = make_config(tiny.spec, policy, BUDGET, Schedule(prefill_chunk=p))
@@ -173,7 +175,12 @@ def job_of(spec, name, phases, budget, batch):
 
 @pytest.mark.parametrize(
     ("name", "phases"),
-    [("key_diff", "prefill_and_decode"), ("h2o", "after_prefill")],
+    often(
+        [("key_diff", "prefill_and_decode"), ("h2o", "after_prefill")],
+        [("key_diff", "prefill_and_decode")],
+        others="e2e",
+        several=True,
+    ),
 )
 def test_alone_and_layer_by_layer_as_in_a_batch(tiny, name, phases):
     together = run_batch(
@@ -196,6 +203,7 @@ def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.e2e
 def test_texts_are_judged_alike_whatever_their_batch(tiny):
     config = job_of(tiny.spec, "h2o", "prefill_and_decode", BUDGET, 1).config
     given = [(prompt, prompt[::-1][:9]) for prompt in PROMPTS]

@@ -30,6 +30,7 @@ CASES = [
     ("fastgen", "after_prefill"),
     (None, "none"),
 ]
+QUICK = [CASES[0], CASES[4], CASES[5], CASES[-1]]
 OPTIONS = {"snapkv": {"window": 6}, "fastgen": {"heavy": 4, "local": 4, "recover": 0.5}}
 
 
@@ -50,7 +51,11 @@ def same_pairs(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.fixture(
+    scope="module",
+    params=often(CASES, QUICK, others="e2e"),
+    ids=lambda case: "-".join(map(str, case)),
+)
 def case(request):
     """One policy under one schedule; its programs go when its tests are done."""
     yield request.param

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import often
 from testing import toys
 from testing.engine import run_batch, score_tokens
 
@@ -49,7 +50,7 @@ def written(tiny, readings, config, **changes):
     return runner.run_batch(readings.runner(job), PROMPTS, range(len(PROMPTS)))
 
 
-@pytest.mark.parametrize("index", range(len(METHODS)))
+@pytest.mark.parametrize("index", often(range(len(METHODS)), [0, 1, 3, 6], "e2e"))
 def test_same_tokens_and_pairs(tiny, readings, index):
     config = compressions(tiny.spec)[index]
     size = bucket(tiny.spec, config, 64, NEW)
@@ -65,7 +66,7 @@ def test_same_tokens_and_pairs(tiny, readings, index):
     )
 
 
-@pytest.mark.parametrize("index", [1, 3])
+@pytest.mark.parametrize("index", often([1, 3], [3], "e2e"))
 def test_same_logits(tiny, readings, index):
     """Teacher forcing, with select_evictions while writing and without."""
     config, spec = compressions(tiny.spec)[index], tiny.spec

@@ -65,6 +65,7 @@ def test_largest_batch_that_fits(monkeypatch, budget, schedule, policy):
     assert max(phase_bytes(larger).values()) > 40_000_000
 
 
+@pytest.mark.e2e
 def test_full_prefill_limits_all_but_batch_max():
     """The paper's point: ED is no better off than the full cache, Batch-Max is."""
     memory = 40_000_000

@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from conftest import tiny_spec
+from conftest import often, tiny_spec
 from testing.engine import run_batch
 
 from kvjax import Schedule, UserError, cache, policies
@@ -41,18 +41,21 @@ def pooled_run(params, job, group, *given, **how):
     )
 
 
+JOBS = [
+    (policies.snapkv(window=4), AFTER, 24),
+    (policies.average_attention(), AFTER, 16),
+    (policies.key_diff(), AFTER, (8, 40)),
+    (policies.key_diff(), AFTER, ((8, 40), 16)),
+    (policies.expected_attention(), AFTER, 24),
+    (policies.fastgen(), AFTER, 24),
+    (policies.h2o(), READING, 24),
+    (policies.recency(), ED, 2),
+]
+
+
 @pytest.mark.parametrize(
     ("policy", "schedule", "budget"),
-    [
-        (policies.snapkv(window=4), AFTER, 24),
-        (policies.average_attention(), AFTER, 16),
-        (policies.key_diff(), AFTER, (8, 40)),
-        (policies.key_diff(), AFTER, ((8, 40), 16)),
-        (policies.expected_attention(), AFTER, 24),
-        (policies.fastgen(), AFTER, 24),
-        (policies.h2o(), READING, 24),
-        (policies.recency(), ED, 2),
-    ],
+    often(JOBS, JOBS[:1] + JOBS[3:4] + JOBS[6:], others="e2e", several=True),
     ids=lambda each: getattr(each, "name", None),
 )
 def test_tokens_and_state_are_the_ordinary_run_s(tiny, policy, schedule, budget):
@@ -116,6 +119,7 @@ def test_the_largest_pool_then_the_largest_group():
     assert weights_bytes(asked) + found.batch * found.row_bytes <= MEMORY
 
 
+@pytest.mark.e2e
 def test_few_prompts_leave_room_for_larger_groups():
     asked = job(SPEC, policies.recency(), 128, longest=1024, new=64)
     few = staggered.plan_job(asked, MEMORY, max_batch=12)

@@ -9,6 +9,7 @@ import sys
 import types
 
 import pytest
+from conftest import often
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
 
@@ -61,7 +62,12 @@ def made(name):
     return PARTS[name](asked())
 
 
-@pytest.mark.parametrize("name", [name for name in PARTS if name != "rows"])
+LARGE = {"squeeze", "kcache"}  # whole models are planned
+NAMES = [name for name in PARTS if name != "rows"]
+SMALL = [name for name in NAMES if name not in LARGE]
+
+
+@pytest.mark.parametrize("name", often(NAMES, SMALL, others="e2e"))
 def test_a_part_is_a_table_with_its_notes(name):
     part = made(name)
     title, table, *notes = memory_table.as_text(part).split("\n\n")
@@ -122,9 +128,10 @@ def test_batches_that_fit(monkeypatch):
     assert " 7, 1, -, 15 | " in text
 
 
+@pytest.mark.e2e
 def test_a_share_gains_by_its_bytes():
     """Mistral at 224: bytes of 14.2 GB of weights, 1,024 and 307 pairs on average."""
-    part = PARTS["squeeze"](asked())
+    part = made("squeeze")
     last = {row["model"]: row for row in part.rows if row["published"]}
     assert {name: row["published"] for name, row in last.items()} == {
         "mistral-7b": 2.2,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_model
+from conftest import often, tiny_model
 from testing import oracle
 
 from kvjax import policies
@@ -94,7 +94,7 @@ def test_order_of_staying():
     assert found.ravel().tolist() == [2, 5, 0, 3, 4, 1, 6]
 
 
-@pytest.mark.parametrize("head", [(0, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize("head", often([(0, 0), (0, 1), (1, 1)], [(0, 1)], "e2e"))
 def test_slopes_add_up_to_what_sizes_do(head):
     """Between two sizes of a head, the mean slope is the loss's change per pair.
 
@@ -123,6 +123,7 @@ def test_slopes_add_up_to_what_sizes_do(head):
     assert 0.8 < told / (values[-1] - values[0]) < 1.6
 
 
+@pytest.mark.e2e
 def test_what_evicts_nothing_has_no_slope(tiny):
     reader = Reader(policies.key_diff(), SIZES, MEAN, CHUNK)
     given = tiny.params, tiny.spec, jnp.asarray(tokens(), jnp.int32)

@@ -138,9 +138,8 @@ def read_alone(tiny, codec, schedule=AFTER):
     return job, engine.prefill(PROMPTS).state
 
 
-@pytest.mark.parametrize(
-    "codec", often(LATE, LATE[1:], "e2e"), ids=lambda codec: codec.name
-)
+@pytest.mark.e2e
+@pytest.mark.parametrize("codec", LATE, ids=lambda codec: codec.name)
 def test_encoded_after_the_prompt(tiny, codec):
     """Exact pairs decide what stays, and what stays is encoded once."""
     plain_job, plain = read_alone(tiny, "identity")
