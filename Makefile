@@ -1,5 +1,5 @@
 # make demo      the main job on a real model, with a table and pictures
-# make test      the tests that every change needs (6 minutes)
+# make test      the tests that every change needs (6 to 8 minutes)
 # make test-all  those of kernels and of whole runs; PART=1/3 for a third of the cases
 # make compiled  TPU kernels and whole steps, compiled for TPUs that are not there;
 #                TPU=v6e for that one alone
