@@ -1,5 +1,6 @@
 """Strict JAX, eight virtual devices, tiny models, and the real one where it is."""
 
+import argparse
 import itertools
 import os
 import pathlib
@@ -69,9 +70,17 @@ def tiny_model(seed: int = 0, **changes) -> Model:
     return Model(spec, draw(spec, jax.random.key(seed)), None)
 
 
+def _part(given):
+    index, _, parts = given.partition("/")
+    if not (index.isdigit() and parts.isdigit() and 1 <= int(index) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{given!r} is not I/N with 1 <= I <= N")
+    return int(index), int(parts)
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--part",
+        type=_part,
         default="1/1",
         metavar="I/N",
         help="the I-th of N parts of the cases, those of each test spread over all",
@@ -80,14 +89,11 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     """By name, so that a case's part hangs neither on the order nor on the others."""
-    given = config.getoption("part")
-    first, _, parts = given.partition("/")
-    if not (first.isdigit() and parts.isdigit() and 1 <= int(first) <= int(parts)):
-        raise pytest.UsageError(f"--part is I/N with 1 <= I <= N, not {given!r}")
+    index, parts = config.getoption("part")
     mine, others = [], []
     for item in items:
-        part = zlib.crc32(item.nodeid.encode()) % int(parts) + 1
-        (mine if part == int(first) else others).append(item)
+        part = zlib.crc32(item.nodeid.encode()) % parts + 1
+        (mine if part == index else others).append(item)
     items[:] = mine
     config.hook.pytest_deselected(items=others)
 
