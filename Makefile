@@ -2,7 +2,7 @@
 # make test      the tests that every change needs (6 to 8 minutes)
 # make test-all  those of kernels and of whole runs; PART=1/3 for a third of the cases
 # make compiled  TPU kernels and whole steps, compiled for TPUs that are not there;
-#                TPU=v6e for that one alone
+#                TPU=v6e for that one alone; for an H200 where the CUDA compiler is
 # make newest    the kernels' tests with PYTHON=python3.12 and the newest JAX
 # make check     the linter, the formatter and the type checker; make format mends
 # make docs      the site, into build/docs
@@ -37,6 +37,8 @@ compiled: .venv/installed
 	  -c 'import importlib.metadata as m; print(next(r.split(";")[0] for r in m.requires("jax") if r.startswith("libtpu")))')"
 	PYTHONPATH=.venv/libtpu JAX_PLATFORMS=cpu $(PY) -m pytest \
 	  -m 'compiled and not slow' -k '$(TPU)' --part=$(PART)
+	$(PY) -m pytest -m 'compiled and not slow' --part=$(PART) \
+	  tests/pallas/test_compiled_gpu.py
 
 newest:
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest

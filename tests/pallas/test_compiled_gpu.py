@@ -16,6 +16,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import often
 from testing.kernels import shapes
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
@@ -32,8 +33,6 @@ from kvjax.pallas import gpu
 from kvjax.pallas.common import STATS
 from kvjax.parallel import host
 from kvjax.types import Scoring
-
-pytestmark = pytest.mark.compiled
 
 ALL = frozenset(STATS)
 CHIP = gpu.CHIPS["H200"]
@@ -55,6 +54,7 @@ HARDWARE = [
     (4, 32, 1, 64, 1032, 96),
     (4, 8, 4, 100, 1032, 80),
 ]
+LOWERED = [HARDWARE[0], HARDWARE[6]]  # every time: a decode step, a block of a prompt
 SCORINGS = [PLAIN, Scoring(logits_soft_cap=50.0, local_window=1024)]
 
 
@@ -75,7 +75,7 @@ def jitted(stats, scoring=PLAIN):
 
 @pytest.mark.parametrize("scoring", SCORINGS, ids=["softmax", "capped"])
 @pytest.mark.parametrize("stats", [frozenset(), ALL], ids=["plain", "stats"])
-@pytest.mark.parametrize("shape", HARDWARE, ids=str)
+@pytest.mark.parametrize("shape", often(HARDWARE, LOWERED, others="kernels"), ids=str)
 def test_lowers_for_cuda(shape, stats, scoring, h200_mesh):
     traced = jitted(stats, scoring).trace(*shapes(*shape))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -113,6 +113,7 @@ def compiled(traced):
     return traced.lower().compile(options).memory_analysis()
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("scoring", SCORINGS, ids=["softmax", "capped"])
 @pytest.mark.parametrize("stats", [frozenset(), ALL], ids=["plain", "stats"])
 @pytest.mark.parametrize("shape", HARDWARE, ids=str)
@@ -135,6 +136,7 @@ def test_compiles_for_h200(shape, stats, scoring, h200, h200_mesh):
     assert memory.temp_size_in_bytes < allowed
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", ["int8", "k8v4", "int4"])
 @pytest.mark.parametrize("length", [1, 64])
 @pytest.mark.parametrize("depth", [64, 128])
@@ -152,6 +154,7 @@ def test_attention_over_codes_compiles_for_h200(name, length, depth, h200, h200_
     assert memory.temp_size_in_bytes < 0.01 * size + 2 * q.size * (length > 1)
 
 
+@pytest.mark.compiled
 def test_statistics_alone_compile_for_h200(h200, h200_mesh):
     q, k, _, pos, q_pos, n = shapes(4, 8, 4, 64, 2048, 128, sharding=h200)
     sums = jax.ShapeDtypeStruct(q.shape[:4], jnp.float32, sharding=h200)
@@ -160,6 +163,7 @@ def test_statistics_alone_compile_for_h200(h200, h200_mesh):
     assert memory.temp_size_in_bytes < 0.02 * k.size * 2
 
 
+@pytest.mark.compiled
 def test_a_decode_step_compiles_for_h200(h200, h200_mesh):
     """Eight layers of Llama-3-8B: the cache stays where it is, without a second one."""
     spec = dataclasses.replace(model_step.SPECS["llama-3.1-8b"], num_layers=8)
@@ -174,6 +178,7 @@ def test_a_decode_step_compiles_for_h200(h200, h200_mesh):
     assert memory.temp_size_in_bytes < 0.01 * pairs
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("codec", ["identity", "int8"])
 def test_decoding_with_values_on_the_host_compiles_for_h200(codec, h200, h200_mesh):
     """A layer's go to the device and back, another stays.
