@@ -34,10 +34,10 @@ OFTEN = (  # one of each kind of memory, where the same code serves all policies
     *("key_diff", "expected_attention", "lag_kv", "random"),
 )
 QUICK = ("fastgen", "average_attention", "key_diff")  # under every schedule each time
+LAYOUTS = {"halves": {"layout": toys.HALVES}}  # all but dense
 STORED = {  # how and where pairs are kept
     "dense": {},
-    "halves": {"layout": toys.HALVES},
-    "halved": {"codec": toys.HALVED},
+    **LAYOUTS,
     "halved_but_ends": {"codec": toys.HALVED_BUT_ENDS},
     **{name: {"codec": codec} for name, codec in toys.OF_8_CHANNELS.items()},
 }
@@ -56,10 +56,10 @@ CASES = often(
 CASES += [pytest.param(each, marks=pytest.mark.slow) for each in SLOW]
 ELSEWHERE = [  # what is stored otherwise: all rules in one form, few in the others
     (name, SCHEDULES[i % 2], stored)
-    for stored in ("halves", "halved_but_ends", "int8")
+    for stored in (*LAYOUTS, "halved_but_ends", "int8")
     for i, name in enumerate(POLICIES)
 ]
-RARE = [each for each in ELSEWHERE if each[0] not in OFTEN and each[2] != "halves"]
+RARE = [each for each in ELSEWHERE if each[0] not in OFTEN and each[2] not in LAYOUTS]
 CASES += often(ELSEWHERE, [], others="e2e", rarely=RARE)
 CASES += often(  # one that looks at keys, and one that looks at attention
     [
@@ -206,7 +206,7 @@ def test_empty_slots_are_never_looked_at(case):
     assert np.any(end.layout.positions(states[1].layers[0]) < 0)
 
 
-@pytest.mark.parametrize("name", often(POLICIES, OFTEN[1:4]))
+@pytest.mark.parametrize("name", often(POLICIES, OFTEN[1:4], others="e2e"))
 def test_ways_to_make_room_agree(name):
     """Which pairs stay does not depend on where they lie, not even among equals.
 
@@ -222,11 +222,22 @@ def test_ways_to_make_room_agree(name):
     same(kept(run(gather, alike)[2]), kept(run(reuse, alike)[2]))
 
 
+@pytest.mark.parametrize("stored", LAYOUTS)
+@pytest.mark.parametrize("name", often(POLICIES, OFTEN[4:5], others="e2e"))
+def test_layouts_keep_the_same_pairs(name, stored):
+    dense, other = (
+        run(compressed(POLICIES[name], "prefill_and_decode", stored=where))
+        for where in ("dense", stored)
+    )
+    for state, also in zip(dense, other, strict=True):
+        same(kept(also), kept(state))
+
+
 @pytest.mark.parametrize(
     ("group", "dtype"),
-    often([(1, "float32"), (8, "bfloat16")], [(8, "bfloat16")], "e2e", several=True),
+    often([(1, "float32"), (8, "bfloat16")], [(8, "bfloat16")], "slow", several=True),
 )
-@pytest.mark.parametrize("name", often(policies.names(), OFTEN[3:5]))
+@pytest.mark.parametrize("name", often(policies.names(), OFTEN[3:5], others="e2e"))
 def test_groups_dtypes_and_pinned_pairs(name, group, dtype):
     """Under any rule `protect` keeps its pairs; any G and dtype is served."""
     spec = layer.spec_of(heads=2, group=group, depth=8)
@@ -247,7 +258,7 @@ def test_groups_dtypes_and_pinned_pairs(name, group, dtype):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", often(policies.names(), OFTEN[:3]))
+@pytest.mark.parametrize("name", policies.names())
 def test_jit_equals_eager(name):
     """Three blocks, with an eviction before the last."""
     small = policies.make(name, **SMALL.get(name, {}))
