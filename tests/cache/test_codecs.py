@@ -89,13 +89,20 @@ def test_bytes_are_those_of_what_is_stored(tiny):
 
 
 def test_generates_with_a_registered_codec(tiny):
-    """By name, through `kvjax.generate`; the full cache under it changes the logits."""
-    if "toy_halved" not in codecs.names():
-        codecs.register("toy_halved", lambda: toys.HALVED)
+    """By name, through `kvjax.generate`, which encodes by it."""
+    encoded = []
+
+    def encode(x):
+        encoded.append(x.shape)
+        return toys.ROUNDED.encode(x)
+
+    noted = toys.ROUNDED._replace(encode=encode)
+    codecs.register("toy_halved", lambda: codecs.Codec("noted", noted, noted))
     options = {"policy": policies.key_diff(), "budget": 24, "max_new_tokens": 8}
     options["schedule"] = Schedule(prefill_chunk=8, evict_size=8)
     prompt = [list(range(1, 45))]
     (named,) = kvjax.generate(tiny, prompt, codec="toy_halved", **options)
+    assert {shape[-1] for shape in encoded} == {tiny.spec.head_dim}
     (given,) = kvjax.generate(tiny, prompt, codec=toys.HALVED, **options)
     assert named.tokens == given.tokens and len(named.tokens) == 8
 

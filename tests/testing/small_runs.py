@@ -132,6 +132,7 @@ def kill(runs: Runs, times: int, seed: int = 0) -> int:
         process = runs.start(name)
         try:
             process.communicate(timeout=rng.uniform(0, runs.seconds))
+            assert process.returncode == 0, f"{name} stopped by itself"
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
