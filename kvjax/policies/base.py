@@ -292,10 +292,16 @@ def validate(policy: Policy) -> Policy:
 
 
 def _sortable(x: Float[Array, "B K C"]) -> Array:
-    """float32 as uint32 in the same order; -0 and 0 are the same number."""
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32) + 0.0, jnp.uint32)
-    sign = jnp.uint32(1 << 31)
-    return jnp.where(bits >= sign, ~bits, bits | sign)
+    """float32 as uint32 in the same order; -0 is 0, NaN of either sign the highest.
+
+    In integers alone: compilers drop additions of 0, and may flush small numbers.
+    """
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    sign, infinity = jnp.uint32(1 << 31), jnp.uint32(0x7F800000)
+    nan = (bits & ~sign) > infinity
+    bits = jnp.where(bits == sign, jnp.uint32(0), bits)
+    order = jnp.where(bits >= sign, ~bits, bits | sign)
+    return jnp.where(nan, jnp.uint32(0xFFFFFFFF), order)
 
 
 def _kth(order: Array, among: Bool[Array, "B K C"], k: Array) -> Array:
