@@ -160,7 +160,7 @@ def roco(spread: float = 0.3, recent: int = 10, sinks: int = 0) -> Policy:
         count = view.num_keep - protected.astype(jnp.int32) - sinks
         count = jnp.maximum(count, held - view.num_keep)  # as many as have to go
         steady = select_evictions(deviation, view.positions, count)
-        return jnp.where(steady, total, jnp.inf)
+        return jnp.where(steady | jnp.isnan(total), total, jnp.inf)
 
     return Policy(
         init=lambda *shape: Stats(

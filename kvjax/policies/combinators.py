@@ -80,7 +80,8 @@ def mix(a: Policy, b: Policy, weight: float = 0.5) -> Policy:
         second = b.score(_part(stats, 1), _own_view(view, 1))
         mixed = weight * _to_unit(first, view) + (1 - weight) * _to_unit(second, view)
         mixed = jnp.where(jnp.isneginf(first) | jnp.isneginf(second), -jnp.inf, mixed)
-        return jnp.where(jnp.isposinf(first) | jnp.isposinf(second), jnp.inf, mixed)
+        mixed = jnp.where(jnp.isposinf(first) | jnp.isposinf(second), jnp.inf, mixed)
+        return jnp.where(jnp.isnan(first) | jnp.isnan(second), jnp.nan, mixed)
 
     return Policy(
         init=lambda *shape: _join(a.init(*shape), b.init(*shape)),

@@ -110,6 +110,7 @@ def fastgen(
         choices = jnp.stack([*sets(stats.per_slot, view), every], axis=2)
         choice = stats.per_row[..., None, None]
         kept = jnp.take_along_axis(choices, choice, axis=2)[:, :, 0]
+        kept = kept | jnp.isnan(attn_sum)
         average = jnp.where(kept, attn_sum / seen_by(view), -jnp.inf)
         return jnp.where(view.positions < sinks, jnp.inf, average)
 
