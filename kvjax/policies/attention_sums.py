@@ -128,7 +128,8 @@ def roco(spread: float = 0.3, recent: int = 10, sinks: int = 0) -> Policy:
 
     A pair that some queries look at hard and most ignore has a low mean but a high
     deviation: it waits for its query. Sinks and the newest pairs, whose deviations mean
-    little yet, count as highest.
+    little yet, count as highest. That pins none of them: where few pairs have to go and
+    so many deviations are highest, the older of these compete by their means too.
 
     Args:
       spread: share of the kept pairs that the highest deviations protect; 0.3 in the
@@ -170,7 +171,6 @@ def roco(spread: float = 0.3, recent: int = 10, sinks: int = 0) -> Policy:
         score=score,
         required_stats=frozenset({"attn_sum", "attn_sq_sum"}),
         name="roco",
-        num_pinned=recent + sinks,
     )
 
 

@@ -92,7 +92,7 @@ def mix(a: Policy, b: Policy, weight: float = 0.5) -> Policy:
         score=score,
         required_stats=a.required_stats | b.required_stats,
         name=f"mix({a.name}, {b.name}, {weight})",
-        num_pinned=max(a.num_pinned, b.num_pinned),
+        num_pinned=a.num_pinned + b.num_pinned,
         needs_all_heads=a.needs_all_heads or b.needs_all_heads,
     )
 
@@ -153,7 +153,12 @@ def chunked(policy: Policy, size: int = 10) -> Policy:
         # Where one pair of a chunk is pinned and another let go for good.
         return jnp.where(jnp.isnan(mean) & ~jnp.isnan(raw), jnp.inf, mean)
 
-    return policy._replace(score=score, name=f"chunked({policy.name}, size={size})")
+    return policy._replace(
+        score=score,
+        name=f"chunked({policy.name}, size={size})",
+        # What shares a chunk with the last of the sinks, and the first of a window.
+        num_pinned=policy.num_pinned and policy.num_pinned + 2 * (size - 1),
+    )
 
 
 @memoized
@@ -255,9 +260,10 @@ def by_size(large: Policy, small: Policy, above: float = 1.2) -> Policy:
         rule = (large, small)[which]
         return rule.score(_part(stats, which), _own_view(view, which))
 
-    both = mix(large, small)
-    return both._replace(
-        score=score, name=f"by_size({large.name}, {small.name}, {above})"
+    return mix(large, small)._replace(
+        score=score,
+        name=f"by_size({large.name}, {small.name}, {above})",
+        num_pinned=max(large.num_pinned, small.num_pinned),
     )
 
 
