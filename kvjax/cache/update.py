@@ -199,9 +199,10 @@ def make_room(
 ) -> tuple[PyTree, Stats, Bool[Array, "B K"]]:
     """Drops the `drop` least important pairs of every head of every row.
 
-    Heads that drop any also lose what the policy would not keep at any budget. Works
-    through the rows that drop anything, `rows` of them at a time, and costs next to
-    nothing when there are none. Also returns which heads chose by scores with NaN.
+    Heads that drop any also lose what the policy would not keep at any budget; under
+    one that looks across heads, all heads of their row do. Works through the rows that
+    drop anything, `rows` of them at a time, and costs next to nothing when there are
+    none. Also returns which heads chose by scores with NaN.
     """
     busy = jnp.any(drop > 0, axis=1)
     if config.policy.needs_all_heads:  # whoever asks for the others' must be answered
@@ -216,7 +217,7 @@ def make_room(
         tidy, per_slot = config.layout.compact(layer, stats.per_slot, capacity)
         return tidy, stats._replace(per_slot=per_slot)
 
-    layer, stats = jax.lax.cond(jnp.any(drop > 0), moved, lambda: (layer, stats))
+    layer, stats = jax.lax.cond(jnp.any(busy), moved, lambda: (layer, stats))
     return layer, stats, nan
 
 
@@ -269,7 +270,8 @@ def compact(
                 heads=_numbers(count, heads, head_numbers),
                 budget=budget,
             )
-            gone, nan = _chosen(stat, view, held - target, config)
+            drop = held - target
+            gone, nan = _chosen(stat, view, drop, drop > 0, config)
             layer = layout.evict(layer, gone)
             state = _noted(state, NAN_SCORE, nan, heads)
         layer, per_slot = layout.compact(layer, stat.per_slot, capacity[place])
@@ -316,10 +318,12 @@ def _victims(
     """The slots whose pairs go, and the heads that chose by scores with NaN."""
     layout, batch = config.layout, drop.shape[0]
 
-    def choose(layer, stats, drop, now):
+    def choose(layer, stats, drop, busy, now):
         seen = view(layer, now, layout.live(layer) - drop)
-        gone, nan = _chosen(stats, seen, drop, config)
-        return gone & (drop > 0)[..., None], nan
+        whole = config.policy.needs_all_heads
+        chooses = jnp.broadcast_to(busy[:, None], drop.shape) if whole else drop > 0
+        gone, nan = _chosen(stats, seen, drop, chooses, config)
+        return gone & chooses[..., None], nan
 
     none = (
         jnp.zeros((*drop.shape, layout.capacity(layer)), bool),
@@ -327,14 +331,14 @@ def _victims(
     )
     if rows >= batch:
         return jax.lax.cond(
-            jnp.any(busy), lambda: choose(layer, stats, drop, now), lambda: none
+            jnp.any(busy), lambda: choose(layer, stats, drop, busy, now), lambda: none
         )
 
     def some_rows(carry):
         found, drop, busy = carry
         chosen = jnp.argsort(~busy, stable=True)[:rows]  # some may be done already
         held, seen = jax.tree.map(lambda leaf: host.rows(leaf, chosen), (layer, stats))
-        new = choose(held, seen, drop[chosen], now[chosen])
+        new = choose(held, seen, drop[chosen], busy[chosen], now[chosen])
         add = lambda old, more: old.at[chosen].set(old[chosen] | more)
         done = drop.at[chosen].set(0), busy.at[chosen].set(False)
         return jax.tree.map(add, found, new), *done
@@ -345,11 +349,15 @@ def _victims(
 
 
 def _chosen(
-    stats: Stats, view: View, drop: Int[Array, "B K"], config: CacheConfig
+    stats: Stats,
+    view: View,
+    drop: Int[Array, "B K"],
+    chooses: Bool[Array, "B K"],
+    config: CacheConfig,
 ) -> tuple[Bool[Array, "B K C"], Bool[Array, "B K"]]:
-    """`select_evictions` by the policy's scores, and where these were NaN."""
+    """`select_evictions` by the policy's scores, and which that choose had NaN."""
     score = config.policy.score(stats, view)
-    nan = jnp.any(jnp.isnan(score) & (view.positions >= 0), axis=-1) & (drop > 0)
+    nan = jnp.any(jnp.isnan(score) & (view.positions >= 0), axis=-1) & chooses
     return base.select_evictions(score, view.positions, drop), nan
 
 

@@ -4,8 +4,12 @@ Each takes policies and gives a policy, so they nest::
 
     protect(smooth(tova(), kernel=5), sinks=4, recent=32)
 
+What is no policy, such as a name, is a UserError.
+
 A learned rule's weights go along, see `kvjax.policies.base.memoized`.
 """
+
+import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -201,9 +205,12 @@ def per_head(policy: Policy, total: float = 0.5, floor: float = 0.2) -> Policy:
 
     Source: Ada-KV (Feng et al. 2024), arXiv 2407.11550, whose safeguard is `floor`.
     Raises:
-      UserError: a share outside 0 .. 1.
+      UserError: a share outside 0 .. 1, a total of 0.
     """
+    validate(policy)
     check_range("per_head", 0, 1, total=total, floor=floor)
+    if total == 0:
+        raise UserError("per_head(total=0) leaves nothing: give a share above 0")
 
     def score(stats, view):
         own = policy.score(stats, view)
@@ -213,23 +220,29 @@ def per_head(policy: Policy, total: float = 0.5, floor: float = 0.2) -> Policy:
     def shares(raw, pos, keep):
         """bool[B, H, C], what stays of all heads' pairs."""
         held = jnp.sum(pos >= 0, axis=-1, dtype=jnp.int32)  # [B, H]
-        over = held > keep
-        most = jnp.max(keep, axis=1, keepdims=True).astype(jnp.float32)
-        part = jnp.floor(total * most)
+        full = held > keep
+        most = jnp.max(keep, axis=1, keepdims=True, where=full, initial=0)  # n
+        part = jnp.floor(total * most.astype(jnp.float32))
         sure = jnp.floor(floor * part).astype(jnp.int32)
-        out = select_evictions(raw, pos, held - keep)  # of a head's own room
+        beyond = jnp.maximum(held - most, 0)
+        out = select_evictions(raw, pos, beyond)  # of a head's own room
         rivals = jnp.where(out, EMPTY, pos)
         own = ~select_evictions(raw, pos, jnp.maximum(held - sure, 0))  # a head's best
-        spare = jnp.sum(jnp.minimum(held, keep) - part.astype(jnp.int32), axis=1)
-        spare = jnp.where(jnp.any(over, axis=1), jnp.maximum(spare, 0), 0)
+        spare = jnp.sum(jnp.minimum(held, most) - part.astype(jnp.int32), axis=1)
+        spare = jnp.maximum(spare, 0)
         flat = (len(raw), 1, -1)
         gone = select_evictions(
             jnp.where(own, jnp.inf, raw).reshape(flat), rivals.reshape(flat), spare
         )
-        return ~(out | gone.reshape(raw.shape))
+        stays = ~(out | gone.reshape(raw.shape))
+        return stays | ~jnp.any(full, axis=1)[:, None, None]
 
-    name = f"per_head({policy.name}, total={total}, floor={floor})"
-    return policy._replace(score=score, name=name, needs_all_heads=True)
+    return policy._replace(
+        score=score,
+        name=f"per_head({policy.name}, total={total}, floor={floor})",
+        num_pinned=math.ceil(policy.num_pinned / total),
+        needs_all_heads=True,
+    )
 
 
 @memoized

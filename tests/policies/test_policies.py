@@ -1,6 +1,7 @@
 """The rules with arrays alone, and the choice that scores lead to."""
 
 import functools
+import itertools
 import types
 
 import jax
@@ -49,6 +50,96 @@ def test_evictions_are_a_stable_sort(seed, ties, slots):
         live = np.flatnonzero(pos[b, h] >= 0)
         order = sorted(live, key=lambda c: (score[b, h, c], pos[b, h, c]))
         assert set(np.flatnonzero(gone[b, h])) == set(order[: drop[b]])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
+def test_numbers_that_compilers_treat_apart(wrap):
+    """NaN of either sign stays before all else, and -0 is 0, however it is run."""
+    score = np.asarray([[[np.nan, 1e-42, -1e-42, 0.0, -0.0, np.nan, np.inf]]], "f4")
+    score.view(np.uint32)[0, 0, 0] = 0xFFC00000  # as processors make it
+    pos = jnp.arange(7)[None, None]
+    choose = wrap(policies.select_evictions)
+    gone = [choose(jnp.asarray(score), pos, jnp.asarray([n])) for n in range(8)]
+    order = [set(np.flatnonzero(b & ~a)) for a, b in itertools.pairwise(gone)]
+    assert order == [{2}, {3}, {4}, {1}, {6}, {0}, {5}]
+
+
+def given_scores(name="given"):
+    """A rule whose scores are its statistics of the slots."""
+    return policies.Policy(
+        init=lambda *shape: Stats(policies.zeros_per_slot(*shape)),
+        observe=lambda stats, view, observation: stats,
+        score=lambda stats, view: stats.per_slot,
+        required_stats=frozenset(),
+        name=name,
+    )
+
+
+GIVEN = given_scores()
+ROW = jnp.asarray([[[1, 2, np.nan, 4, 5, 6], [6, 5, 4, 3, 2, 1]]], jnp.float32)
+EMBRACING = {
+    "mix": (policies.mix(GIVEN, policies.recency()), Stats((ROW, ()), ((), ()))),
+    "mix, other": (policies.mix(policies.recency(), GIVEN), Stats(((), ROW), ((), ()))),
+    "smooth": (policies.smooth(GIVEN, 3), Stats(ROW)),
+    "chunked": (policies.chunked(GIVEN, 2), Stats(ROW)),
+    "shared_heads": (policies.shared_heads(GIVEN), Stats(ROW)),
+    "per_head": (policies.per_head(GIVEN), Stats(ROW)),
+    "criticalkv": (policies.criticalkv(GIVEN), Stats((ROW, jnp.ones_like(ROW)))),
+    "roco": (policies.roco(recent=0), Stats((ROW, ROW))),
+}
+
+
+@pytest.mark.parametrize("name", EMBRACING)
+def test_nan_is_not_swallowed(name):
+    """So that whoever runs the rule can tell of it."""
+    policy, stats = EMBRACING[name]
+    pos = np.broadcast_to(np.arange(6), (1, 2, 6))
+    score = np.asarray(policy.score(stats, view(pos, [[4, 4]])))
+    assert np.isnan(score[0, 0, 2]) and not np.isnan(score[0, 1, [0, 1, 3, 4]]).any()
+
+
+def test_pinned_pairs_are_all_counted():
+    """As many as `score` may pin, or what the budget was checked for falls short."""
+    pins = policies.protect(policies.key_norm(), 4, 16)
+    pos = np.arange(40)[None, None]
+    keys = jnp.ones((1, 1, 40, 2))
+    for policy in (
+        policies.chunked(pins, 10),  # 0 to 9, and 20 to 39 with its window's 24 to 39
+        policies.mix(
+            policies.streaming(4), policies.protect(policies.recency(), 0, 16)
+        ),
+    ):
+        stats = policy.init(types.SimpleNamespace(num_kv_heads=1), 1, 40)
+        score = policy.score(stats, view(pos, [[30]], keys))
+        assert np.isposinf(score).sum() <= policy.num_pinned
+    assert policies.chunked(pins, 10).num_pinned == 20 + 18
+    assert policies.chunked(policies.key_norm(), 10).num_pinned == 0
+    assert policies.mix(pins, policies.snapkv(8)).num_pinned == 28
+    assert policies.by_size(pins, policies.snapkv(8)).num_pinned == 20
+    assert policies.per_head(pins, total=0.3).num_pinned == 67
+
+
+def test_roco_pins_nothing_where_little_goes():
+    """12 pairs of which 1 goes: the 10 newest may be more than the spread protects."""
+    policy = policies.roco(recent=10)
+    ones = jnp.ones((1, 1, 12))
+    score = policy.score(Stats((ones, ones)), view(np.arange(12)[None, None], [[11]]))
+    assert not np.isposinf(score[0, 0, 2]) and policy.num_pinned == 0
+
+
+def test_per_head_leaves_its_share_of_a_row():
+    """Also where a head is full and another, within its room, holds more than n."""
+    policy = policies.per_head(GIVEN, total=0.5, floor=0.0)
+    pos = np.broadcast_to(np.arange(8), (1, 3, 8)).copy()
+    pos[0, 1, 7:], pos[0, 2, 3:] = -1, -1
+    held = (pos >= 0).sum(-1)  # 8, 7, 3
+    score = np.random.default_rng(0).normal(size=pos.shape)
+    score = jnp.asarray(score + np.asarray([[[0], [9], [0]]]))
+    left = policy.score(Stats(score), view(pos, held - [[4, 0, 0]]))
+    stay = (np.isfinite(left) & (pos >= 0)).sum(-1)
+    assert stay.sum() == 3 * 2 and stay.max() == 4  # of n = 4
+    calm = policy.score(Stats(score), view(pos, held))
+    np.testing.assert_array_equal(calm, score)
 
 
 def test_a_rule_in_somebody_elses_code():
@@ -134,6 +225,7 @@ def test_factories_give_one_policy():
     assert policies.protect(policies.h2o(), 1, 2) is policies.protect(
         policies.h2o(), 1, 2
     )
+    assert policies.criticalkv() is policies.criticalkv(policies.snapkv())
     assert [policies.make(name).name for name in policies.names()] == list(
         policies.names()
     )

@@ -586,11 +586,13 @@ def per_head(rule, total=0.5, floor=0.2):
 
     def rule_too(heads, now, keep):
         scores = rule(heads, now, keep)
-        if all(len(head.pairs) <= n for head, n in zip(heads, keep, strict=True)):
+        full = [n for head, n in zip(heads, keep, strict=True) if len(head.pairs) > n]
+        if not full:
             return scores
-        parts = [int(total * max(keep))] * len(keep)
+        n = max(full)
+        parts = [int(total * n)] * len(keep)
         safe, rivals = set(), []
-        for h, (head, n) in enumerate(zip(heads, keep, strict=True)):
+        for h, head in enumerate(heads):
             ranked = sorted(
                 best(scores[h], head.pairs, n),
                 key=lambda i: (scores[h][i], head.pairs[i].position),
@@ -606,6 +608,7 @@ def per_head(rule, total=0.5, floor=0.2):
             for h, row in enumerate(scores)
         ]
 
+    rule_too.of_whole_row = True
     return rule_too
 
 
@@ -679,9 +682,13 @@ class Layer:
         return [[pair.position for pair in head.pairs] for head in self.heads]
 
     def _drop(self, drop, always=False):
-        """Each head loses its lowest scores, the older of equals first, and -inf."""
+        """Each head loses its lowest scores, the older of equals first, and -inf.
+
+        A head with nothing to lose keeps its -inf, unless the rule is of whole rows.
+        """
         if not any(drop) and not always:
             return
+        always = always or getattr(self.rule, "of_whole_row", False)
         keep = [len(h.pairs) - d for h, d in zip(self.heads, drop, strict=True)]
         scores = self.rule(self.heads, self.seen - 1, keep)
         for head, row, d in zip(self.heads, scores, drop, strict=True):
