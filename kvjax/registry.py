@@ -54,6 +54,11 @@ class Registry:
         Raises:
           UserError: an unknown name, or a `module:function` that cannot be imported.
         """
+        if not isinstance(name, str):
+            raise UserError(
+                f"{self.kind} is {name!r:.80}: give a name, one of "
+                f"{', '.join(self.names())}, or module:function of your own"
+            )
         if ":" in name:
             return _imported(f"{self.kind} {name!r}", name)
         if name not in self._factories:

@@ -7,6 +7,7 @@ knows no model, no layout and no budget, so it runs in anybody's JAX code: see
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -224,12 +225,12 @@ def check_counts(where: str, least: int, **counts: int) -> None:
 
 
 def check_range(where: str, low: float, high: float, **values: float) -> None:
-    """Raises UserError unless all are numbers from `low` to `high`."""
+    """Raises UserError unless all are finite numbers from `low` to `high`."""
+    span = f"from {low:g} to {high:g}" if high < math.inf else f"of {low:g} or more"
     for name, value in values.items():
-        if not isinstance(value, int | float) or not low <= value <= high:
-            raise UserError(
-                f"{where}({name}={value!r}): a number from {low:g} to {high:g}"
-            )
+        number = isinstance(value, int | float) and math.isfinite(value)
+        if not number or not low <= value <= high:
+            raise UserError(f"{where}({name}={value!r}): a finite number {span}")
 
 
 def check_choice(where: str, among: tuple[str, ...], **values: str) -> None:
@@ -276,7 +277,10 @@ def select_evictions(
 def validate(policy: Policy) -> Policy:
     """The policy, or a UserError if it needs what attention cannot hand over."""
     if not isinstance(policy, Policy):
-        raise UserError(f"{policy!r} is no Policy: make one, as in policies.h2o()")
+        name = getattr(policy, "__name__", None)
+        raise UserError(
+            f"{name or policy!r:.80} is no Policy: make one, as in policies.h2o()"
+        )
     if not isinstance(policy.required_stats, frozenset):
         raise UserError(
             f"policy {policy.name!r} has required_stats={policy.required_stats!r}: "

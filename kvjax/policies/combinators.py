@@ -23,6 +23,7 @@ from kvjax.policies.base import (
     own_heads,
     recent_mask,
     select_evictions,
+    validate,
 )
 from kvjax.policies.ordering import pooled, segments
 from kvjax.types import EMPTY, Stats, UserError, View, real_number
@@ -46,6 +47,7 @@ def protect(policy: Policy, sinks: int = 4, recent: int = 32) -> Policy:
       UserError: a negative number. That the pinned pairs fit a budget is checked where
         the budget is known: before anything is compiled.
     """
+    validate(policy)
     check_counts("protect", 0, sinks=sinks, recent=recent)
 
     def score(stats, view):
@@ -77,6 +79,8 @@ def mix(a: Policy, b: Policy, weight: float = 0.5) -> Policy:
     Raises:
       UserError: a weight outside 0 .. 1.
     """
+    validate(a)
+    validate(b)
     check_range("mix", 0, 1, weight=weight)
 
     def score(stats, view):
@@ -119,6 +123,7 @@ def smooth(policy: Policy, kernel: int = 7, pool: str = "average") -> Policy:
     Raises:
       UserError: an even kernel or one below 1; an unknown pooling.
     """
+    validate(policy)
     check_pooling("smooth", kernel, pool)
 
     def score(stats, view):
@@ -149,6 +154,7 @@ def chunked(policy: Policy, size: int = 10) -> Policy:
     Raises:
       UserError: a size below 1.
     """
+    validate(policy)
     check_counts("chunked", 1, size=size)
 
     def score(stats, view):
@@ -176,7 +182,11 @@ def shared_heads(policy: Policy) -> Policy:
 
     Args:
       policy: the rule.
+
+    Raises:
+      UserError: something that is no policy.
     """
+    validate(policy)
 
     def score(stats, view):
         raw = policy.score(stats, view)

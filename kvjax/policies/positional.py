@@ -12,7 +12,7 @@ from kvjax.policies.base import (
     stateless,
 )
 from kvjax.policies.combinators import protect
-from kvjax.types import View
+from kvjax.types import View, whole_number
 
 
 @memoized
@@ -90,7 +90,10 @@ def random(seed: int = 0) -> Policy:
       seed: draws another sample.
 
     Source: none; what every other rule has to beat.
+    Raises:
+      UserError: a seed that is no whole number.
     """
+    seed = whole_number("random(seed)", seed)
 
     def score(view: View) -> Array:
         heads = head_numbers(view).astype(jnp.uint32)[None, :, None]

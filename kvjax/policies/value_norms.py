@@ -8,13 +8,13 @@ from kvjax.policies.base import (
     memoized,
     scatter_new,
     select_evictions,
+    validate,
     zeros_per_slot,
 )
 from kvjax.policies.observation_window import snapkv
 from kvjax.types import Stats
 
 
-@memoized
 def criticalkv(
     policy: Policy | None = None, first: float = 0.5, epsilon: float = 1e-4
 ) -> Policy:
@@ -38,11 +38,17 @@ def criticalkv(
     Source: CriticalKV (Feng et al. 2025), arXiv 2502.03805; epsilon from the released
       code.
     Raises:
-      UserError: a share outside 0 .. 1, a negative epsilon.
+      UserError: something that is no policy, a share outside 0 .. 1, a negative or
+        infinite epsilon.
     """
+    return _criticalkv(snapkv() if policy is None else policy, first, epsilon)
+
+
+@memoized
+def _criticalkv(policy: Policy, first: float, epsilon: float) -> Policy:
+    validate(policy)
     check_range("criticalkv", 0, 1, first=first)
     check_range("criticalkv", 0, float("inf"), epsilon=epsilon)
-    policy = policy or snapkv()
 
     def init(spec, batch, capacity):
         kept = policy.init(spec, batch, capacity)
@@ -63,7 +69,7 @@ def criticalkv(
         sure = (first * view.num_keep.astype(jnp.float32)).astype(jnp.int32)
         best = ~select_evictions(raw, view.positions, held - sure)
         weighed = jnp.where(jnp.isfinite(raw), (raw + epsilon) * stats.per_slot[1], raw)
-        return jnp.where(best, jnp.inf, weighed)
+        return jnp.where(best & ~jnp.isnan(raw), jnp.inf, weighed)
 
     return Policy(
         init=init,
