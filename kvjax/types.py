@@ -159,6 +159,10 @@ class ModelSpec:
         """Tokens that a layer's queries see; 0 for all."""
         return self.sliding_windows[layer] if self.sliding_windows else 0
 
+    def scoring(self, layer: int) -> "Scoring":
+        """What happens to a layer's scaled products of queries and keys."""
+        return Scoring(self.attention_softcap, self.sliding_window(layer))
+
     @property
     def queries_per_kv_head(self) -> int:
         """G, the query heads that share one KV head."""
@@ -292,6 +296,8 @@ class View(NamedTuple):
       budget: pairs that each of these heads may hold, |kv|, one static number; None
         where nobody says.
       mean_budget: the same on average over all heads of the model, where they differ.
+      scoring: what the layer does to products before the softmax, for rules that make
+        attention weights themselves.
     """
 
     positions: Int[Array, "B K C"]
@@ -306,6 +312,7 @@ class View(NamedTuple):
     heads: Int[Array, "K"] | None = None
     budget: int | None = None
     mean_budget: float | None = None
+    scoring: Scoring = Scoring()
 
 
 class Observation(NamedTuple):

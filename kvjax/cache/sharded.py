@@ -138,9 +138,11 @@ def compact(
     policy_params: Sequence[PyTree] | None = None,
 ) -> KVState:
     """`update.compact`, by every shard for its own rows and heads."""
+    scorings = [spec.scoring(index) for index in range(spec.num_layers)]
 
     def shrink(state, policy_params):
-        return update.compact(state, config, capacity, apply_ropes, policy_params)
+        given = state, config, capacity, apply_ropes, policy_params
+        return update.compact(*given, scorings=scorings)
 
     if axes.mesh() is None:
         return shrink(state, policy_params)

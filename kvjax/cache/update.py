@@ -20,7 +20,7 @@ from kvjax.cache.layouts import Layout
 from kvjax.cache.state import NAN_SCORE, OVERFLOW, KVState, next_positions
 from kvjax.parallel import axes, host
 from kvjax.policies import base
-from kvjax.types import LayerOps, PyTree, Stats, View
+from kvjax.types import LayerOps, PyTree, Scoring, Stats, View
 
 
 def step_layer(
@@ -71,6 +71,7 @@ def step_layer(
         view = functools.partial(
             _view,
             apply_rope=ops.apply_rope,
+            scoring=ops.scoring,
             config=config,
             number=number,
             params=policy_params,
@@ -229,6 +230,7 @@ def compact(
     policy_params: Sequence[PyTree] | None = None,
     first_layer: int | Int[Array, ""] = 0,
     head_numbers: Int[Array, "K"] | None = None,
+    scorings: Sequence[Scoring] | None = None,
 ) -> KVState:
     """Shrinks (or grows) the state between prefill and decode.
 
@@ -246,6 +248,7 @@ def compact(
       policy_params: every layer's weights of a learned rule.
       first_layer: the number in the model of the state's first layer.
       head_numbers: the heads' indices in the model's layer, where they are not all.
+      scorings: `LayerOps.scoring` of every layer; None where all are plain.
     """
     layout, layers, stats = config.layout, [], []
     count = state.error.shape[1]
@@ -264,6 +267,7 @@ def compact(
                 state.next_pos - 1,
                 target,
                 apply_rope=apply_ropes[index],
+                scoring=scorings[index] if scorings else Scoring(),
                 config=config,
                 number=first_layer + index,
                 params=policy_params and policy_params[index],
@@ -378,6 +382,7 @@ def _view(
     keep: Array,
     *,
     apply_rope,
+    scoring: Scoring,
     config,
     number,
     params,
@@ -399,6 +404,7 @@ def _view(
         heads=heads,
         budget=budget,
         mean_budget=config.mean_budget,
+        scoring=scoring,
     )
 
 

@@ -456,10 +456,11 @@ def _sample(logits: Array, keys: Array, position: Array, sampling) -> Array:
     return sample(logits, sampling, keys, position)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "config", "capacity"))
-def _compact(state, rule, number, heads, *, spec, config, capacity) -> cache.KVState:
-    ropes, params = decoder.rotations(spec)[:1], None if rule is None else (rule,)
-    return cache.compact(state, config, capacity, ropes, params, number, heads)
+@functools.partial(jax.jit, static_argnames=("spec", "config", "capacity", "like"))
+def _compact(state, rule, number, heads, *, spec, config, capacity, like):
+    ropes, params = [decoder.rotations(spec)[like]], None if rule is None else (rule,)
+    given = state, config, capacity, ropes, params, number, heads
+    return cache.compact(*given, scorings=[spec.scoring(like)])
 
 
 def _shrunk(
@@ -477,6 +478,7 @@ def _shrunk(
             spec=spec,
             config=alone,
             capacity=alone.decode_capacity(one, room, new),
+            like=_like(spec, part.layer),
         )
         states.append(part.replace(state=state))
     return found._replace(state=tuple(states))

@@ -38,7 +38,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.models import layers
 from kvjax.parallel import axes, host
-from kvjax.types import LayerOps, ModelSpec, PyTree, RopeScaling, Scoring
+from kvjax.types import LayerOps, ModelSpec, PyTree, RopeScaling
 
 Attend = Callable[..., tuple[Array, PyTree]]
 Measure = Callable[..., PyTree]
@@ -327,11 +327,10 @@ def layer_ops(
     hidden: Float[Array, "B T M"],
 ) -> LayerOps:
     """What a layer lends the cache; `out` by heads costs nothing until it is used."""
-    scoring = Scoring(spec.attention_softcap, spec.sliding_window(index))
     heads = {"k": spec.num_kv_heads, "g": spec.queries_per_kv_head}
     by_head = rearrange(out, "m (k g d) -> k g d m", **heads)
     contributions = jax.tree_util.Partial(_contributions, by_head)
-    return LayerOps(rotate, contributions, scoring, hidden)
+    return LayerOps(rotate, contributions, spec.scoring(index), hidden)
 
 
 def _project(

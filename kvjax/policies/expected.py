@@ -35,7 +35,8 @@ def expected_attention(
     Queries of a head are close to a Gaussian, and for a Gaussian query the mean of
     exp(q . k) has that closed form. The statistics are gathered block by block, exactly
     (Chan et al. 1979); they take G * D * (D + 1) numbers per KV head and row, and each
-    eviction multiplies every key by a D x D matrix per query head.
+    eviction multiplies every key by a D x D matrix per query head. A layer's soft cap
+    and sliding window, if it has any, are left out: the closed form knows neither.
 
     Args:
       future: positions to average over; the paper's 512.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.policies.base import (
     Policy,
@@ -173,17 +173,28 @@ def _remember(ring: Queries, observation: Observation) -> Queries:
 def asked(ring: Queries, view: View) -> Float[Array, "B K G W C"]:
     """Attention weights of the remembered queries over the live pairs.
 
-    A query does not see pairs newer than itself; a place without a query has no weight.
+    As the layer has them (`View.scoring`). A query does not see pairs newer than itself
+    or beyond the layer's window; a place without a query has no weight.
     """
     logits = products(ring, view)
     seen_from = jnp.where(view.positions < 0, jnp.iinfo(jnp.int32).max, view.positions)
     visible = seen_from[:, :, None, None] < ring.after[:, None, None, :, None]
+    if view.scoring.local_window:
+        visible = visible & in_window(ring, view)[:, :, None]
     weights = jax.nn.softmax(jnp.where(visible, logits, -1e30), axis=-1)
     return jnp.where(visible, weights, 0.0)
 
 
+def in_window(ring: Queries, view: View) -> Bool[Array, "B K W C"]:
+    """Which slots' pairs are in each remembered query's window, in a layer with one."""
+    since = ring.after - view.scoring.local_window
+    return view.positions[:, :, None] >= since[:, None, :, None]
+
+
 def products(ring: Queries, view: View) -> Float[Array, "B K G W C"]:
-    """Scaled products of the remembered queries and all slots' keys."""
+    """Scaled products of the remembered queries and all slots' keys, capped if any."""
     keys = view.keys().astype(jnp.float32)
     scale = keys.shape[-1] ** -0.5
-    return scale * jnp.einsum("bwkgd,bkcd->bkgwc", ring.q, keys, precision="highest")
+    found = scale * jnp.einsum("bwkgd,bkcd->bkgwc", ring.q, keys, precision="highest")
+    cap = view.scoring.logits_soft_cap
+    return cap * jnp.tanh(found / cap) if cap else found

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from kvjax.policies.base import Policy, check_counts, check_range, memoized, recent_mask
 from kvjax.policies.combinators import check_pooling
-from kvjax.policies.observation_window import asking, products
+from kvjax.policies.observation_window import asking, in_window, products
 from kvjax.policies.ordering import pooled
 from kvjax.types import View
 
@@ -51,7 +51,12 @@ def r_kv(
         recent = recent_mask(view, window)
         among = (view.positions >= 0) & ~recent
         logits = jnp.max(products(ring, view), axis=2)  # [B, K, W, C]
-        share = jax.nn.softmax(jnp.where(among[:, :, None], logits, -1e30), axis=-1)
+        seen = among[:, :, None]
+        if view.scoring.local_window:
+            seen = seen & in_window(ring, view)
+        share = jax.nn.softmax(jnp.where(seen, logits, -1e30), axis=-1)
+        if view.scoring.local_window:  # a query may see none of the others
+            share = jnp.where(seen, share, 0.0)
         there = (ring.after > 0).astype(jnp.float32)  # [B, W]
         count = jnp.maximum(jnp.sum(there, axis=1), 1.0)[:, None, None]
         importance = jnp.einsum("bkwc,bw->bkc", share, there) / count

@@ -17,11 +17,13 @@ from testing.engine import run_batch, score_tokens
 
 import kvjax
 from kvjax import Schedule, cache, policies
+from kvjax.attention import reference
 from kvjax.cache.config import make_config
 from kvjax.engine import layerwise, planner, runner, steps
 from kvjax.engine.compiled import Job, programs
 from kvjax.models import placement, presets
 from kvjax.parallel import meshes
+from kvjax.types import Observation, Scoring, View
 
 WINDOWS = (6, 0, 11)  # local, global, local, as in Gemma 2
 LENGTHS = (3, 6, 7, 23, 0, 40)  # below, at and above the window; one row unused
@@ -233,3 +235,62 @@ def test_the_largest_layers_stand_for_temporaries():
     short = planner._largest_layers(job, 2)
     assert short.prefill_capacity == (70, 143)
     assert short.spec.sliding_windows == short.config.windows == (6, 0)
+
+
+@pytest.mark.parametrize(
+    "scoring", [Scoring(), Scoring(2.0, 0), Scoring(0.0, 5), Scoring(2.0, 5)], ids=str
+)
+def test_rules_weigh_pairs_as_the_layer_does(scoring):
+    """What SnapKV computes again is attention's own, capped and within the window."""
+    draw = lambda *shape: jnp.asarray(RNG.normal(size=shape) * 2, jnp.float32)
+    q, k = draw(1, 2, 3, 4, 8), draw(1, 2, 12, 8)
+    at = jnp.arange(8, 12)[None]  # the queries are those of the newest 4
+    pos = jnp.broadcast_to(jnp.arange(12), (1, 2, 12))
+    n = jnp.asarray([4])
+    _, seen = reference.attend(
+        *(q, k, k, pos, at, n), frozenset({"attn_weights"}), scoring
+    )
+    spec = dataclasses.replace(model().spec, num_heads=6, num_kv_heads=2, head_dim=8)
+    view = View(pos, n + 7, n[None] + 4, lambda: k, scoring=scoring)
+    policy = policies.snapkv(window=4, kernel=1)
+    observed = Observation(n, at, queries=q)
+    stats = policy.observe(policy.init(spec, 1, 12), view, observed)
+    score = policy.score(stats, view)[:, :, :8]
+    mean = jnp.mean(seen.attn_weights, axis=(2, 3))[:, :, :8]
+    np.testing.assert_allclose(score, mean, rtol=1e-5, atol=1e-7)
+    if scoring.local_window:
+        assert not score[:, :, :4].any() and score[:, :, 5:].all()
+        share = policies.r_kv(window=4, kernel=1, weight=1.0).score(stats, view)
+        assert not share[:, :, :4].any() and share[:, :, 5:8].all()
+
+
+def test_rules_are_told_what_a_layer_does_to_its_products():
+    """In every step and in the compaction, of the whole model or of one layer."""
+    found = []
+
+    def score(stats, view):
+        found.append((view.layer, view.scoring))
+        return view.positions.astype(jnp.float32)
+
+    policy = policies.recency()._replace(score=score, name="told")
+    spec = dataclasses.replace(model().spec, attention_softcap=4.0)
+    expected = {(i, Scoring(4.0, window)) for i, window in enumerate(WINDOWS)}
+    tokens, lengths = jnp.zeros((1, 16), jnp.int32), jnp.asarray([16])
+    for phases in ("prefill_only", "after_prefill"):
+        config = make_config(spec, policy, 8, Schedule(phases, 4))
+        how = {"spec": spec, "config": config}
+        room = config.prefill_capacity(spec, 16, NEW)
+        found.clear()
+        state = jax.eval_shape(lambda c=config, r=room: cache.init(spec, c, 1, r))
+        read = functools.partial(steps.prefill, **how)
+        state, _ = jax.eval_shape(read, model().params, state, tokens, lengths)
+        room = config.decode_capacity(spec, 16, NEW)
+        jax.eval_shape(functools.partial(steps.compact, **how, capacity=room), state)
+        assert set(found) == expected
+    found.clear()
+    for index in range(len(WINDOWS)):  # as where layers are read one after the other
+        alone = state.of_layer(index), None, jnp.int32(index), None
+        how = {"spec": spec, "config": config.of_layer(index), "like": index}
+        shrink = functools.partial(layerwise._compact, **how, capacity=room[:1])
+        jax.eval_shape(shrink, *alone)
+    assert [scoring for _, scoring in found] == [Scoring(4.0, each) for each in WINDOWS]
