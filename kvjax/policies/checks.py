@@ -1,7 +1,8 @@
 """What is wrong with a rule, told before anything is compiled.
 
-A rule's functions are traced on arrays that have shapes and hold nothing, no two axes
-of one length, so that one cannot stand in for another.
+A rule's functions are traced on arrays that have shapes and hold nothing. Rows, slots
+and tokens come in numbers that no other axis has, so that none stands in for another;
+K, G, D and M are the model's, of which some may be equal.
 """
 
 import functools
@@ -31,8 +32,9 @@ _AXES = {  # of what an observation may hold
 def check_rule(policy: Policy, spec, capacity: int, in_decode: bool) -> None:
     """Raises UserError unless a rule's three functions go together.
 
-    Traces them once for each kind of weights that the layers have; what was found right
-    is remembered.
+    Traces them once for each kind of weights that the layers have, and once more as of
+    a small head where the rule asks how many pairs a head may hold; what was found
+    right is remembered.
 
     Args:
       policy: the rule.
@@ -62,10 +64,10 @@ def _check(policy, spec, capacity, in_decode, layer, structure, shapes) -> None:
     params = jax.tree.unflatten(structure, shapes)
     trial = _Trial(policy, spec, capacity, layer, params)
     stats = trial.init(spec)
-    trial.observe(stats, is_prefill=True)
-    if in_decode:
-        trial.observe(stats, is_prefill=False)
-    trial.score(stats)
+    trial.step(stats, in_decode)
+    if trial.asks_budget:
+        trial.budget = capacity
+        trial.step(stats, in_decode)
 
 
 class _Trial:
@@ -75,13 +77,16 @@ class _Trial:
       sizes: lengths of the axes, by their letters.
       missed: fields of the observation that it read and had not asked for.
       gathers: whether it asked for the other heads.
+      asks_budget: whether it asked how many pairs a head may hold.
+      budget: the answer, far below the mean; None where nobody says.
     """
 
     def __init__(self, policy: Policy, spec, capacity: int, layer: int, params: PyTree):
         self.policy, self.layer, self.params = policy, layer, params
         self.sizes = _sizes(spec, capacity)
         self.missed: set[str] = set()
-        self.gathers = False
+        self.gathers = self.asks_budget = False
+        self.budget: int | None = None
 
     def init(self, spec) -> Stats:
         """Shapes of what the rule remembers, each with its axes in front."""
@@ -98,6 +103,13 @@ class _Trial:
                         f"with [{', '.join(axes)}]"
                     )
         return stats
+
+    def step(self, stats: Stats, in_decode: bool) -> None:
+        """Raises UserError unless the rule observes and scores as it has to."""
+        self.observe(stats, is_prefill=True)
+        if in_decode:
+            self.observe(stats, is_prefill=False)
+        self.score(stats)
 
     def observe(self, stats: Stats, is_prefill: bool) -> None:
         """Raises UserError unless the stats stay what they are."""
@@ -137,6 +149,15 @@ class _Trial:
             )
 
     def view(self, params: PyTree) -> View:
+        trial = self
+
+        class Watched(View):
+            """Notes when the size of a head is read."""
+
+            def __getattribute__(self, name):
+                trial.asks_budget |= name in ("budget", "mean_budget")
+                return super().__getattribute__(name)
+
         def gather_heads(x):
             self.gathers = True
             return x
@@ -144,7 +165,7 @@ class _Trial:
         def pairs():
             return jnp.zeros(self.shape("BKCD"), jnp.float32)
 
-        return View(
+        return Watched(
             *(jnp.zeros(self.shape(axes), jnp.int32) for axes in ("BKC", "B", "BK")),
             keys=pairs,
             values=pairs,
@@ -152,6 +173,8 @@ class _Trial:
             layer=self.layer,
             params=params,
             gather_heads=gather_heads,
+            budget=self.budget,
+            mean_budget=self.budget and 16.0 * self.budget,
         )
 
     def observation(self, is_prefill: bool) -> Observation:

@@ -164,6 +164,14 @@ def test_a_rule_is_traced_once():
     assert len(traced) == 1
 
 
+def test_rules_of_small_heads_are_traced_too():
+    wrong = SUMS._replace(score=lambda stats, view: view.positions > 7)
+    rule = policies.by_size(policies.recency(), wrong)
+    with pytest.raises(UserError, match=r"score gives bool\[4,2,96\]"):
+        configured(rule)
+    configured(policies.by_size(policies.recency(), SUMS))
+
+
 def test_checks_are_cheap():
     """Nothing is compiled or allocated: a long cache costs no more than a short one."""
     start = time.perf_counter()
