@@ -23,12 +23,23 @@ def pair(
       sinks: the first tokens, likewise.
 
     Raises:
-      UserError: something that is no codec, or a length below 0.
+      UserError: something that is no codec; one that differs between layers or waits
+        for the end of the prompt, which is to be said of the whole; one that leaves
+        more tokens as they are than the pair does; a length below 0.
     """
     key, value = make(key), make(value)
     newest = whole_number("residual_length", residual_length, 0)
+    sinks = whole_number("sinks", sinks, 0)
+    for codec in (key, value):
+        _check_alone("pair", codec)
+        if codec.residual_length > newest or codec.sinks > sinks:
+            raise UserError(
+                f"codec {codec.name!r} within pair leaves the newest "
+                f"{codec.residual_length} and the first {codec.sinks} tokens as they "
+                "are: give pair a residual_length and sinks of so many"
+            )
     name = f"pair of {key.name}, {value.name}"
-    return Codec(name, key.key, value.value, newest, whole_number("sinks", sinks, 0))
+    return Codec(name, key.key, value.value, newest, sinks)
 
 
 def by_layer(
@@ -53,14 +64,19 @@ def by_layer(
     """
     inner, outer = make(inner), make(outer)
     for codec in (inner, outer):
-        if codec.after_prompt or codec.of_layer:
-            raise UserError(
-                f"codec {codec.name!r} within by_layer: give one that is the same in "
-                "all layers, and after_prompt(by_layer(...)) for what waits"
-            )
+        _check_alone("by_layer", codec)
     first, last = whole_number("first", first, 0), whole_number("last", last, 0)
     name = f"{inner.name} within {first} and {last} layers of {outer.name}"
     return inner._replace(name=name, of_layer=_Ends(inner, outer, first, last))
+
+
+def _check_alone(where: str, codec: Codec) -> None:
+    """Raises UserError for a codec of a whole cache, which is no part of another."""
+    if codec.after_prompt or codec.of_layer:
+        raise UserError(
+            f"codec {codec.name!r} within {where}: give one that is the same in all "
+            f"layers, and after_prompt({where}(...)) for what waits"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,8 @@ def rotated(codec: Codec | str = "int4") -> Codec:
     Source: QuaRot, Ashkboos et al. 2024, arXiv 2404.00456, section 4.
 
     Raises:
-      UserError: something that is no codec, or one that differs between layers.
+      UserError: something that is no codec, or one that differs between layers or is
+        rotated already.
     """
     codec = make(codec)
     if codec.of_layer:
@@ -43,6 +44,8 @@ def rotated(codec: Codec | str = "int4") -> Codec:
             f"codec {codec.name!r} differs between layers: rotate those that it is "
             "made of, by_layer(rotated(...), ...)"
         )
+    if codec.key.turned or codec.value.turned:
+        raise UserError(f"codec {codec.name!r} is rotated: rotate what lies inside")
     key, value = (_rotated(tensor) for tensor in (codec.key, codec.value))
     return codec._replace(name=f"{codec.name}_rotated", key=key, value=value)
 

@@ -221,3 +221,16 @@ def test_codecs_that_cannot_be_joined():
     ):
         with pytest.raises(kvjax.UserError, match=r"by_layer\("):
             make()
+    for member, words in (
+        (late, r"'int8_after_prompt' within pair.*after_prompt\(pair"),
+        (MIXED, r"within pair.*same in all layers"),
+        (codecs.kivi(), r"'kivi' within pair .*newest 128 .*give pair a residual"),
+        (codecs.int8()._replace(sinks=4), r"'int8' within pair .*first 4 .*sinks"),
+    ):
+        for pair in ((member, "int8"), ("int8", member)):
+            with pytest.raises(kvjax.UserError, match=words):
+                codecs.pair(*pair)
+    assert codecs.pair("kivi", "int8", 128).residual_length == 128
+    for twice in ("int4_rotated", codecs.pair("int8", "int4_rotated")):
+        with pytest.raises(kvjax.UserError, match=r"is rotated: .*inside"):
+            codecs.rotated(twice)

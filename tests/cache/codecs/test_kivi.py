@@ -152,6 +152,7 @@ def job_of(spec, codec, policy=None, budget=None, schedule=None, batch=3):
 AFTER = Schedule("after_prefill", prefill_chunk=8)
 ONLY = Schedule("prefill_only", prefill_chunk=8, evict_size=8)
 KIVI = codecs.kivi(2, 8, residual_length=12)
+BARE = KIVI._replace(residual_length=0)
 WAYS = {
     "full": (KIVI, None, None, Schedule("none", prefill_chunk=8)),
     "full, later": (codecs.after_prompt(KIVI),),
@@ -243,9 +244,9 @@ def test_refused(options, words):
         (codecs.by_layer("int8", KIVI), 24, AFTER, r"'kivi' encodes 8 keys together"),
         (codecs.after_prompt(codecs.by_layer("int8", KIVI)), 10, AFTER, r"newest 12"),
         (codecs.after_prompt(KIVI), 10, AFTER, r"newest 12 pairs .*a head keeps 10"),
-        (codecs.pair(KIVI, "int8"), None, None, r"residual_length of 8 at least"),
-        (codecs.pair("int8", KIVI._replace(value=KIVI.key)), None, None, "one by one"),
-        (codecs.pair(KIVI, codecs.int8(), 8, sinks=4), None, None, r"no sinks, got 8"),
+        (codecs.pair(BARE, "int8"), None, None, r"residual_length of 8 at least"),
+        (codecs.pair("int8", BARE._replace(value=KIVI.key)), None, None, "one by one"),
+        (codecs.pair(BARE, codecs.int8(), 8, sinks=4), None, None, r"no sinks, got 8"),
     ],
 )
 def test_refused_with(codec, budget, schedule, words):
