@@ -38,8 +38,7 @@ class Stored:
     @property
     def codes(self) -> Codes | None:
         """What it is if that is codes on a grid around 0, which kernels read."""
-        known = isinstance(self.arrays, Codes) and self.arrays.centre is None
-        return self.arrays if known else None
+        return self.arrays if self.codec.even_grid else None
 
 
 Pairs = Array | Stored  # keys, or values

@@ -18,7 +18,7 @@ from testing.kernels import (
 
 from kvjax import attention, policies
 from kvjax.attention import reference
-from kvjax.attention.stored import decoded
+from kvjax.attention.stored import Stored, decoded, unturned
 from kvjax.cache import codecs
 from kvjax.cache.layouts import dense
 from kvjax.pallas import tpu
@@ -68,6 +68,25 @@ def test_is_attention_over_what_it_decodes_to(
         np.testing.assert_allclose(attention.normalize(partial), out, atol=1e-5)
         for stat in asked:
             np.testing.assert_allclose(getattr(seen, stat), expected[stat], atol=1e-5)
+
+
+def test_codes_are_read_on_the_grid_that_they_lie_on():
+    """Not those of a codec that decodes them otherwise, or turns them."""
+    inner = codecs.int8().key
+    mine = codecs.TensorCodec(
+        "mine", inner.init, inner.encode, lambda *stored: 2 * inner.decode(*stored)
+    )
+    x = jnp.ones((1, 1, 4, 64))
+    turned, centred = codecs.int4_rotated().key, codecs.int2().key
+    for tensor, read in (
+        (inner, True),
+        (mine, False),
+        (turned, False),
+        (centred, False),
+    ):
+        pairs = Stored(tensor.encode(x), tensor, x.shape, x.dtype)
+        assert (pairs.codes is not None) == read
+        assert (unturned(pairs)[0].codes is not None) == (read or tensor is turned)
 
 
 READ = [

@@ -33,6 +33,8 @@ class TensorCodec(NamedTuple):
         queries and outputs rather than pairs. None where there is none.
       on_host: whether what is stored lies in host memory; of values alone, see
         `kvjax.cache.offload`.
+      even_grid: whether what is stored are `kvjax.types.Codes` of which `decode` gives
+        each code times the scale of its group, so that kernels may do that themselves.
     """
 
     name: str
@@ -42,6 +44,7 @@ class TensorCodec(NamedTuple):
     group_size: int = 1
     turned: "tuple[TensorCodec, Callable[[int], np.ndarray]] | None" = None
     on_host: bool = False
+    even_grid: bool = False
 
 
 class Codec(NamedTuple):
@@ -96,7 +99,8 @@ def check(codec: Codec, head_dim: int) -> None:
     """Tries a codec on shapes alone.
 
     Raises:
-      UserError: it does not take this head_dim, or its functions do not go together.
+      UserError: it does not take this head_dim, or its functions raise or do not go
+        together.
     """
     for tensor in (codec.key, codec.value):
         try:
@@ -108,15 +112,28 @@ def check(codec: Codec, head_dim: int) -> None:
 def _check(tensor: TensorCodec, head_dim: int) -> None:
     dtype = jnp.dtype(jnp.float32)
     new = jax.ShapeDtypeStruct((2, 1, tensor.group_size, head_dim), dtype)
-    empty = jax.eval_shape(lambda: tensor.init(new.shape, dtype))
-    stored = jax.eval_shape(tensor.encode, new)
-    back = jax.eval_shape(lambda x: tensor.decode(x, dtype), stored)
+    empty = _traced(tensor, "init", lambda: tensor.init(new.shape, dtype))
+    stored = _traced(tensor, "encode", tensor.encode, new)
+    back = _traced(tensor, "decode", lambda x: tensor.decode(x, dtype), stored)
     for step, made, wanted in (("encode", stored, empty), ("decode", back, new)):
         if _told(made) != _told(wanted):
             raise UserError(
                 f"{tensor.name}: {step} gives {_told(made)}, and has to give "
                 f"{_told(wanted)} of {_told(new)}"
             )
+
+
+def _traced(tensor: TensorCodec, step: str, run: Callable, *given: PyTree) -> PyTree:
+    """Shapes of what a function of the codec gives; what it raises, as one line."""
+    try:
+        return jax.eval_shape(run, *given)
+    except UserError:
+        raise
+    except Exception as error:  # of any kind: the codec is somebody else's
+        told = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"{tensor.name}: {step} raises {type(error).__name__}: {told}"
+        ) from error
 
 
 def _told(tree: PyTree) -> str:

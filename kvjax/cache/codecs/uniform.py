@@ -99,6 +99,7 @@ def _of_bits(bits: int, group: int | None, symmetric: bool) -> TensorCodec:
         init=lambda shape, dtype: zeros(shape, bits, group, symmetric),
         encode=lambda x: encode(x, bits, group, symmetric),
         decode=lambda stored, dtype: fitted(decode(stored, bits), dtype),
+        even_grid=symmetric,
     )
 
 
