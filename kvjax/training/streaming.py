@@ -128,6 +128,7 @@ def _part(spec, index, part, scoring, reader: Reader, q, k, v, sizes):
         heads=None if part is None else jnp.asarray(part, jnp.int32),
         budget=parts.size_of(reader.kinds[index], part),
         mean_budget=reader.mean,
+        scoring=scoring,
     )
 
     def a_chunk(held: _Held, given):
