@@ -63,6 +63,10 @@ class Offload:
     def __post_init__(self):
         whole_number("offload top_n", self.top_n, 1)
         whole_number("offload device_layers", self.device_layers, 0)
+        if not isinstance(self.renormalize, bool):
+            raise UserError(
+                f"offload renormalize is {self.renormalize!r}: give True or False"
+            )
         if self.queries not in QUERIES:
             raise UserError(
                 f"offload queries {self.queries!r} is unknown: use one of "
@@ -98,8 +102,8 @@ def make(given: Offload | int | dict[str, Any] | None) -> Offload | None:
 
 
 def check(offload: Offload, spec: ModelSpec) -> None:
-    """Raises UserError for more layers than there are, or without host memory."""
-    if offload.device_layers > spec.num_layers:
+    """Raises UserError where no layer is left to offload, or without host memory."""
+    if offload.device_layers >= spec.num_layers:
         raise UserError(
             f"offload device_layers {offload.device_layers}: {spec.name} has "
             f"{spec.num_layers} layers; with all of them on the device nothing is left "
