@@ -6,6 +6,7 @@ from conftest import tiny_spec
 
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
+from kvjax.cache import budgets, codecs
 from kvjax.cache.config import make_config
 from kvjax.engine import compiled
 from kvjax.engine.planner import device_memory
@@ -13,6 +14,19 @@ from kvjax.engine.sampling import Sampling
 
 SPEC = tiny_spec()
 RULE = {"policy": "recency"}
+
+
+def rule_of(sizes, smallest=None):
+    return budgets.BudgetRule("own", lambda spec, mean: sizes, smallest=smallest)
+
+
+def broken(x):
+    raise RuntimeError("no")
+
+
+BROKEN = codecs.Codec(
+    "mine", codecs.plain._replace(name="broken", encode=broken), codecs.plain
+)
 
 
 def compress(**changes):
@@ -47,6 +61,22 @@ def compress(**changes):
         ({"policy": policies.snapkv(window=24)}, ["'snapkv' pins 24", "leaves 24"]),
         ({"policy": policies.h2o(20, sinks=4)}, ["'h2o' pins 24", "leaves 24"]),
         ({"eviction": "attic"}, ["attic"]),
+        ({"rows_per_eviction": "4"}, ["rows_per_eviction is '4'", "whole number"]),
+        ({"rows_per_eviction": None}, ["rows_per_eviction is None"]),
+        ({"rows_per_eviction": 2.5}, ["rows_per_eviction is 2.5"]),
+        ({"rows_per_eviction": 0}, ["rows_per_eviction 0", "at least 1"]),
+        ({"implementation": 5}, ["implementation is 5", "reference"]),
+        ({"budget": "25%", "length": "abc"}, ["length is 'abc'", "whole number"]),
+        ({"budget": "25%", "length": 0}, ["length 0", "at least 1"]),
+        ({"mean_budget": 3, "foo": 1}, ["no option foo, mean_budget", "eviction"]),
+        ({"offload": {"renormalize": "no"}}, ["renormalize is 'no'", "True or False"]),
+        ({"budget_rule": rule_of(None)}, ["'own' gives None", "every layer"]),
+        ({"budget_rule": rule_of((None, 64))}, ["(None, 64)", "32 x 2 = 64"]),
+        ({"budget_rule": rule_of((np.nan, 32))}, ["(nan, 32)", "32 x 2 = 64"]),
+        ({"budget_rule": rule_of((24.5, 39.5))}, ["add up to 64.0", "whole numbers"]),
+        ({"budget_rule": rule_of((24, 39))}, ["add up to 63", "32 x 2 = 64"]),
+        ({"budget_rule": rule_of((32, 32), lambda m: 8.5)}, ["budget is 8.5"]),
+        ({"codec": BROKEN}, ["'mine': broken: encode raises RuntimeError: no"]),
         ({"rope_positions": "sideways"}, ["'sideways'", "'cache'"]),
         (
             {
@@ -120,6 +150,9 @@ def test_compression(changes, words):
         (lambda: policies.mix("h2o", policies.tova()), ["'h2o' is no Policy"]),
         (lambda: policies.by_size(policies.h2o(), "tova"), ["'tova' is no Policy"]),
         (lambda: policies.protect(policies.recency(), recent=-2), ["-2"]),
+        (lambda: budgets.make("explicit", sizes=64), ["explicit(sizes=64)", "layer"]),
+        (lambda: codecs.kivi(bits=4.0), ["kivi bits is 4.0", "whole number"]),
+        (lambda: Schedule().of_budget(32.5), ["budget is 32.5", "whole number"]),
         (lambda: Schedule("sometimes"), ["sometimes", "prefill_and_decode"]),
         (lambda: Schedule(prefill_chunk=0), ["prefill_chunk 0"]),
         (lambda: Schedule(first_chunk=64), ["first_chunk 64", "budget"]),

@@ -12,6 +12,7 @@ moves memory between them and takes none.
 """
 
 import functools
+import numbers
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -56,10 +57,20 @@ def uniform() -> BudgetRule:
     return BudgetRule("uniform", lambda spec, mean: (mean,) * spec.num_layers)
 
 
+def explicit(sizes: Sequence[int | Sequence[int]]) -> BudgetRule:
+    """Sizes that somebody has worked out already, per layer or per layer and head.
+
+    Raises:
+      UserError: no sequence; from `allocate`, sizes that do not add up.
+    """
+    if isinstance(sizes, str) or not np.iterable(sizes):
+        raise UserError(f"explicit(sizes={sizes!r}): give one size per layer")
+    return _explicit(tuple(tuple(x) if np.iterable(x) else x for x in sizes))
+
+
 @functools.cache
-def explicit(sizes: tuple[parts.Sizes, ...]) -> BudgetRule:
-    """Sizes that somebody has worked out already, per layer or per layer and head."""
-    return BudgetRule("explicit", lambda spec, mean: tuple(sizes))
+def _explicit(sizes: tuple[parts.Sizes, ...]) -> BudgetRule:
+    return BudgetRule("explicit", lambda spec, mean: sizes)
 
 
 def pyramid(beta: float = 20.0, window: int = 0, least: int = 1) -> BudgetRule:
@@ -186,6 +197,11 @@ def _checked(
     rule: BudgetRule, given: Sequence, layers: int, heads: int, mean: int
 ) -> tuple[parts.Sizes, ...]:
     """Raises UserError unless the sizes are ints that add up."""
+    if isinstance(given, str) or not np.iterable(given):
+        raise UserError(
+            f"budget rule {rule.name!r} gives {given!r:.80}: it has to give a size for "
+            "every layer"
+        )
     if len(given) != layers:
         raise UserError(
             f"{len(given)} budgets for {layers} layers from the rule {rule.name!r}: "
@@ -201,10 +217,12 @@ def _checked(
         )
     flat = [size for sizes in each for size in sizes]
     count = layers * heads
-    if any(size != int(size) for size in flat) or sum(flat) != mean * count:
-        shown, total = tuple(given), sum(flat)
+    real = all(isinstance(size, numbers.Real) for size in flat)
+    whole = real and all(float(size).is_integer() for size in flat)
+    if not whole or sum(flat) != mean * count:
+        total = f", which add up to {sum(flat)}" if real else ""
         raise UserError(
-            f"budget rule {rule.name!r} gives {shown}, which add up to {total}: whole "
-            f"numbers that add up to {mean} x {count} = {mean * count} do"
+            f"budget rule {rule.name!r} gives {tuple(given)}{total}: whole numbers "
+            f"that add up to {mean} x {count} = {mean * count} do"
         )
     return tuple(parts.simplest(map(int, sizes)) for sizes in each)

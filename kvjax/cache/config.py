@@ -12,10 +12,11 @@ from kvjax.cache import budgets, codecs, layouts, parts, sizing
 from kvjax.cache import offload as offloading
 from kvjax.cache.schedule import Schedule
 from kvjax.policies import base, checks
-from kvjax.types import ModelSpec, UserError
+from kvjax.types import ModelSpec, UserError, whole_number
 
 EVICTIONS = ("in_place", "compact")
 ROPE_POSITIONS = ("original", "cache")
+_OPTIONS = "eviction", "rope_positions", "rows_per_eviction", "implementation"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,13 +222,20 @@ def make_config(
         `compact`.
 
     Raises:
-      UserError: a budget of 0, not larger than one block, or filled by pinned pairs; a
-        number of budgets other than the layers or heads; heads that differ under a
-        policy that looks across them; a policy without a budget, or with
-        functions that do not go together, see `kvjax.policies.checks`; a codec that
-        does not fit the layout or the model's heads; a rule that looks at past queries
-        with `rope_positions="cache"`, which turns the keys under them.
+      UserError: an unknown option; a budget of 0, not larger than one block, or
+        filled by pinned pairs; a number of budgets other than the layers or heads;
+        heads that differ under a policy that looks across them; a policy without a
+        budget, or with functions that do not go together, see `kvjax.policies.checks`;
+        a codec that does not fit the layout or the model's heads; a rule that looks at
+        past queries with `rope_positions="cache"`, which turns the keys under them.
     """
+    if unknown := sorted(options.keys() - set(_OPTIONS)):
+        raise UserError(
+            f"a cache has no option {', '.join(unknown)}: besides the named arguments "
+            f"there are {', '.join(_OPTIONS)}"
+        )
+    if length is not None:
+        length = whole_number("length", length, 1)
     if options.get("rope_positions") == "cache":
         options = {"eviction": "compact"} | options
     options |= _stored(spec, codecs.make(codec), layouts.make(layout), offload)
@@ -394,11 +402,11 @@ def _check_options(config: CacheConfig) -> None:
         config.rope_positions,
         config.rows_per_eviction,
     )
-    if eviction not in EVICTIONS or rope not in ROPE_POSITIONS or rows < 1:
+    whole_number("rows_per_eviction", rows, 1)
+    if eviction not in EVICTIONS or rope not in ROPE_POSITIONS:
         raise UserError(
-            f"eviction={eviction!r}, rope_positions={rope!r}, rows_per_eviction={rows}"
-            f": eviction is one of {EVICTIONS}, rope_positions one of "
-            f"{ROPE_POSITIONS}, rows_per_eviction at least 1"
+            f"eviction={eviction!r}, rope_positions={rope!r}: eviction is one of "
+            f"{EVICTIONS}, rope_positions one of {ROPE_POSITIONS}"
         )
     if rope == "original":
         return

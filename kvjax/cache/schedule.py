@@ -66,6 +66,8 @@ class Schedule:
 
     def of_budget(self, budget: int | None) -> "Schedule":
         """The schedule with sizes chosen where it has none; |kv| None is all pairs."""
+        if budget is not None:
+            budget = whole_number("budget", budget)
         chosen = CHUNK if budget is None else min(CHUNK, _power_of_two(budget // 2))
         chunk, evict = self.prefill_chunk, self.evict_size
         if self.evicts_in_prefill:

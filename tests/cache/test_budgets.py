@@ -36,6 +36,9 @@ def test_uniform_and_explicit(tiny):
     assert done[0].tokens == done[1].tokens
     config = cache.make_config(tiny.spec, policies.key_diff(), 24, AFTER)
     assert (config.budget, config.budget_rule.name) == ((24, 24), "uniform")
+    rule = budgets.make("explicit", sizes=[16, [24, 40]])  # as a config has them
+    assert rule is budgets.explicit((16, (24, 40)))
+    assert budgets.allocated(rule, tiny.spec, 24) == (16, (24, 40))
 
 
 def test_measured_is_the_mean_over_real_tokens(four):

@@ -56,7 +56,7 @@ def kivi(bits: int = 2, group: int = 32, residual_length: int = 128) -> Codec:
       UserError: other bits; a group of values that is no number of channels; a residual
         shorter than a group.
     """
-    if bits not in (2, 4, 8):
+    if whole_number("kivi bits", bits) not in (2, 4, 8):
         raise UserError(f"kivi bits {bits!r}: use 2, 4 or 8")
     group = whole_number("group", group, 2)
     if group * bits % 8:
