@@ -33,7 +33,7 @@ def rows_of(grid):
 
 
 def test_tasks_of_several_runs_stand_in_one_table(workdirs):
-    (group,) = groups.quality_groups(groups.read(workdirs))
+    (group,) = groups.quality_groups(report.read(workdirs))
     grid = tables.score_table(group)
     assert grid.head == ["Method", "Schedule", "Budget", "xsum", "needle", "Mean Δ"]
     assert [row[0] for row in grid.rows] == ["Full cache", "good", "poor", "good"]
@@ -71,7 +71,7 @@ def test_equals_are_not_marked_as_best(tmp_path):
 
 
 def test_ranks_and_shares_of_memory(workdirs):
-    (group,) = groups.quality_groups(groups.read(workdirs))
+    (group,) = groups.quality_groups(report.read(workdirs))
     grid = tables.rank_table(group)
     ranks = [(row[0], row[1], row[3]) for row in grid.rows]
     assert ranks == [
@@ -86,7 +86,7 @@ def test_ranks_and_shares_of_memory(workdirs):
 
 def test_tasks_are_told_apart_by_what_was_asked(workdirs):
     short = task_run("needle", 1.0, 0.5, 0.5, prompt_tokens=500)
-    sources = [*groups.read(workdirs), groups.Source("x", short)]
+    sources = [*report.read(workdirs), groups.Source("x", short)]
     (group,) = groups.quality_groups(sources)
     assert group.columns == ["xsum", "needle 1,000", "needle 500"]
     head, rows = tables.task_table(group)[:2]
@@ -143,7 +143,7 @@ def test_codecs_are_told_apart_where_there_are_any():
 
 def test_models_and_devices_are_not_mixed(workdirs):
     other = task_run("xsum", 0.1, 0.1, 0.1, device="gpu")
-    sources = [*groups.read(workdirs), groups.Source("gpu", other)]
+    sources = [*report.read(workdirs), groups.Source("gpu", other)]
     found = groups.quality_groups(sources)
     assert [(g.device, len(g.columns)) for g in found] == [("cpu", 2), ("gpu", 1)]
     assert "## Quality: tiny on gpu" in report.leaderboard(sources)
@@ -183,19 +183,19 @@ def test_what_is_no_run(tmp_path, content, message):
     if content is not None:
         (tmp_path / "records.jsonl").write_text(content)
     with pytest.raises(UserError, match=message) as error:
-        groups.read([tmp_path])
+        report.read([tmp_path])
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_no_run_at_all(tmp_path):
     with pytest.raises(UserError, match="no runs named"):
-        groups.read([])
+        report.read([])
     with pytest.raises(UserError, match="is not there"):
-        groups.read([tmp_path / "nothing"])
+        report.read([tmp_path / "nothing"])
 
 
 def test_one_answer_twice(workdirs):
-    sources = groups.read([*workdirs, "one/records.jsonl", "./one"])
+    sources = report.read([*workdirs, "one/records.jsonl", "./one"])
     assert len(sources) == 3  # one file under three names
     full, other, *_ = sources[0].records
     twin = groups.Source("twin", [full, other], False)
@@ -212,7 +212,7 @@ def test_one_answer_twice(workdirs):
 
 def test_runs_share_their_baseline(workdirs):
     """Methods of two runs beside the full cache that both measured."""
-    sources = groups.read(workdirs)
+    sources = report.read(workdirs)
     full, *others = sources[0].records
     apart = [
         groups.Source("first", [full, others[0]], False),
@@ -226,7 +226,7 @@ def test_runs_share_their_baseline(workdirs):
 def test_a_torn_line_is_told(workdirs):
     with open("one/records.jsonl", "a") as file:
         file.write('{"method": "cut')
-    text = report.leaderboard(groups.read(workdirs))
+    text = report.leaderboard(report.read(workdirs))
     assert text.count("its last line was cut short and is left out") == 1
 
 
@@ -234,7 +234,7 @@ def test_a_torn_line_is_told(workdirs):
 
 
 def test_every_table_says_where_it_is_from(workdirs):
-    sources = groups.read(workdirs)
+    sources = report.read(workdirs)
     (group,) = groups.quality_groups(sources)
     text = report.leaderboard(sources)
     after = text[text.index(tables.markdown(tables.score_table(group))) :]
@@ -247,7 +247,7 @@ def test_every_table_says_where_it_is_from(workdirs):
 
 
 def test_report_has_all_its_parts(workdirs):
-    told = report.write_comparison(groups.read(workdirs), "out")
+    told = report.write_comparison(report.read(workdirs), "out")
     assert json.loads(json.dumps(told, allow_nan=False)) == told
     assert told["quality"][0]["methods"]["good prefill_and_decode 50%"]["tasks"] == 2
     assert told["throughput"][0]["methods"]["Batch-Max (8 new)"]["times_ed"] == 2
@@ -265,7 +265,7 @@ def test_report_has_all_its_parts(workdirs):
 
 
 def test_html_needs_nothing_else(workdirs):
-    report.write_comparison(groups.read(workdirs), "out")
+    report.write_comparison(report.read(workdirs), "out")
     text = pathlib.Path("out/report.html").read_text()
     sources = re.findall(r'(?:src|href)="([^"]{1,30})', text)
     assert len(sources) == 4
@@ -318,6 +318,6 @@ def test_the_command_says_what_is_wrong(tmp_path, monkeypatch, arguments, messag
 
 def test_the_committed_leaderboard_is_what_the_committed_records_give(monkeypatch):
     monkeypatch.chdir(ROOT)
-    made = report.leaderboard(groups.read(["docs/data/leaderboard"]))
+    made = report.leaderboard(report.read(["docs/data/leaderboard"]))
     kept = pathlib.Path("docs/leaderboard.md").read_text(encoding="utf-8")
     assert made == kept, "run make leaderboard"

@@ -207,7 +207,7 @@ def workdirs(tmp_path, monkeypatch):
 
 
 def test_quality_stands_over_memory(workdirs):
-    (group,) = groups.quality_groups(groups.read(workdirs))
+    (group,) = groups.quality_groups(report.read(workdirs))
     xsum, needle = scatters.task_scores(group).axes[:2]
     assert (xsum.get_title(loc="left"), needle.get_title(loc="left")) == (
         "xsum",
@@ -261,7 +261,7 @@ def test_a_task_that_a_method_lacks_leaves_the_panels_in_shape(workdirs, tmp_pat
     part = task_run("bbh/boolean_expressions", 0.1, 0.2, 0.0)[:2]
     more = [groups.Source(n, task_run(n, 0.1, 0.2, 0.0), False) for n in ("a", "b")]
     sources = [
-        *groups.read(workdirs),
+        *report.read(workdirs),
         groups.Source("part", part, False),
         *more,
     ]
@@ -333,7 +333,7 @@ def test_names_over_maps_stay_within_their_column(workdirs):
 
 def test_needles_of_several_lengths_share_a_map(workdirs):
     short = task_run("needle", 0.5, 0.25, 0.0, prompt_tokens=500)
-    sources = [*groups.read(workdirs), groups.Source("x", short)]
+    sources = [*report.read(workdirs), groups.Source("x", short)]
     (group,) = groups.quality_groups(sources)
     panels = figures.needle_map(group, "needle").axes
     assert [t.get_text() for t in panels[0].get_xticklabels()] == ["500", "1,000"]

@@ -5,7 +5,6 @@ print. `read` and `write_comparison` join the records of several runs, and `lead
 makes their page.
 """
 
-from kvjax.evaluation.report.groups import read
 from kvjax.evaluation.report.page import (
     comparison_overview,
     leaderboard,
@@ -14,6 +13,7 @@ from kvjax.evaluation.report.page import (
     write_comparison,
     write_report,
 )
+from kvjax.evaluation.report.sources import read
 from kvjax.evaluation.report.tables import show
 
 __all__ = [

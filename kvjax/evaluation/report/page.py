@@ -16,8 +16,9 @@ from markdown_it import MarkdownIt
 
 from kvjax.evaluation import files
 from kvjax.evaluation.report import figures, groups, scatters, tables
-from kvjax.evaluation.report.groups import Quality, Source, Throughput
+from kvjax.evaluation.report.groups import Quality, Throughput
 from kvjax.evaluation.report.records import Record
+from kvjax.evaluation.report.sources import Source
 from kvjax.types import UserError
 
 _SUMMARY = (
@@ -233,7 +234,7 @@ def write_comparison(
     """Writes report.md, report.html, tables.tex and the pictures.
 
     Args:
-      sources: what `groups.read` returns.
+      sources: what `sources.read` returns.
       folder: made if it is not there.
 
     Returns:

@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 
 from kvjax.evaluation.report import groups
-from kvjax.evaluation.report.groups import Quality, Source, series, spread, text
+from kvjax.evaluation.report.groups import Quality, series, spread, text
 from kvjax.evaluation.report.records import Record
+from kvjax.evaluation.report.sources import Source
 
 Columns = dict[str, Callable[[Record], str]]
 _OVER = "†"
