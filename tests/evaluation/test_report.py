@@ -13,6 +13,7 @@ from testing.records import (
     SPEEDS,
     make_record,
     sweep_records,
+    throughput_record,
 )
 
 from kvjax.evaluation import report, samples
@@ -169,6 +170,22 @@ def test_summary_holds_ratios_and_is_json():
     assert found["methods"]["Broken"]["kl"] is None
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert report.summary(RECORDS[1:])["methods"]["KeyDiff"]["speedup"] is None
+
+
+def test_summary_compares_at_as_many_new_tokens():
+    """As the table does; without a full cache of as many, to nothing."""
+    full = throughput_record("FKV", "full", 16, 4, 5.0, kv_bytes_peak_per_seq=52e6)
+    more = throughput_record("Batch-Max", "batch_max", 16, 16, 15.0)
+    records = [*SPEEDS, full, more]
+    found = report.summary(records)["methods"]
+    told = {
+        name: found[f"Batch-Max ({name})"]["speedup"] for name in ("8 new", "16 new")
+    }
+    assert told == {"8 new": 20 / 8, "16 new": 15 / 5}
+    assert found["Batch-Max (16 new)"]["kv_ratio"] == 0.5
+    assert found["Batch-Max (32 new)"]["speedup"] is None
+    for name, record in zip(found, records, strict=True):
+        assert found[name]["speedup"] == groups.times(record, records, "full")
 
 
 def test_summary_tells_setting_scores_and_files(tmp_path):

@@ -102,6 +102,11 @@ def full_cache(records: Iterable[Record]) -> Record:
     return next(filter(is_full, records), {})
 
 
+def as_many_new(record: Record, records: Iterable[Record]) -> list[Record]:
+    """Those with as many new tokens, to which rates and bytes compare."""
+    return [r for r in records if r.get("new_tokens") == record.get("new_tokens")]
+
+
 def ratio(record: Record, base: Record, key: str) -> float | None:
     value, whole = finite(record.get(key)), finite(base.get(key))
     return None if value is None or not whole else value / whole
@@ -171,9 +176,8 @@ def times(record: Record, records: Sequence[Record], rule: str) -> float | None:
 
     That is, of the first such method with as many new tokens.
     """
-    bases = [r for r in records if r.get("batch_rule") == rule]
-    same = [r for r in bases if r.get("new_tokens") == record.get("new_tokens")]
-    return ratio(record, same[0], "output_tokens_per_s") if same else None
+    bases = [r for r in as_many_new(record, records) if r.get("batch_rule") == rule]
+    return ratio(record, bases[0], "output_tokens_per_s") if bases else None
 
 
 def is_sweep(records: Sequence[Record]) -> bool:

@@ -87,12 +87,14 @@ def summary(
       {"model", "device", "memory_bytes", "prompt_tokens", "max_new_tokens", "budgets",
       "seed", "full_cache": name or None, "methods": {name: {..., "tasks", "speedup",
       "kv_ratio"}}, "report", "pictures", "versions"}. `speedup` is end-to-end tokens/s
-      over the full cache's, `kv_ratio` the same for KV bytes per prompt; of each task
-      there are the score, among how many prompts, and its interval of 95%. What differs
-      between records is a list. What is unknown is None, and so is what JSON cannot
-      hold, and a budget of all pairs.
+      over the full cache's at as many new tokens, `kv_ratio` the same for KV bytes per
+      prompt, and `full_cache` the first one's name; of each task there are the score,
+      among how many prompts, and its interval of 95%. What differs between records is
+      a list. What is unknown is None, and so is what JSON cannot hold, and a budget of
+      all pairs.
     """
-    full, names = groups.full_cache(records), groups.names_of(records)
+    first, names = groups.full_cache(records), groups.names_of(records)
+    fulls = [groups.full_cache(groups.as_many_new(r, records)) for r in records]
     methods = {
         name: {
             **{key: groups.finite(record.get(key)) for key in _SUMMARY},
@@ -103,9 +105,9 @@ def summary(
             "speedup": groups.ratio(record, full, "output_tokens_per_s"),
             "kv_ratio": groups.ratio(record, full, "kv_bytes_peak_per_seq"),
         }
-        for name, record in zip(names, records, strict=True)
+        for name, record, full in zip(names, records, fulls, strict=True)
     }
-    named = (name for name, r in zip(names, records, strict=True) if r is full)
+    named = (name for name, r in zip(names, records, strict=True) if r is first)
     return {
         **{key: _value(records, key) for key in _SETTING},
         "budgets": _values(records, "budget"),
