@@ -1,11 +1,13 @@
 """A task's examples as tokens that a model can read, and what its answers are worth."""
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from kvjax.engine import api
 from kvjax.engine.stop_texts import ended
 from kvjax.evaluation import tasks
 from kvjax.evaluation.config import Experiment, TaskRun
@@ -182,17 +184,28 @@ def _of_one_length(samples: Samples) -> Samples:
 def graded(
     samples: Samples, model: Model, rows: Sequence[int], new: Sequence[Sequence[int]]
 ) -> Record:
-    """The texts of some examples' answers, and their scores; none without a task."""
+    """The texts of some examples' answers, and their scores; none without a task.
+
+    An answer ends at its first end token, though more may have been generated. Its
+    score is of what is before the first stop text.
+    """
     if samples.task is None:
         return {"texts": None, "scores": None}
     stop, grade = samples.task.stop, samples.task.grade
     decode = functools.partial(model.tokenizer.decode, skip_special_tokens=True)
-    texts = [decode(tokens) for tokens in new]
+    texts = [decode(tokens) for tokens in _until_end(model, new)]
     scores = [
         grade(ended(text, stop), samples.examples[i])
         for i, text in zip(rows, texts, strict=True)
     ]
     return {"texts": texts, "scores": scores}
+
+
+def _until_end(model: Model, answers: Sequence[Sequence[int]]) -> list[list[int]]:
+    """What the model would have written if its end tokens had counted."""
+    ends = api.end_tokens(model)
+    going = lambda token: token not in ends
+    return [list(itertools.takewhile(going, tokens)) for tokens in answers]
 
 
 def mixed_graded(

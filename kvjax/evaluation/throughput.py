@@ -10,7 +10,6 @@ the one that ends the text.
 
 import dataclasses
 import functools
-import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from kvjax.cache.schedule import Schedule
-from kvjax.engine import api, compiled, runner
+from kvjax.engine import compiled, runner
 from kvjax.engine.compiled import Job
 from kvjax.engine.memory import peak_memory
 from kvjax.engine.planner import Plan, out_of_memory
@@ -381,20 +380,13 @@ def _batch(setting: Setting, samples: Mixed, planned: Plan, rows: list[int]) -> 
     return {
         "task": samples.name,
         "examples": rows,
-        **mixed_graded(samples, model, rows, _until_end(model, result.tokens)),
+        **mixed_graded(samples, model, rows, result.tokens),
         "prompt_tokens": sum(map(len, prompts)),
         "new_tokens": sum(map(len, result.tokens)),
         "prefill_seconds": result.prefill_seconds,
         "decode_seconds": result.decode_seconds,
         "measured_bytes": measured[0] if measured else None,
     }
-
-
-def _until_end(model: Model, answers: list[list[int]]) -> list[list[int]]:
-    """What the model would have written if its end tokens had counted."""
-    ends = api.end_tokens(model)
-    going = lambda token: token not in ends
-    return [list(itertools.takewhile(going, tokens)) for tokens in answers]
 
 
 def _figures(
@@ -480,8 +472,7 @@ def _baseline(
     answers = record.pop("tokens", None)
     if answers is not None and samples.graded:
         rows = range(len(answers))
-        given = _until_end(setting.model, answers)
-        line = {"examples": rows, **mixed_graded(samples, setting.model, rows, given)}
+        line = {"examples": rows, **mixed_graded(samples, setting.model, rows, answers)}
         record |= _scores(samples, [line])
     say("finished", 1)
     return record
