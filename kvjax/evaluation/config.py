@@ -212,8 +212,9 @@ class TaskRun:
         own length, or else all that the model can read.
       max_new_tokens: most tokens of an answer; None is the task's own.
       options: of the task: `shots`, `depths`.
-      ignore_eos: whether answers go on to `max_new_tokens` whatever ends them, without
-        which rates of methods that say more and less do not compare.
+      ignore_eos: whether answers go on to `max_new_tokens` whatever ends them, an end
+        token or a task's stop text, without which rates of methods that say more and
+        less do not compare. Graded is what comes before that end all the same.
     """
 
     name: str

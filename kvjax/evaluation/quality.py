@@ -162,7 +162,12 @@ def _job(setting: Setting, kept: CacheConfig, task: Samples) -> Job:
     eos = NO_EOS if task.run.ignore_eos else api.end_tokens(model)
     prompt = bucket(task.longest, task.new)
     job = compiled.job_of(model, kept, prompt, task.new, eos=eos)
-    return dataclasses.replace(job, decode_chunk=_LOOK if task.task.stop else None)
+    return dataclasses.replace(job, decode_chunk=_LOOK if _stop_texts(task) else None)
+
+
+def _stop_texts(task: Samples) -> tuple[str, ...]:
+    """Texts that end an answer while it is generated."""
+    return () if task.run.ignore_eos else task.task.stop
 
 
 class _Run(NamedTuple):
@@ -229,7 +234,7 @@ def _batch(run: _Run, task: Samples, plan: Plan, rows: list[int]) -> Record:
     """The line of one batch."""
     model, seed = run.setting.model, run.setting.experiment.seed
     prompts = task.tokens(rows)
-    stop = functools.partial(stop_texts.stops, model.tokenizer, task.task.stop)
+    stop = functools.partial(stop_texts.stops, model.tokenizer, _stop_texts(task))
     timed = not run.setting.experiment.layerwise
     peak = peak_memory(plan.weights_bytes, plan.host_bytes)
     with peak if timed else contextlib.nullcontext([]) as measured:  # costs its time

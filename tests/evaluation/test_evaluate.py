@@ -11,7 +11,7 @@ from testing.prose import HAYSTACK, make_tokenizer
 
 from kvjax import policies
 from kvjax.engine import api
-from kvjax.evaluation import report, run, samples
+from kvjax.evaluation import quality, report, run, samples, tasks
 from kvjax.evaluation.quality import Fidelity
 from kvjax.evaluation.report.records import append_record, read_records
 from kvjax.evaluation.run import from_config
@@ -199,6 +199,22 @@ def test_answers_end_where_they_are_to(
     assert sum(b["new_tokens"] for b in batches) == (2 * 3 if ignore_eos else 2)
     assert (record["seconds"] is None) == layerwise, "layer by layer nothing is timed"
     assert layerwise <= (record["measured_bytes"] is None), "nor measured"
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_answers_go_on_past_stop_texts_if_asked_to(
+    experiment, tmp_path, monkeypatch, ignore_eos
+):
+    """Any text ends an answer, at the first look for one."""
+    task, passkey = experiment.tasks[1], tasks.get("passkey")
+    monkeypatch.setattr(tasks, "get", lambda name: passkey._replace(stop=("",)))
+    monkeypatch.setattr(quality, "_LOOK", 1)
+    run_of = dataclasses.replace(task, ignore_eos=ignore_eos)
+    one = {"methods": experiment.methods[:1], "fidelity": Fidelity()}
+    asked = dataclasses.replace(experiment, **one, tasks=(run_of,))
+    run.run(asked, tmp_path, lambda *step: None)
+    batches = read_records(tmp_path / "batches.jsonl")
+    assert sum(b["new_tokens"] for b in batches) == (2 * 3 if ignore_eos else 2)
 
 
 @pytest.mark.parametrize("change", [{"seed": -1}, {"fidelity": Fidelity(-1)}])
