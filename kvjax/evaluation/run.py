@@ -3,7 +3,8 @@
 Everything finished is written down at once, so that a run that was interrupted, or
 killed, loses at most the batch in flight::
 
-    WORKDIR/experiment.json   what was asked; another question wants another folder
+    WORKDIR/experiment.json   what was asked, and of which devices; others want a folder
+                              of their own
     WORKDIR/batches.jsonl     one line per finished batch
     WORKDIR/records.jsonl     one line per finished method, made from its batches
     WORKDIR/lock              whose run it is, while it lasts
@@ -143,7 +144,7 @@ def opened(experiment: Experiment, workdir: pathlib.Path) -> Iterator[pathlib.Pa
 
     Raises:
       UserError: another process is at work in it, it holds results of another
-        configuration, or it cannot be made.
+        configuration or of other devices, or it cannot be made.
     """
     index = jax.process_index()
     own = workdir / f"process-{index}" if index else workdir
@@ -172,12 +173,17 @@ def _found(folder: pathlib.Path) -> list[str]:
 
 
 def _ask(experiment: Experiment, workdir: pathlib.Path) -> None:
-    """Writes the question down; raises UserError if results answer another one."""
+    """Writes the question down, and which devices answer it.
+
+    Raises:
+      UserError: results answer another question, or are of other devices.
+    """
     asked = json.loads(json.dumps(dataclasses.asdict(experiment)))
-    path, found = workdir / "experiment.json", _found(workdir)
+    path, found, devices = workdir / "experiment.json", _found(workdir), _devices()
     if not found:
         with files.written(path) as partial:
-            partial.write_text(json.dumps(asked, indent=2) + "\n")
+            told = json.dumps(asked | {"devices": devices}, indent=2)
+            partial.write_text(told + "\n")
         return
     if not path.exists():
         raise UserError(
@@ -191,6 +197,17 @@ def _ask(experiment: Experiment, workdir: pathlib.Path) -> None:
             f"workdir {workdir} holds results of another configuration ({changed[0]} "
             f"was {before.get(changed[0])!r:.80}): name another folder or delete it"
         )
+    ran_on = before.get("devices", devices)  # earlier versions did not say
+    if ran_on != devices:
+        raise UserError(
+            f"workdir {workdir} holds results of {ran_on}, and here is {devices}: go "
+            "on there, name another folder or delete it"
+        )
+
+
+def _devices() -> str:
+    """How many of which kind, as in "8 x TPU v5 lite"."""
+    return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
 
 
 def _asked_before(path: pathlib.Path) -> dict[str, Any]:

@@ -177,6 +177,22 @@ def test_a_folder_that_was_there_stays(experiment, tmp_path):
     assert tmp_path.exists()
 
 
+def test_other_devices_want_another_folder(experiment, tmp_path, monkeypatch):
+    """Batches of both would become one record, under the name of the last."""
+    with run.opened(experiment, tmp_path) as folder:
+        append_record(folder / "batches.jsonl", {})
+    with run.opened(experiment, tmp_path):
+        pass
+    here, path = run._devices(), tmp_path / "experiment.json"
+    monkeypatch.setattr(run, "_devices", lambda: "2 x H100")
+    words = f"holds results of {here}, and here is 2 x H100: go on there, name another"
+    with pytest.raises(UserError, match=words), run.opened(experiment, tmp_path):
+        pass
+    path.write_text(json.dumps(dataclasses.asdict(experiment)))  # as it used to be
+    with run.opened(experiment, tmp_path):
+        pass
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"\x80\xff\n", b"[1]", b"3"])
 @pytest.mark.parametrize("name", ["experiment.json", "records.jsonl", "batches.jsonl"])
 def test_damaged_files_are_told(experiment, tmp_path, name, content):
