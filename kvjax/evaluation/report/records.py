@@ -18,7 +18,7 @@ file. What it may hold; a missing value counts as unknown and shows as "-":
     codec                       how pairs are stored; "identity": as they are
     rope_positions              "original" or "cache": where keys stand
     engine                      "kvjax", or whose else it is
-    batch_size, limited_by      prompts at a time, and what limits them
+    batch_size, limited_by      prompts that fit at a time, and what limits them
     prefill_batch, batch_rule   prompts read at a time, and how the batch was found
     tolerance, tried            of a method whose |kv| was sought: how far its score may
                                 be below the full cache's; and of every |kv| tried,
