@@ -406,7 +406,7 @@ def _record(
         "prefill_seconds_all": read,
         "decode_seconds_all": written,
         "prefill_tokens_per_s": batch * task.length / reading,
-        "decode_tokens_per_s": batch * task.new / writing,
+        "decode_tokens_per_s": batch * task.new / writing if task.new > 1 else None,
         "output_tokens_per_s": batch * task.new / both,
         "measured_bytes": max(done["bytes"].values(), default=None),
         "counted_bytes": max(counted.values()),

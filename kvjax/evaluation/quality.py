@@ -368,6 +368,7 @@ def _record(run: _Run, plans: list[Plan]) -> Record:
     def rate(key, seconds):
         return None if seconds is None else total(key) / seconds
 
+    decoded = total("new_tokens") > count  # the first of an answer comes from prefill
     measured = [b["measured_bytes"] for b in batches if b["measured_bytes"]]
     decoding = [
         state_bytes(plan.job)["decode"] * plan.job.data_parallel // plan.batch
@@ -380,7 +381,7 @@ def _record(run: _Run, plans: list[Plan]) -> Record:
         "num_examples": count,
         **{key: compared.get(key) for key in _OF_FIDELITY},
         "prefill_tokens_per_s": rate("prompt_tokens", reading),
-        "decode_tokens_per_s": rate("new_tokens", writing),
+        "decode_tokens_per_s": rate("new_tokens", writing) if decoded else None,
         "output_tokens_per_s": rate("new_tokens", seconds),
         "kv_bytes_decode": max(decoding),
         "kv_bytes_live": total("kv_bytes_live") / count,

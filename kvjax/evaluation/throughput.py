@@ -399,7 +399,7 @@ def _figures(
     writing = [batch["decode_seconds"] for batch in batches]
     prefill, decode = statistics.median(reading), statistics.median(writing)
     both = statistics.median(map(sum, zip(reading, writing, strict=True)))
-    speed = read / prefill, written / decode
+    speed = read / prefill, written / decode if new > 1 else None
     measured = [b["measured_bytes"] for b in batches if b["measured_bytes"]]
     return {
         **_scores(samples, batches),
@@ -432,7 +432,7 @@ def _scores(samples: Mixed, batches: list[Record]) -> Record:
 
 
 def _roofline(
-    dtype: str, planned: Plan, length: int, reading: float, writing: float
+    dtype: str, planned: Plan, length: int, reading: float, writing: float | None
 ) -> Record:
     """What a full batch has to do, what the devices could, and the share reached.
 
@@ -440,7 +440,7 @@ def _roofline(
       dtype: of the run.
       planned: the batch.
       length: of its prompts, in tokens.
-      reading, writing: tokens per second that were measured.
+      reading, writing: tokens per second that were measured; None, nothing was decoded.
     """
     devices = planned.job.mesh.size if planned.job.mesh else 1
     rates = roofline.measured_rates(dtype)
@@ -457,7 +457,7 @@ def _roofline(
         "copy_bytes_per_s": rates.bytes_per_s,
         "matrix_flops_per_s": rates.flops_per_s,
         "prefill_roofline": reading / best.prefill_tokens_per_s,
-        "decode_roofline": writing / best.decode_tokens_per_s,
+        "decode_roofline": writing and writing / best.decode_tokens_per_s,
         **{f"predicted_{key}": value for key, value in best._asdict().items()},
     }
 

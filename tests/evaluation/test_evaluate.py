@@ -198,6 +198,8 @@ def test_answers_end_where_they_are_to(
     batches = read_records(tmp_path / "batches.jsonl")
     assert sum(b["new_tokens"] for b in batches) == (2 * 3 if ignore_eos else 2)
     assert (record["seconds"] is None) == layerwise, "layer by layer nothing is timed"
+    decoded = ignore_eos and not layerwise  # the first token comes out of the prompt
+    assert (record["decode_tokens_per_s"] is None) == (not decoded)
     assert layerwise <= (record["measured_bytes"] is None), "nor measured"
 
 

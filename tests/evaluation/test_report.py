@@ -356,6 +356,7 @@ def test_report_is_written(tmp_path):
     assert table(RECORDS) in text
     assert "Model tiny on cpu with a memory limit of 512 MB" in text
     assert "numpy 2.0" in text
+    assert "how\n  many prompts fit at a time" in text and "first of every\n" in text
     for name in ("quality_vs_memory.png", "throughput_vs_memory.png"):
         assert f"({name})" in text
         pixels = matplotlib.image.imread(tmp_path / name)

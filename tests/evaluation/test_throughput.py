@@ -439,7 +439,8 @@ def test_a_model_without_a_tokenizer(model, tmp_path, monkeypatch):
     bare = model._replace(tokenizer=None)
     monkeypatch.setattr(run, "load", lambda name, dtype, mesh: bare)
     fixed = run.from_config(CONFIG | {"methods": [FIXED | {"batch_size": 2}]}, {})
-    (record,) = run.run(short(fixed), tmp_path, lambda *step: None)
+    (record,) = run.run(short(fixed, max_new_tokens=(1,)), tmp_path, lambda *step: None)
+    assert record["decode_tokens_per_s"] is record["decode_roofline"] is None
     assert (record["score"], record["num_examples"]) == (None, 0)
     assert (record["prompt_tokens"], record["batch_size"]) == (100, 2)
 

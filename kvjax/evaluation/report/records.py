@@ -30,7 +30,9 @@ file. What it may hold; a missing value counts as unknown and shows as "-":
                                 depth and the like, `survivors` a `survivor_map`
     kl, loss, reference_loss    nats per token
     top1_agreement              share of tokens
-    prefill_tokens_per_s, decode_tokens_per_s
+    prefill_tokens_per_s, decode_tokens_per_s    the latter of generated tokens, with an
+                                answer's first, which comes out of the prompt; None
+                                where there is no other
     output_tokens_per_s         end to end: generated tokens by total time
     predicted_tokens_per_s      the same, if the roofline were reached
     prefill_roofline, decode_roofline    shares of the roofline's rates
