@@ -256,8 +256,12 @@ def test_a_codec_has_a_column_where_there_is_one():
     assert split(head)[3] == "Codec"
     assert (split(full)[3], split(last)[3]) == ("identity", "int8")
     assert split(last)[0] == "KeyDiff (int8)"
-    alone = make_record("All, int8", budget=None, codec="int8")
-    assert groups.full_cache([alone, FULL]) is FULL
+
+
+@pytest.mark.parametrize("change", [{"codec": "int8"}, {"offload": {"top_n": 32}}])
+def test_all_pairs_are_not_always_the_full_cache(change):
+    """Those that are rounded, or of which attention reads some values only."""
+    assert groups.full_cache([make_record("All", budget=None, **change), FULL]) is FULL
 
 
 def test_tables_are_drawn_in_a_terminal_only(monkeypatch, capsys):

@@ -93,8 +93,9 @@ def mean_slots(record: Record) -> float:
 
 
 def is_full(record: Record) -> bool:
-    """Whether all pairs stay, and as they are."""
-    return record.get("budget", ...) is None and codec(record) == "identity"
+    """Whether all pairs stay, as they are, and attention reads them all."""
+    whole = record.get("budget", ...) is None and codec(record) == "identity"
+    return whole and not record.get("offload")
 
 
 def full_cache(records: Iterable[Record]) -> Record:
