@@ -15,6 +15,9 @@ from kvjax.evaluation.report.records import Record
 from kvjax.evaluation.tasks.base import Encoded, Example, Task, encode, options_of
 from kvjax.types import Model, UserError
 
+_Z = 1.959964  # the normal distribution's quantile of 97.5%
+_STUDENT = 12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622
+
 
 class Samples(NamedTuple):
     """A task's examples, encoded.
@@ -224,21 +227,34 @@ def mixed_graded(
 def interval(scores: Sequence[float]) -> Record:
     """How far the mean of all such prompts may be from that of these, at 95%.
 
-    Wilson's interval where every score is 0 or 1, and their mean a share; otherwise the
-    normal one, of the mean's standard error, between 0 and 1.
+    Wilson's interval where every score is 0 or 1, and their mean a share; otherwise
+    Student's, of the mean's standard error, between 0 and 1. (Earlier records have the
+    normal distribution's, "normal", which is too narrow for few prompts.)
 
     Returns:
-      `interval`: its two ends, None for one prompt alone that is no share; and
-      `interval_method`: "wilson" or "normal".
+      `interval`: its two ends, None where scores are all alike and no share, from which
+      nothing follows; and `interval_method`: "wilson" or "student".
     """
-    n, mean, z = len(scores), float(np.mean(scores)), 1.959964
+    n, mean, z = len(scores), float(np.mean(scores)), _Z
     if set(scores) <= {0, 1}:
         middle = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
         half = z / (1 + z**2 / n) * (mean * (1 - mean) / n + z**2 / (4 * n**2)) ** 0.5
         return {"interval": _ends(middle, half), "interval_method": "wilson"}
-    half = z * float(np.std(scores, ddof=1)) / n**0.5 if n > 1 else None
-    ends = None if half is None else _ends(mean, half)
-    return {"interval": ends, "interval_method": "normal"}
+    ends = None
+    if len(set(scores)) > 1:
+        ends = _ends(mean, _student(n - 1) * float(np.std(scores, ddof=1)) / n**0.5)
+    return {"interval": ends, "interval_method": "student"}
+
+
+def _student(freedom: int) -> float:
+    """The quantile of 97.5% of Student's t.
+
+    Beyond the table by Fisher and Cornish's expansion (1960), to 0.2%.
+    """
+    if freedom <= len(_STUDENT):
+        return _STUDENT[freedom - 1]
+    second = (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * freedom**2)
+    return _Z + (_Z**3 + _Z) / (4 * freedom) + second
 
 
 def _ends(middle: float, half: float) -> list[float]:

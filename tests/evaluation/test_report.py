@@ -16,7 +16,7 @@ from testing.records import (
     throughput_record,
 )
 
-from kvjax.evaluation import report, samples
+from kvjax.evaluation import report
 from kvjax.evaluation.report import figures, groups, scatters, tables
 
 
@@ -202,18 +202,6 @@ def test_summary_tells_setting_scores_and_files(tmp_path):
     files = [found["report"], *found["pictures"]]
     assert sorted(files) == sorted(map(str, tmp_path.iterdir())) and len(files) == 3
     assert report.summary(SPEEDS)["pictures"] == []
-
-
-def test_scores_have_an_interval():
-    wilson = samples.interval([1.0] * 9 + [0.0])  # as R's binom.confint(9, 10) has it
-    assert wilson["interval"] == pytest.approx([0.5958500, 0.9821238], abs=1e-6)
-    assert wilson["interval_method"] == "wilson"
-    assert samples.interval([1.0])["interval"][0] == pytest.approx(0.2065, abs=1e-4)
-    normal = samples.interval([0.25, 0.75])
-    half = 1.959964 * 0.125**0.5 / 2**0.5
-    assert normal["interval"] == pytest.approx([0.5 - half, 0.5 + half])
-    assert normal["interval_method"] == "normal"
-    assert samples.interval([0.5])["interval"] is None
 
 
 def test_intervals_stand_behind_scores(tmp_path):
