@@ -84,6 +84,10 @@ class Mixed(NamedTuple):
     def mean_length(self) -> float:
         return sum(self.lengths) / len(self.rows)
 
+    def answered_in(self, new: int) -> "Mixed":
+        """The same prompts, with answers of so many tokens."""
+        return self._replace(parts=tuple(p._replace(new=new) for p in self.parts))
+
     @property
     def graded(self) -> bool:
         """Whether answers are worth something: not those to random tokens."""

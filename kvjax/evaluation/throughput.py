@@ -182,15 +182,16 @@ def rows(setting: Setting) -> list[Row]:
       UserError: what does not fit, before long work.
     """
     experiment, model = setting.experiment, setting.model
-    new = max(experiment.max_new_tokens)
-    samples = mixed_of(experiment, model, new, bool(experiment.baselines))
+    most = max(experiment.max_new_tokens)
+    longest = mixed_of(experiment, model, most, bool(experiment.baselines))
     found = []
-    if setting.baselines and len(set(samples.lengths)) > 1:
+    if setting.baselines and len(set(longest.lengths)) > 1:
         raise UserError(
-            f"baselines read prompts of one length, and those of {samples.name} "
+            f"baselines read prompts of one length, and those of {longest.name} "
             "differ: take another task, or do without baselines"
         )
     for place, new in enumerate(experiment.max_new_tokens):
+        samples = longest.answered_in(new)
         for method in experiment.methods:
             measure = _measure(setting, samples, method, new)
             rank = len(_RANKS) * place + _RANKS.get(method.batch_rule, 1)

@@ -87,8 +87,7 @@ def without_speed(records):
 
 
 def test_divisors():
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert divisors(13) == [1, 13] and divisors(1) == [1]
+    assert [divisors(n) for n in (6, 13, 1)] == [[1, 2, 3, 6], [1, 13], [1]]
 
 
 def test_batches_of_the_protocol(experiment, model):
@@ -226,6 +225,7 @@ def check_record(record):
     assert record["output_tokens_per_s"] == pytest.approx(new / np.median(both))
     assert record["planned_bytes"] <= record["memory_bytes"] == MEMORY
     assert 0 <= record["score"] <= 1 and record["num_examples"] == 12
+    assert record["tasks"]["needle"]["max_new_tokens"] == record["new_tokens"]
     for phase in ("prefill", "decode"):
         assert record[f"{phase}_bytes"] > 0 and record[f"{phase}_flops"] > 0
         share = record[f"{phase}_roofline"]
