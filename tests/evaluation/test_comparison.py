@@ -119,6 +119,14 @@ def test_a_comma_in_a_name_is_no_budget():
     assert [row[2] for row in group.rows] == ["64", "48"]
 
 
+def test_shares_that_round_to_one_percentage_are_two_budgets():
+    made = [task_record("a", "xsum", 0.4, 64, share=s) for s in (0.125, 0.12)]
+    (group,) = groups.quality_groups([groups.Source("a", made)])
+    assert [row[2] for row in group.rows] == ["12.5%", "12%"]
+    made = [each | {"loss": 2.0, "series": "a"} for each in made]
+    assert tables.perplexity_table(made).head[2:] == ["12.5%", "12%"]
+
+
 def test_methods_that_differ_in_name_only_keep_their_names():
     made = [
         task_record("a", "xsum", 0.4, 64),

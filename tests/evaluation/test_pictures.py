@@ -275,7 +275,9 @@ def test_a_task_that_a_method_lacks_leaves_the_panels_in_shape(workdirs, tmp_pat
 @pytest.mark.parametrize("trait", ["codec", "budget_rule", "schedule"])
 def test_rules_have_a_colour_each_and_stand_together(trait):
     """Whatever sets a rule's methods apart is their shape, alike for all rules."""
-    ways = {"schedule": ("prefill_only", "decode_only")}.get(trait, ("int8", "int4"))
+    ways = {"schedule": ("prefill_only", "prefill_and_decode")}.get(
+        trait, ("int8", "int4")
+    )
     made = [
         task_record(f"{rule} {way}", "xsum", 0.4, 64, policy=rule, **{trait: way})
         for way in ways
@@ -290,6 +292,15 @@ def test_rules_have_a_colour_each_and_stand_together(trait):
     assert h2o == same != tova == last and one == alike != other == least
     names = [line.get_label() for line in lines]
     assert [name.split()[0] for name in names] == ["Full", "h2o", "h2o", "tova", "tova"]
+
+
+def test_who_holds_the_whole_prompt_is_hollow():
+    phases = "prefill_and_decode", "after_prefill", "decode_only"
+    made = [task_record(each, "xsum", 0.4, 64, each) for each in phases]
+    (group,) = groups.quality_groups([groups.Source("s", made)])
+    lines = scatters.task_scores(group).legends[0].get_lines()
+    hollow = {line.get_label(): line.get_markerfacecolor() == "white" for line in lines}
+    assert hollow == dict(zip(phases, (False, True, True), strict=True))
 
 
 @pytest.mark.parametrize(("rules", "codecs"), [(6, 11), (7, 2), (2, 12), (3, 1)])

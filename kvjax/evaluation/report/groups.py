@@ -79,6 +79,12 @@ def slots(record: Record) -> str:
     return f"{least:,}-{most:,} (mean {mean_slots(record):,.0f})"
 
 
+def budget(record: Record) -> str:
+    """`slots`, or the share of a prompt that they are."""
+    share = record.get("budget_share")
+    return slots(record) if share is None else f"{100 * share:.4g}%"
+
+
 def spread(record: Record) -> str:
     """`slots`, as the budget's rule shared them out."""
     sizes = record.get("sizes")
@@ -344,11 +350,10 @@ def _answers(members: list[tuple[Source, Record]]) -> pd.DataFrame:
 
 
 def _answer(source: Source, record: Record, name: str, task: Record) -> dict[str, Any]:
-    share = record.get("budget_share")
     return {
         "series": series(record),
         "schedule": schedule(record),
-        "budget": f"{share:.0%}" if share else slots(record),
+        "budget": budget(record),
         "codec": codec(record),
         "size": np.inf if slots(record) == "all" else mean_slots(record),
         "slots": slots(record),

@@ -193,7 +193,7 @@ def task_scores(group: Quality) -> Any:
     marks = _marks(group, key, full)
     methods, names = list(marks), _names(list(marks))
     looks = {
-        method: joined(mark, method[1].startswith("after_prefill"))
+        method: joined(mark, method[1].startswith(("after_prefill", "decode_only")))
         for method, mark in marks.items()
     }
     answers = group.answers.assign(

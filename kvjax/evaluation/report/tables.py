@@ -249,8 +249,8 @@ def perplexity_table(records: Sequence[Record]) -> Table:
     found: dict[tuple[str, str], dict[str, str]] = {}
     for record in sorted(ran, key=records.index):
         row = found.setdefault((series(record), groups.setting(record)), {})
-        row[_budget(record)] = perplexity(record["loss"])
-    budgets = list(dict.fromkeys(map(_budget, ran)))
+        row[groups.budget(record)] = perplexity(record["loss"])
+    budgets = list(dict.fromkeys(map(groups.budget, ran)))
     rows = [
         [*names, *(row.get(b, "-") for b in budgets)] for names, row in found.items()
     ]
@@ -260,11 +260,6 @@ def perplexity_table(records: Sequence[Record]) -> Table:
 def _slots(record: Record) -> float:
     """What budgets are sorted by; all pairs come last."""
     return groups.mean_slots(record) or math.inf
-
-
-def _budget(record: Record) -> str:
-    share = record.get("budget_share")
-    return groups.slots(record) if share is None else f"{share:.0%}"
 
 
 def throughput_table(records: Sequence[Record]) -> Table:
