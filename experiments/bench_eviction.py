@@ -34,6 +34,7 @@ from kvjax.cache.config import make_config
 from kvjax.cache.schedule import Schedule
 from kvjax.engine import steps
 from kvjax.models import decoder
+from kvjax.types import UserError
 
 FLAGS = flags.FLAGS
 SPEC = model_step.SPECS["smollm2-135m"]
@@ -53,8 +54,11 @@ def define_flags():
 def main(_):
     jax.config.update("jax_enable_compilation_cache", False)
     told = {"target": FLAGS.target, "batch": FLAGS.batch, "slots": FLAGS.slots}
+    sections = {"prefill": reading, "decode": decoding}
+    if unknown := set(FLAGS.section) - set(sections):
+        raise UserError(f"--section={unknown.pop()}: use some of {', '.join(sections)}")
     for section in FLAGS.section:
-        figures = racing.race({"prefill": reading, "decode": decoding}[section]())
+        figures = racing.race(sections[section]())
         racing.compare(figures, DEFAULT)
         racing.show(section, figures)
         told[section] = figures

@@ -30,6 +30,7 @@ from kvjax.cache import by_need, calibrations, parts
 from kvjax.cache.config import make_config
 from kvjax.cache.schedule import Schedule
 from kvjax.models import decoder
+from kvjax.types import UserError
 
 FLAGS = flags.FLAGS
 MODEL = "smollm2-135m-instruct"
@@ -50,6 +51,8 @@ def define_flags():
 
 def main(_):
     jax.config.update("jax_enable_compilation_cache", False)
+    if wrong := [m for m in FLAGS.multiples if not m.isdecimal() or int(m) < 1]:
+        raise UserError(f"--multiples={wrong[0]}: give whole numbers, 1 or more")
     ways = {"all alike": way(None)}
     ways |= {f"multiples of {m}": way(int(m)) for m in FLAGS.multiples}
     figures = racing.race(ways)

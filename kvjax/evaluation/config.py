@@ -122,6 +122,7 @@ class Method:
         return policy, schedule
 
     def _policy(self) -> policies.Policy:
+        is_text(f"method {self.name!r}: policy", self.policy)
         policy = policies.make(self.policy, **dict(self.options))
         if self.pinned is None:
             return policy
@@ -262,10 +263,16 @@ class Experiment(abc.ABC):
             if not names or len(set(names)) < len(names):
                 raise UserError(f"{what} {names}: give one or more, of different names")
         for task in self.tasks:
+            is_text("task name", task.name)
             base.check_options(tasks.get(task.name), dict(task.options))
-            at_least(1, **{field: getattr(task, field) for field in OF_TASKS})
+            sizes = {field: getattr(task, field) for field in OF_TASKS}
+            own = {field: size for field, size in sizes.items() if size is not None}
+            at_least(1, **{"num_examples": task.num_examples} | own)
         at_least(0, seed=self.seed)
         device_memory(self.memory_gb)
+        for field in ("haystack", "data_dir"):
+            if getattr(self, field):
+                is_text(field, getattr(self, field))
         if self.data_dir:
             data.folder(self.data_dir)
         if self.haystack:
@@ -290,10 +297,16 @@ class Experiment(abc.ABC):
         return series, schedule.phases, method.budget, method.rule, method.stored
 
 
-def at_least(least: int, **numbers: int | None) -> None:
-    """Raises UserError for the first that is smaller, or no number; None passes."""
+def is_text(what: str, value: Any) -> None:
+    """Raises UserError for what is none."""
+    if not isinstance(value, str):
+        raise UserError(f"{what} {value!r:.80}: give a text")
+
+
+def at_least(least: int, **numbers: Any) -> None:
+    """Raises UserError for the first that is smaller, or no number."""
     for field, value in numbers.items():
-        if value is not None and not (isinstance(value, int) and value >= least):
+        if not (isinstance(value, int) and value >= least):
             more = "0 or more" if least == 0 else f"at least {least}"
             raise UserError(f"{field} {value}: {more}")
 

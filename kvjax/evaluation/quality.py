@@ -75,7 +75,7 @@ class Quality(Experiment):
 
     def check(self) -> None:
         super().check()
-        config.at_least(0, num_windows=self.fidelity.num_windows)
+        config.at_least(0, **dataclasses.asdict(self.fidelity))
         for method in self.methods:
             for field in ("batch_rule", "batch_size"):
                 if getattr(method, field) is not None:
@@ -115,6 +115,11 @@ def from_config(fields: config.Fields, overrides: config.Fields) -> Quality:
 def rows(setting: Setting) -> list[Row]:
     """One per method; raises UserError for what does not fit, before long work."""
     experiment, model = setting.experiment, setting.model
+    if model.tokenizer is None:
+        raise UserError(
+            f"model {experiment.model} has no tokenizer, and quality is that of texts: "
+            "name a folder with one, or measure throughput"
+        )
     tasks = [samples_of(experiment, each, model) for each in experiment.tasks]
     windows = _windows(setting)
     longest = max(task.longest for task in tasks)

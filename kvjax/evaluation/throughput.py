@@ -162,7 +162,8 @@ def _method(asked: str | Mapping[str, Any], shared: dict[str, Any]) -> Method:
 def _check_batch_size(method: Method, prompts: int) -> None:
     """Raises UserError for a batch size that is missing, unasked for or too large."""
     size = method.batch_size
-    config.at_least(1, batch_size=size)
+    if size is not None:
+        config.at_least(1, batch_size=size)
     if (size is None) == (method.batch_rule == "fixed"):
         raise UserError(
             f"method {method.name!r}: batch_rule {method.batch_rule!r} with batch_size "

@@ -11,7 +11,7 @@ import pytest
 from conftest import often
 
 from kvjax import UserError
-from kvjax.evaluation import run
+from kvjax.evaluation import quality, run
 from kvjax.evaluation.run import from_config
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -61,6 +61,14 @@ TWINS = [  # what tells them apart is in no table
         ({"tasks": 3}, ["tasks 3"]),
         ({"fidelity": 3}, ["fidelity 3", "a dict"]),
         ({"num_examples": "ten"}, ["num_examples ten", "at least 1"]),
+        ({"num_examples": None}, ["num_examples None", "at least 1"]),
+        ({"seed": None}, ["seed None", "0 or more"]),
+        ({"fidelity": {"num_windows": None}}, ["num_windows None", "0 or more"]),
+        ({"haystack": 5}, ["haystack 5: give a text"]),
+        ({"data_dir": 5}, ["data_dir 5: give a text"]),
+        ({"tasks": [{"name": 5}]}, ["task name 5: give a text"]),
+        ({"tasks": [{"name": None}]}, ["task name None: give a text"]),
+        ({"methods": [{"name": "a", "policy": 5}]}, ["'a': policy 5: give a text"]),
         ({"data_dir": "nowhere"}, ["data_dir 'nowhere'", "folder"]),
         ({"haystack": "nowhere"}, ["haystack folder 'nowhere'", "does not exist"]),
         (
@@ -137,6 +145,13 @@ def test_experiment(tmp_path, changes, words):
         run.run(experiment, tmp_path / "runs" / "w", lambda what, units: None)
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_quality_needs_a_tokenizer(tmp_path, tiny):
+    asked = from_config(config(), {})
+    setting = run.Setting(asked, tiny._replace(tokenizer=None), 0, tmp_path, [], [], {})
+    with pytest.raises(UserError, match=r"model none has no tokenizer.*a folder with"):
+        quality.rows(setting)
 
 
 def test_throughput_s_methods_are_names_or_dicts():

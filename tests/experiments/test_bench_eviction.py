@@ -24,8 +24,15 @@ def test_every_form_is_timed_and_a_long_first_block_takes_more():
             assert row["of slots reused, loop"] == pytest.approx(row["ms"] / base["ms"])
 
 
-def test_a_budget_within_one_block_is_refused():
-    command = sys.executable, str(SCRIPT), "--slots=64"
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--slots=64", "budget 64 must be larger than the 64 pairs"),
+        ("--section=foo", "--section=foo: use some of prefill, decode"),
+    ],
+)
+def test_slips_are_told(flag, words):
+    command = sys.executable, str(SCRIPT), flag
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "budget 64 must be larger than the 64 pairs" in done.stderr
+    assert words in done.stderr

@@ -22,9 +22,16 @@ def test_as_many_pairs_are_raced_however_they_are_shared_out():
     assert differing["of all alike"] == pytest.approx(differing["ms"] / alike["ms"])
 
 
-def test_a_rule_that_looks_across_heads_is_refused():
-    command = sys.executable, str(SCRIPT), "--policy=tova"
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--policy=tova", ["tova", "looks across the heads"]),
+        ("--multiples=abc", ["--multiples=abc: give whole numbers"]),
+        ("--multiples=0", ["--multiples=0: give whole numbers, 1 or more"]),
+    ],
+)
+def test_slips_are_told(flag, words):
+    command = sys.executable, str(SCRIPT), flag
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "tova" in done.stderr and "looks across the heads" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert all(word in done.stderr for word in words)
