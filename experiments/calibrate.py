@@ -30,6 +30,7 @@ import kvjax
 from kvjax import training
 from kvjax.cache import calibrations
 from kvjax.engine import calibration
+from kvjax.evaluation import files
 from kvjax.evaluation.report import figures
 from kvjax.evaluation.report.records import append_record, provenance, read_records
 from kvjax.training import head_sizes
@@ -80,9 +81,10 @@ def main(_):
         asked = {"texts": _TEXTS.value, "half": _HALF.value, "num_texts": len(texts)}
         asked |= {"dtype": _DTYPE.value}
         how = {"even": _EVEN.value, "chunk": _CHUNK.value, "passages": _PASSAGES.value}
-        path = output.with_suffix(".rounds.jsonl")
+        path = output.absolute().with_suffix(".rounds.jsonl")
         given = model, texts, found, ratios, _FIT.value
-        found, every = fitted(*given, path, asked, **how)
+        with files.locked(path.parent, f"{path.name}.lock"):
+            found, every = fitted(*given, path, asked, **how)
         told["fitted"] = every
     versions = ", ".join(f"{name} {v}" for name, v in made["versions"].items())
     found = dataclasses.replace(found, made_by=f"{made['command']}; {versions}")

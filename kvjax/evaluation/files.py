@@ -48,17 +48,18 @@ def on_disk(path: str | os.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps other processes out of a folder by its file `LOCK`, gone at the end.
+def locked(folder: pathlib.Path, name: str = LOCK) -> Iterator[None]:
+    """Keeps other processes out of a folder by a file in it, gone at the end.
 
     The kernel holds the lock and lets go of it when its process ends, however that
-    ends; the file says which process on which host it is.
+    ends; the file says which process on which host it is. Where a folder holds several
+    things to keep apart, each has a lock of its own name.
 
     Raises:
       UserError: a process of this host is at work there, or the file is of another
         host, of whose processes nothing is known here.
     """
-    path = folder / LOCK
+    path = folder / name
     with _opened(path) as file:
         with on_disk(path):
             _take(file, path)

@@ -125,6 +125,17 @@ def test_a_process_that_has_the_lock_names_itself_a_little_later(
     assert sum(waited) < 1.1
 
 
+def test_a_folder_may_hold_several_locks(tmp_path):
+    with files.locked(tmp_path), files.locked(tmp_path, "a.lock"):
+        assert {path.name for path in tmp_path.iterdir()} == {"lock", "a.lock"}
+        with (
+            pytest.raises(UserError, match="is at work there"),
+            files.locked(tmp_path, "a.lock"),
+        ):
+            pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_dead_process_s_lock_is_taken_over(tmp_path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
