@@ -4,14 +4,15 @@ import decimal
 import functools
 import json
 import pathlib
+import re
 
 import pytest
+import yaml
 
 from kvjax.evaluation import metrics
 
-GOLDEN = json.loads(
-    (pathlib.Path(__file__).parents[1] / "golden" / "metrics.json").read_text("utf-8")
-)["cases"]
+ROOT = pathlib.Path(__file__).parents[2]
+GOLDEN = json.loads((ROOT / "tests/golden/metrics.json").read_text("utf-8"))["cases"]
 TRIVIA = {"normal": metrics.normal_trivia}
 CHECKED = {
     name: getattr(metrics, name) for name in GOLDEN if not name.endswith("_trivia")
@@ -41,6 +42,19 @@ def test_final_number_as_by_openai_and_the_harness():
     for text, value in GOLDEN["final_number"]:
         expected = None if value is None else decimal.Decimal(value)
         assert metrics.final_number(text) == expected, text
+
+
+def test_the_harness_s_task_finds_the_same_final_number():
+    """lm_eval takes the last match, and of it the group that is not empty."""
+    path = ROOT / "experiments/harness/gsm8k.yaml"
+    asked = yaml.load(path.read_text(), yaml.BaseLoader)
+    pattern = asked["filter_list"][0]["filter"][0]["regex_pattern"]
+    ignored = "|".join(asked["metric_list"][0]["regexes_to_ignore"])
+    more = ["#### 18\n\nThere are 3 more", "2 #### 4 #### 5", "#### no, 7"]
+    for text in [text for text, _ in GOLDEN["final_number"]] + more:
+        found = [next(filter(None, groups)) for groups in re.findall(pattern, text)]
+        number = decimal.Decimal(re.sub(ignored, "", found[-1])) if found else None
+        assert number == metrics.final_number(text), text
 
 
 @pytest.mark.parametrize(
