@@ -100,7 +100,7 @@ OLD = {  # a line of the first format
     "examples": 2,
     "tokens_per_s": 3.0,
     "kv_bytes_per_row": 8,
-    "command": "python x.py",
+    "command": "python x.py --peer_python=a",
     "versions": {"jax": "0.10.2"},
 }
 NEW = {
@@ -128,7 +128,10 @@ NEW = {
     "num_examples": 2,
     "output_tokens_per_s": 3.0,
     "kv_bytes_peak_per_seq": 8,
-    "provenance": {"command": "python x.py", "versions": {"jax": "0.10.2"}},
+    "provenance": {
+        "command": "python x.py --baseline_python=a",
+        "versions": {"jax": "0.10.2"},
+    },
 }
 
 

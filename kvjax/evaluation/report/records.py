@@ -87,6 +87,7 @@ _FIELDS = {
     "rope": "rope_positions",
     "tokens_per_s": "output_tokens_per_s",
 }
+_FLAG = "--peer_python=", "--baseline_python="
 _TASK_FIELDS = {"cells": "breakdown", "examples": "num_examples"}
 _VALUES = {
     "rope_positions": {"true": "original", "slot": "cache"},
@@ -170,6 +171,8 @@ def upgraded(record: Record) -> Record:
     if new.get("tasks"):
         new["tasks"] = {name: _upgraded_task(t) for name, t in new["tasks"].items()}
     made = {key: new.pop(key) for key in ("command", "versions") if key in new}
+    if "command" in made:
+        made["command"] = made["command"].replace(*_FLAG)
     return new | ({"provenance": made} if made else {})
 
 
