@@ -160,6 +160,7 @@ def generate(
             for row, index in enumerate(rows):
                 drawn = result.tokens[row]
                 done[index] = Completion(_text(model, drawn), drawn, kept[row])
+            del result  # the next batch needs its state's room
     return [done[i] for i in range(len(tokens))]
 
 

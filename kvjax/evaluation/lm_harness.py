@@ -396,6 +396,7 @@ class Requests:
                 text = stop_texts.text_before(self.tokenizer, until, tokens)
                 yield rows[place], text
             bar.update(len(chosen))
+            del result  # the next batch needs its state's room
 
     def _tell(self, what: str, cut: list[int]) -> None:
         """Warns of what was cut off."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import often, tiny_spec
-from testing.engine import decode, run_batch
+from testing.engine import decode, live_at_prefill, run_batch
 from testing.prose import CHAT, make_tokenizer
 
 import kvjax
@@ -309,6 +309,14 @@ def test_live_bytes_fall_and_allocated_ones_do_not(tiny):
     pair = 2 * 4 * tiny.spec.head_dim * tiny.spec.num_kv_heads * tiny.spec.num_layers
     assert live == (6 + 3 + 5 + 3) * pair
     assert allocated == 2 * (BUDGET + 4) * pair
+
+
+def test_a_batch_is_gone_when_the_next_is_read(tiny, monkeypatch):
+    """Beside its state there would be no room for the next one's."""
+    with live_at_prefill(monkeypatch) as live:
+        kvjax.generate(tiny, prompts(), max_new_tokens=4, memory_gb=0.0006)
+    assert len(live) > 1
+    assert set(live) == {live[0]}
 
 
 def test_objects_are_short_at_a_prompt(tiny):

@@ -1,5 +1,6 @@
 """Batches run in one line, and the plain loop that teacher forcing is held against."""
 
+import contextlib
 import functools
 
 import jax
@@ -25,6 +26,20 @@ def score_tokens(params, state, tokens, *, spec, config):
         return state, decoder.logits(params, hidden[:, 0], spec)
 
     return jax.lax.scan(step, state, tokens.T)
+
+
+@contextlib.contextmanager
+def live_at_prefill(monkeypatch):
+    """A list of the bytes that arrays hold whenever prompts are about to be read."""
+    live, real = [], runner.Whole.prefill
+
+    def prefill(self, prompts):
+        live.append(sum(array.nbytes for array in jax.live_arrays()))
+        return real(self, prompts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.Whole, "prefill", prefill)
+        yield live
 
 
 def decode(params, state, logits, active, keys, *, spec, config, count, **how):
