@@ -237,10 +237,11 @@ def score(
 ) -> tuple[cache.KVState, Scores]:
     """Teacher forcing: how likely given continuations are.
 
-    Tokens are fed one at a time, as decoding would, or some at once where the schedule
-    has nothing left to evict and nobody wants the logits; never more than a block of
-    the prompt, for which there is room. A row that is at its end feeds nothing more.
-    The state is not donated: several continuations may follow one prompt.
+    Tokens are fed one at a time, as decoding would, or some at once where that is the
+    same: the schedule has nothing left to evict, no codec leaves the newest pairs as
+    they were, and nobody wants the logits; never more than a block of the prompt, for
+    which there is room. A row that is at its end feeds nothing more. The state is not
+    donated: several continuations may follow one prompt.
 
     Args:
       params: the model's weights, see `with_policy`.
@@ -257,7 +258,9 @@ def score(
       length 0 and True.
     """
     batch, most = tokens.shape
-    one = config.schedule.evicts_in_decode or keep_logits
+    layers = range(spec.num_layers)
+    newest = any(config.codec_of(index).residual_length for index in layers)
+    one = config.schedule.evicts_in_decode or newest or keep_logits
     width = 1 if one else min(_AT_ONCE, most, config.schedule.prefill_chunk)
     steps = jnp.maximum(jnp.max(lengths) - 1 + width - 1, 0) // width
     room = -most % width + width  # for the last step's targets, one token ahead

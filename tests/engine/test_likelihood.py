@@ -22,6 +22,7 @@ from testing.asking import (
 from testing.engine import score_tokens
 
 from kvjax import cache
+from kvjax.cache import codecs
 from kvjax.cache.config import make_config
 from kvjax.engine import likelihood, runner
 from kvjax.engine.steps import compact, prefill
@@ -140,6 +141,15 @@ def test_compressed_is_feeding_by_hand(model, case):
     full = answering(model).loglikelihood(requests(texts), disable_tqdm=True)
     differ = np.abs(np.asarray(found)[:, 0] - np.asarray(full)[:, 0]) > 1e-3
     assert any(differ) and not all(differ)  # short contexts lose nothing
+
+
+def test_newest_pairs_stay_exact_as_in_decoding(model):
+    """Of tokens fed together the first would see the newest of before encoded."""
+    codec = codecs.pair(codecs.int2(8), codecs.int2(8), residual_length=8)
+    config = make_config(model.spec, None, None, codec=codec)
+    head, tail = (ids(model, words(n, n)) for n in (12, 21))
+    expected = judged(log_softmax(by_hand(model, config, head, tail)), tail)
+    same(likelihood.likelihoods(model, config, [(head, tail)], 10**8), [expected])
 
 
 def by_hand(model, config, head, tail):
