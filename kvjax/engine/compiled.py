@@ -129,9 +129,10 @@ class Programs(NamedTuple):
       init: () -> an empty state of the rows that are read together.
       prefill: (params, state, tokens, lengths) -> (state, logits).
       compact: (state, policy's params) -> state; None where it keeps its capacity.
-      begin: (state, logits, active, keys) -> DecodeState; None in a scored job.
+      keys: (seed, prompts' numbers) -> keys, see `row_keys`; None in a scored job.
+      begin: (state, logits, active, keys) -> DecodeState; likewise.
       pool: () -> a DecodeState with no row in use; None where all are read at once.
-      insert: (pool, part, row) -> pool; likewise.
+      insert: (pool, part, row) -> pool; as `pool`.
       decode: (params, DecodeState, limit) -> (DecodeState, tokens); in a scored job
         `steps.score`, (params, state, logits, tokens, lengths) -> (state, Scores).
     """
@@ -139,6 +140,7 @@ class Programs(NamedTuple):
     init: jax.stages.Compiled
     prefill: jax.stages.Compiled
     compact: jax.stages.Compiled | None
+    keys: jax.stages.Compiled | None
     begin: jax.stages.Compiled | None
     pool: jax.stages.Compiled | None
     insert: jax.stages.Compiled | None
@@ -235,6 +237,7 @@ def compile_job(job: Job) -> Programs:
                 **alike,
             ),
             compact=_compile_compact(group) if job.config.compacts else None,
+            keys=None if job.scored else _compile_keys(group),
             begin=None if job.scored else _compile_begin(group),
             pool=_compile_pool(job) if job.is_staggered else None,
             insert=_compile_insert(job) if job.is_staggered else None,
@@ -277,6 +280,11 @@ def _compile_compact(job: Job) -> jax.stages.Compiled:
         config=job.config,
         capacity=job.decode_capacity,
     )
+
+
+def _compile_keys(job: Job) -> jax.stages.Compiled:
+    seed = jax.ShapeDtypeStruct((), jnp.int32)
+    return _compiled(row_keys, seed, arguments(job).rows)
 
 
 def _compile_begin(job: Job) -> jax.stages.Compiled:

@@ -135,6 +135,8 @@ class Part(flax.struct.PyTreeNode):
 class LayerByLayer:
     """The runner; its states are a tuple of every layer's `Part`s."""
 
+    compile_seconds = 0.0
+
     def __init__(self, readings: Readings, job: Job):
         self.job = job
         self._readings, self._model = readings, readings.model

@@ -49,9 +49,12 @@ class Runner(Protocol):
 
     Attributes:
       job: the batch's shape.
+      compile_seconds: spent so far on programs of which only the prompts told that
+        they are needed.
     """
 
     job: Job
+    compile_seconds: float
 
     def prefill(self, prompts: Prompts) -> Prefilled:
         """Reads up to `job.group.batch` prompts; rows left over stay unused."""
@@ -83,7 +86,8 @@ class Runner(Protocol):
 class BatchResult(NamedTuple):
     """One batch: new tokens per row, the final state, and seconds on the device.
 
-    Seconds are None from a runner that does not tell.
+    Those of compiling, where a budget rule re-allocates, do not count. Seconds are None
+    from a runner that does not tell.
     """
 
     tokens: list[list[int]]
@@ -100,6 +104,7 @@ class Whole:
 
     def __init__(self, params: PyTree, job: Job, programs: Programs | None = None):
         self.job = job
+        self.compile_seconds = 0.0
         self._params = steps.with_policy(params, job.config)
         self._programs = programs or compiled.programs(job)
         self._settled = not job.config.measures
@@ -128,13 +133,15 @@ class Whole:
         if sizes != config.budget:
             config = dataclasses.replace(config, budget=sizes)
             self.job = dataclasses.replace(self.job, config=config)
+            start = time.perf_counter()
             self._programs = compiled.decoding(self.job, self._programs)
+            self.compile_seconds += time.perf_counter() - start
 
     def begin(
         self, read: Prefilled, prompt_ids: Sequence[int], seed: int
     ) -> steps.DecodeState:
         group = self.job.group
-        keys, active = row_keys(group, prompt_ids, seed)
+        keys, active = row_keys(group, prompt_ids, seed, self._programs.keys)
         return self._programs.begin(read.state, read.logits, active, keys)
 
     def insert(self, pool, part: steps.DecodeState, row: int) -> steps.DecodeState:
@@ -182,13 +189,14 @@ def run_batch(
     Raises:
       RuntimeError: the state ran out of slots.
     """
-    start = time.perf_counter()
+    start, compiled_before = time.perf_counter(), runner.compile_seconds
     pool = prefill_batch(runner, prompts, prompt_ids, seed)
     middle = time.perf_counter()
+    reading = middle - start - (runner.compile_seconds - compiled_before)
     pool, tokens = decode_batch(runner, pool, len(prompts), stop)
     jax.block_until_ready(pool)
     end = time.perf_counter()
-    return BatchResult(tokens, runner.finished(pool), middle - start, end - middle)
+    return BatchResult(tokens, runner.finished(pool), reading, end - middle)
 
 
 def prefill_batch(
@@ -301,13 +309,18 @@ def pad_prompts(
     return meshes.shard_rows(job.mesh, tokens, lengths)
 
 
-def row_keys(job: Job, prompt_ids: Sequence[int], seed: int) -> tuple[Array, Array]:
+def row_keys(
+    job: Job,
+    prompt_ids: Sequence[int],
+    seed: int,
+    make: Callable[..., Array] = compiled.row_keys,
+) -> tuple[Array, Array]:
     """PRNG keys of rows that hold the prompts of these numbers, and which rows do."""
     numbers, active = np.zeros((job.batch,), np.int32), np.arange(job.batch)
     numbers[: len(prompt_ids)] = prompt_ids
     given = meshes.shard_rows(job.mesh, numbers, active < len(prompt_ids))
     with meshes.use(job.mesh):
-        return compiled.row_keys(np.int32(seed), given[0]), given[1]
+        return make(np.int32(seed), given[0]), given[1]
 
 
 def batches(indices: Sequence[int], most: int) -> list[list[int]]:

@@ -11,7 +11,6 @@ import math
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -106,7 +105,7 @@ def shard_rows(over: Mesh | None, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
     In a run of several processes all of them hold the whole arrays.
     """
     if over is None:
-        return tuple(jnp.asarray(x) for x in arrays)
+        return tuple(map(jax.device_put, arrays))  # jnp.asarray runs a program
     split = NamedSharding(over, PartitionSpec(axes.DATA))
     return tuple(
         jax.make_array_from_callback(x.shape, split, np.asarray(x).__getitem__)

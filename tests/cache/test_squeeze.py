@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -379,8 +380,10 @@ def test_decode_only_never_holds_more(tiny):
         budget_rule="squeeze",
     )
     job = Job(tiny.spec, config, 3, bucket(tiny.spec, config, 80, 9), 9)
-    whole = runner.Whole(tiny.params, job)
+    whole, start = runner.Whole(tiny.params, job), time.perf_counter()
     result = runner.run_batch(whole, PROMPTS, range(3))
+    told = result.prefill_seconds + result.decode_seconds
+    assert 0 < whole.compile_seconds < time.perf_counter() - start - told
     sizes = whole.job.config.budget
     assert sorted(sizes) == [8, 40]
     assert cache.capacities(result.state) == sizes

@@ -1,16 +1,20 @@
 """Compiled programs: a few jobs' are kept, and memory does not grow with policies."""
 
+import dataclasses
 import pathlib
 import weakref
 
+import jax
 import pytest
-from conftest import tiny_spec
+from conftest import tiny_model, tiny_spec
 
 import kvjax
 from kvjax import Schedule, cache, policies
-from kvjax.engine import compiled
+from kvjax.engine import compiled, runner
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import plan_job
+from kvjax.models import decoder
+from kvjax.parallel import meshes
 
 SCHEDULE = Schedule(prefill_chunk=8, evict_size=8)
 
@@ -49,6 +53,26 @@ def test_a_plan_carries_the_programs_that_it_measured(tiny):
     kvjax.clear_programs()
     state = plan.programs.init()  # what somebody holds goes on working
     assert cache.capacities(state) == (24, 24)
+
+
+@pytest.mark.parametrize("over", [None, "data:2,model:4"])
+def test_a_first_batch_compiles_nothing_more(over):
+    """Its seconds are those of the device: all programs are there by then."""
+    model = tiny_model(num_layers=1)
+    given, mesh = job(model.spec, 24), over and meshes.mesh(over, 2)
+    given, params = dataclasses.replace(given, mesh=mesh), model.params
+    if mesh:
+        params = jax.device_put(params, decoder.param_partitions(given.spec, mesh))
+    whole = runner.Whole(params, given)
+    runner.prefill_batch(whole, [[1, 2], [3]], range(2))  # for JAX's own first steps
+    jax.clear_caches()
+    made = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: made.append(event)
+    )
+    runner.prefill_batch(whole, [[1, 2], [3]], range(2))
+    jax.monitoring.clear_event_listeners()
+    assert [event for event in made if "backend_compile" in event] == []
 
 
 def resident_peak():
