@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,16 @@ from kvjax.parallel import host
 from kvjax.types import UserError, real_number
 
 _PROBES = (2, 6)  # batches that the temporaries' growth is read from
+_MEMINFO, _CGROUP = map(pathlib.Path, ("/proc/meminfo", "/sys/fs/cgroup"))
+_CGROUPS = (  # version 2 and 1: the limit, what is taken, and of that unused files
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
 USABLE = 0.92  # of a device's limit: allocators fragment, runtimes need room
 
 
@@ -244,8 +255,8 @@ def device_memory(memory_gb: float | None = None) -> int:
 
     Args:
       memory_gb: the limit in units of 1e9 bytes. None is 92% of the own limit of the
-        smallest device on GPU and TPU, and half of the free memory on a CPU, which its
-        virtual devices share.
+        smallest device on GPU and TPU, and half of the free memory of the machine, or
+        of the container, on a CPU, which its virtual devices share.
 
     Raises:
       UserError: a limit that is not positive, or above the device's own (on a CPU, all
@@ -417,17 +428,29 @@ def program_bytes(compiled: jax.stages.Compiled, on_host: int = 0) -> int:
 
 def _free_host_memory() -> int:
     """Bytes that can be had without swapping; half of all where it is not told."""
+    _, left = _container_memory()
     with contextlib.suppress(OSError):
-        for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
+        for line in _MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return _host_memory() // 2
+                return min(int(line.split()[1]) << 10, left)
+    return min(_host_memory() // 2, left)
 
 
 def _host_memory() -> int:
     """Bytes of the machine, or of the container that this runs in."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # "max" is no limit
-        limit = int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text())
-        return min(machine, limit)
-    return machine
+    return min(machine, _container_memory()[0])
+
+
+def _container_memory() -> tuple[int, int]:
+    """Bytes that the container may take, and those it has left; many without a limit.
+
+    Pages of files that nobody uses are as good as free: the kernel drops them first.
+    """
+    for limit, taken, stat, unused in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            most, used = (int((_CGROUP / name).read_text()) for name in (limit, taken))
+            found = dict(map(str.split, (_CGROUP / stat).read_text().splitlines()))
+            left = most - used + int(found.get(unused, 0))
+            return most, min(max(left, 0), most)
+    return sys.maxsize, sys.maxsize

@@ -8,6 +8,7 @@ from conftest import often, tiny_spec
 from kvjax import Schedule, UserError, plan, policies
 from kvjax.attention import reference
 from kvjax.cache.config import make_config
+from kvjax.engine import planner
 from kvjax.engine.compiled import Job, bucket
 from kvjax.engine.planner import (
     phase_bytes,
@@ -111,6 +112,33 @@ def test_layer_by_layer_prompts_lie_whole_between_two_layers():
     assert hidden > state_bytes(job)["prefill"]
     assert weights_bytes(job) + found.batch * row <= 20_000_000
     assert 1 < found.batch < 100
+
+
+MANY = str(2**63 - 4096)
+NEW = ("memory.max", "memory.current", "memory.stat")
+OLD = [f"memory/memory.{x}" for x in ("limit_in_bytes", "usage_in_bytes", "stat")]
+
+
+@pytest.mark.parametrize(
+    ("files", "told", "free"),
+    [
+        (NEW, ("6000000", "4000000", "inactive_file 1000000\nanon 5"), 3_000_000),
+        (OLD, ("6000000", "4000000", "total_inactive_file 1000000"), 3_000_000),
+        (NEW, ("6000000", "6500000", "anon 5"), 0),
+        (NEW, ("max", "4000000", ""), 8_192_000),
+        (OLD, (MANY, "4000000", ""), 8_192_000),
+        ((), (), 8_192_000),
+    ],
+)
+def test_free_memory_is_the_container_s(tmp_path, monkeypatch, files, told, free):
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    for file, text in zip(files, told, strict=True):
+        (tmp_path / file).write_text(text + "\n")
+    monkeypatch.setattr(planner, "_CGROUP", tmp_path)
+    monkeypatch.setattr(planner, "_MEMINFO", tmp_path / "meminfo")
+    assert planner.host_memory() == free // 2
+    assert planner.device_memory() == free // 2 // 8  # virtual devices share it
 
 
 def test_too_little_memory_names_what_is_needed():
