@@ -128,9 +128,9 @@ def fit_heads(
       the least.
 
     Raises:
-      UserError: another model's calibration, a text that is too short, an
-        option out of range, a ratio or a floor that leaves nothing to move; a model
-        without a tokenizer.
+      UserError: another model's calibration, a text that is too short, or too long for
+        the model's context with the passages, an option out of range, a ratio or a
+        floor that leaves nothing to move; a model without a tokenizer.
     """
     calibration.check(model.spec, fingerprint(model))
     ratios = calibrations.checked_ratios(
@@ -233,13 +233,21 @@ def excerpts(
     Padding makes whole chunks of them.
 
     Raises:
-      UserError: a model without tokenizer, a text that is too short.
+      UserError: a model without tokenizer, a text that is too short, excerpts that
+        exceed the model's context.
     """
     if model.tokenizer is None:
         raise UserError(f"{model.spec.name} has no tokenizer to ask for passages with")
     encode = functools.partial(model.tokenizer, add_special_tokens=False)
     asking, ending = (encode(words)["input_ids"] for words in (INSTRUCTION, "\n\n"))
     rng, found = np.random.default_rng(seed), []
+    longest = length + len(asking) + PASSAGES * (PASSAGE + len(ending))
+    if longest > model.spec.context_length:
+        raise UserError(
+            f"texts of {length} tokens and passages of them take {longest}, and the "
+            f"context of {model.spec.name} has {model.spec.context_length}: calibrate "
+            "on shorter texts"
+        )
     for index, ids in enumerate(api.tokenize(model, texts)):
         if len(ids) < length:
             raise UserError(

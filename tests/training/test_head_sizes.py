@@ -239,5 +239,10 @@ def test_other_models(model, start, tiny):
     other = dataclasses.replace(start, fingerprint="0" * 16)
     with pytest.raises(UserError, match="was made with other weights"):
         fit_heads(model, TEXTS, other)
+    small = dataclasses.replace(model.spec, context_length=500)
+    with pytest.raises(
+        UserError, match=r"288 tokens and passages .* take 5\d\d, .* 500"
+    ):
+        fit_heads(model._replace(spec=small), TEXTS, start)
     with pytest.raises(UserError, match="no tokenizer to ask for passages"):
         fit_heads(model._replace(tokenizer=None), [[1] * 300], start)
