@@ -8,13 +8,16 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.types import UserError, real_number, whole_number
 
+_GREEDY = 1e-30  # below this quotients overflow, and from there on only ties draw
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn; static.
 
     Attributes:
-      temperature: 0 is greedy; otherwise logits are divided by it.
+      temperature: 0 is greedy, as is what is too small to divide by; otherwise
+        logits are divided by it.
       top_k: draw among the k most likely tokens only; 0 is all of them.
       top_p: draw among the fewest tokens whose probabilities reach this sum
         (Holtzman et al. 2020).
@@ -45,7 +48,7 @@ def sample(
       keys: one PRNG key per row, so that a row draws the same alone or in a batch.
       position: the drawn token's position, folded into the row's key.
     """
-    if how.temperature == 0:
+    if how.temperature < _GREEDY:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / how.temperature
     if 0 < how.top_k < logits.shape[-1]:

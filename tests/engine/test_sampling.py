@@ -36,6 +36,17 @@ def test_frequencies(how, expected):
     assert (frequencies(how)[np.asarray(expected) == 0] == 0).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-37, 1e-40])
+def test_what_is_too_small_to_divide_by_is_greedy(temperature):
+    """The quotients of several logits would be infinite, and all as likely."""
+    logits, keys = (
+        jnp.float32([[-50, 60, 40, 61]]),
+        jax.random.split(jax.random.key(0), 1),
+    )
+    position = jnp.zeros((1,), jnp.int32)
+    assert sample(logits, Sampling(temperature), keys, position) == 3
+
+
 def test_a_prompt_draws_the_same_in_any_batch(tiny):
     """By its number in the run and the seed, not by its row or its neighbours."""
     prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
