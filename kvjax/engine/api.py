@@ -237,7 +237,10 @@ def tokenize(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
     )
     if not several or not len(prompts):
         raise UserError(f"prompts is {prompts!r:.80}: give a list of one or more")
-    return [_checked(model, i, _ids(model, i, p)) for i, p in enumerate(prompts)]
+    every = [_ids(model, index, prompt) for index, prompt in enumerate(prompts)]
+    for index, ids in enumerate(every):
+        check_ids(model, f"prompt {index}", ids)
+    return every
 
 
 def _ids(model: Model, index: int, prompt: Prompt) -> list[int]:
@@ -289,16 +292,16 @@ def _tokens(model: Model, index: int, text: str) -> list[int]:
     return ids[1:] if twice else ids  # chat templates write one themselves
 
 
-def _checked(model: Model, index: int, ids: list[int]) -> list[int]:
-    if not ids:
-        raise UserError(f"prompt {index} is empty: it needs at least one token")
+def check_ids(model: Model, what: str, ids: Sequence[int]) -> None:
+    """Raises UserError for no ids, or one outside the vocabulary; `what` names them."""
+    if not len(ids):
+        raise UserError(f"{what} is empty: it needs at least one token")
     low, high = min(ids), max(ids)
     if low < 0 or high >= model.spec.vocab_size:
         raise UserError(
-            f"prompt {index} holds token {low if low < 0 else high}: ids of "
+            f"{what} holds token {low if low < 0 else high}: ids of "
             f"{model.spec.name} run from 0 to {model.spec.vocab_size - 1}"
         )
-    return ids
 
 
 def end_tokens(model: Model) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.cache.config import CacheConfig
-from kvjax.engine import compiled, runner
+from kvjax.engine import api, compiled, runner
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import plan_job
 from kvjax.types import Model, UserError
@@ -63,8 +63,9 @@ def likelihoods(
       done: called with the number of pairs that were just finished.
 
     Raises:
-      UserError: an empty context; a pair that exceeds the model's context (the last
-        token is not read and does not count); too little memory for one row.
+      UserError: an empty context; an id outside the vocabulary; a pair that exceeds
+        the model's context (the last token is not read and does not count); too little
+        memory for one row.
     """
     _check(model, pairs)
     found = {
@@ -102,8 +103,9 @@ def windows(
 def _check(model: Model, pairs: Sequence[tuple[Tokens, Tokens]]) -> None:
     room = model.spec.context_length
     for index, (context, given) in enumerate(pairs):
-        if not len(context):
-            raise UserError(f"context {index} is empty: it needs at least one token")
+        api.check_ids(model, f"context {index}", context)
+        if len(given):
+            api.check_ids(model, f"continuation {index}", given)
         if len(context) + len(given) - 1 > room:
             raise UserError(
                 f"context {index} of {len(context)} tokens and its continuation of "

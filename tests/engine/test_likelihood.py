@@ -227,6 +227,10 @@ def test_likelihoods_refuse_what_does_not_fit(model):
     ask = functools.partial(likelihood.likelihoods, model, config, memory_bytes=10**8)
     with pytest.raises(UserError, match="context 1 is empty"):
         ask([((1,), (2,)), ((), (2,))])
+    with pytest.raises(UserError, match=r"context 0 holds token 50: .* 0 to 49"):
+        ask([((1, 50), (2,))])
+    with pytest.raises(UserError, match="continuation 1 holds token -1: ids"):
+        ask([((1,), ()), ((1,), (-1,))])
     with pytest.raises(UserError, match="256 tokens and one"):
         ask([((1,) * 250, (2,) * 8)])
     assert len(ask([((1,) * 250, (2,) * 7)])) == 1
