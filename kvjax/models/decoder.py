@@ -18,7 +18,7 @@ What a family does differently is in its `ModelSpec`. The weights are a plain py
       experts: `router` [X, M], `gate_up` [X, M, 2 F], `down` [X, F, M]
       NAME_bias   of qkv, out, up or gate_up, down
     final_norm  Norm
-    head        [V, M]             absent when the head is tied to `embed`
+    head        [V, E]             absent when the head is tied to `embed`
 
 A Norm is [M], or a dict of `weight` and `bias`. Matrices have what they give first and
 what they take last, see `layers.product`; experts' are as `lax.ragged_dot` takes them.
@@ -246,7 +246,7 @@ def _param_dims(spec: ModelSpec) -> PyTree:
     if width != m:
         params |= {"embed_in": (m, width), "embed_out": (width, m)}
     if not spec.tie_embeddings:
-        params["head"] = (v, m)
+        params["head"] = (v, width)
     return params
 
 

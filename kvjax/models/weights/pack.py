@@ -66,7 +66,7 @@ def _end_shapes(spec: ModelSpec, names: Names) -> Iterator[tuple[str, tuple[int,
     if e != m:
         ends |= {"embed_in": (m, e), "embed_out": (e, m)}
     if not spec.tie_embeddings:
-        ends["head"] = (v, m)
+        ends["head"] = (v, e)
     for part, shape in ends.items():
         yield f"{names.ends[part]}.weight", shape
     if spec.final_norm:
@@ -105,10 +105,11 @@ def _part_shapes(spec: ModelSpec, part: str) -> dict[str, tuple[int, ...]]:
 
 def check_heads(spec: ModelSpec, source) -> None:
     """Raises UserError for heads that rotary positions or grouping cannot use."""
-    if spec.head_dim < 2 or spec.head_dim % 2:
+    rotates = spec.positions != "learned"
+    if spec.head_dim < 1 or (rotates and spec.head_dim % 2):
         raise UserError(
-            f"{source} has head_dim {spec.head_dim}: rotary positions need an even "
-            "one, use another checkpoint"
+            f"{source} has head_dim {spec.head_dim}: it must be 1 or more, and even "
+            "for rotary positions, use another checkpoint"
         )
     if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
         raise UserError(
