@@ -79,7 +79,7 @@ def mesh(asked: str, num_kv_heads: int) -> Mesh:
 
 def sizes(asked: str) -> tuple[int, int]:
     """Devices along the data and the model axis of a mesh; raises as `mesh` does."""
-    parts = [_ASKED.fullmatch(part.strip()) for part in asked.split(",")]
+    parts = [_ASKED.fullmatch(part.strip()) for part in str(asked).split(",")]
     found = dict(part.groups() for part in parts if part)
     if not all(parts) or len(found) < len(parts) or "0" in found.values():
         raise UserError(

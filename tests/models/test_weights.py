@@ -40,6 +40,13 @@ def test_unknown_name_lists_the_known_ones():
     assert "'smollm3'" in one_line(error)
 
 
+def test_a_name_or_a_mesh_of_another_type():
+    with pytest.raises(UserError, match="name_or_path is None: give a name"):
+        weights.load(None)
+    with pytest.raises(UserError, match="mesh 8: give the devices along each axis"):
+        weights.load("random:llama-3.1-8b", mesh=8)
+
+
 def test_other_dtypes_are_refused():
     for dtype in (jnp.int8, "no such dtype"):
         with pytest.raises(UserError, match="float32, bfloat16, float16"):

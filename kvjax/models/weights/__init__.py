@@ -23,7 +23,7 @@ from jaxtyping import Array
 from kvjax.models import decoder, placement, presets
 from kvjax.models.weights import gguf, hub, pack, param_cache, safetensors
 from kvjax.parallel import meshes
-from kvjax.types import Model, UserError
+from kvjax.types import Model, UserError, whole_number
 
 __all__ = ["load"]
 
@@ -53,8 +53,9 @@ def load(
         family in docs/models.md. "random:llama-3.1-8b" is a shape of
         `kvjax.models.presets` with random weights, to measure speed and memory.
       dtype: of all params: float32, bfloat16 or float16.
-      context: most tokens of a prompt and its completion; None for all that the model
-        can read. Rotary positions that differ with it (LongRoPE) are chosen by it.
+      context: most tokens of a prompt and its completion, no more than the model can
+        read; None for all of these. Rotary positions that differ with it (LongRoPE)
+        are chosen by it.
       mesh: `data:2,model:4` splits the model over so many devices, see
         `kvjax.parallel.meshes.mesh`; None is the default device.
       cache_converted: whether a copy of the params, ready to be read, is used and left
@@ -69,26 +70,44 @@ def load(
     Raises:
       UserError: a name or path that is not there; a checkpoint that is damaged,
         incomplete or computes something that `kvjax.models.decoder` does not; a
-        download that failed; a mesh of other devices than there are. One line, with
-        the remedy.
+        download that failed; a context above the model's; a mesh of other devices
+        than there are. One line, with the remedy.
     """
     dtype = checked_dtype(dtype)
-    if context is not None and context < 1:
-        raise UserError(f"context {context}: must be at least 1 token")
+    if context is not None:
+        context = whole_number("context", context, 1)
     placed = _placement(mesh) if mesh else None
-    model = load_placed(
-        os.fspath(name_or_path), dtype, context, placed, cache_converted
-    )
+    model = load_placed(_asked(name_or_path), dtype, context, placed, cache_converted)
     _warn_of_nan(model)
     if mesh:
         over = meshes.mesh(mesh, model.spec.num_kv_heads)
         model = model._replace(spec=placement.fitted(model.spec, over))
         if whole := placement.notice(over, model.spec):
             param_cache.notice(whole)
-    if context is None or model.spec.positions == "learned":
-        return model
-    short = min(context, model.spec.context_length)
-    return model._replace(spec=dataclasses.replace(model.spec, context_length=short))
+    return model if context is None else _shortened(model, context)
+
+
+def _asked(name_or_path: str | os.PathLike) -> str:
+    try:
+        return os.fsdecode(name_or_path)
+    except TypeError:
+        raise UserError(
+            f"name_or_path is {name_or_path!r:.80}: give a name, a file or a folder"
+        ) from None
+
+
+def _shortened(model: Model, context: int) -> Model:
+    """The model for no more than `context` tokens."""
+    spec, params = model.spec, model.params
+    if context > spec.context_length:
+        raise UserError(
+            f"context {context}: {spec.name} reads {spec.context_length} tokens at "
+            "most, give no more"
+        )
+    if spec.positions == "learned":
+        params = params | {"positions": params["positions"][:context]}
+    spec = dataclasses.replace(spec, context_length=context)
+    return model._replace(spec=spec, params=params)
 
 
 def _warn_of_nan(model: Model) -> None:
