@@ -3,6 +3,7 @@
 The golden files are made by golden/make_families.py.
 """
 
+import dataclasses
 import json
 import pathlib
 
@@ -18,6 +19,10 @@ from kvjax import cache, policies
 from kvjax.cache.config import make_config
 from kvjax.cache.schedule import Schedule
 from kvjax.engine import layerwise, steps
+from kvjax.models import decoder
+from kvjax.models.families import FAMILIES
+from kvjax.models.families.hf_config import Config
+from kvjax.models.weights import pack
 from kvjax.types import UserError
 
 pytestmark = pytest.mark.e2e
@@ -138,7 +143,7 @@ def test_capped_scores_and_windows_in_the_kernels(tmp_path, name):
         ("mixtral_full", {"num_local_experts": 5}, r"lacks 6 tensors, .*experts\.4"),
         ("phi3", {"rope_parameters": {"rope_type": "ntk"}}, "'rope_type': 'ntk'"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional"),
-        ("gemma3_text", {"layer_types": None, "sliding_window": "x"}, "be a number"),
+        ("gemma3_text", {"layer_types": None, "sliding_window": "x"}, "a whole number"),
         ("opt", {"enable_bias": False}, "enable_bias = False"),
         ("gpt_neox", {"attention_bias": False}, r"has \d+ tensors that"),
     ],
@@ -153,8 +158,148 @@ def test_what_is_not_understood_is_refused(tmp_path, name, changes, message):
 def test_a_shorter_context_is_kept_to(tmp_path):
     folder = written(file_of("qwen2"), tmp_path)
     assert kvjax.load(folder, context=20).spec.context_length == 20
-    with pytest.raises(UserError, match="context 0"):
-        kvjax.load(folder, context=0)
+    for context, message in (
+        (0, "context 0: must be"),
+        ("20", "context is '20': give a whole number"),
+        (20.5, r"context is 20\.5: give a whole number"),
+        (65, "context 65: .* reads 64 tokens at most"),
+    ):
+        with pytest.raises(UserError, match=message):
+            kvjax.load(folder, context=context)
+
+
+def test_a_shorter_context_of_learned_positions(tmp_path):
+    model = kvjax.load(written(file_of("opt"), tmp_path), context=20)
+    assert model.spec.context_length == 20
+    assert model.params["positions"].shape[0] == 20
+    with pytest.raises(UserError, match=r"exceed the context of .* 20 tokens"):
+        kvjax.generate(model, [[3] * 17], max_new_tokens=4)
+
+
+def test_a_head_of_its_own_reads_what_the_embedding_would(tmp_path):
+    """OPT projects back to the embeddings' width before either of them."""
+    folder = written(file_of("opt_350m"), tmp_path)
+    tied = kvjax.load(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"] * 2
+    written(file_of("opt_350m"), folder, tie_word_embeddings=False)
+    save_file(tensors, folder / "model.safetensors")
+    own = kvjax.load(folder)
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(2, 32)), jnp.float32)
+    one, other = (decoder.logits(m.params, hidden, m.spec) for m in (tied, own))
+    np.testing.assert_allclose(other, 2 * one, rtol=1e-6)
+
+
+def test_only_what_rotates_needs_even_heads():
+    spec = dataclasses.replace(spec_of("opt"), head_dim=5)
+    pack.check_heads(spec, "tiny")
+    with pytest.raises(UserError, match=r"head_dim 5: .* even for rotary positions"):
+        pack.check_heads(dataclasses.replace(spec, positions="rotary"), "tiny")
+    with pytest.raises(UserError, match="head_dim 0: it must be 1 or more"):
+        pack.check_heads(dataclasses.replace(spec, head_dim=0), "tiny")
+
+
+def spec_of(name, **changes):
+    """The spec of a golden file whose config says other things."""
+    config = json.loads(str(np.load(file_of(name))["config"])) | changes
+    family = FAMILIES[config["architectures"][0]]
+    return family.spec_from_hf(Config(config, "tiny"), "tiny")
+
+
+def scaled(kind, **said):
+    return {"rope_parameters": {"rope_type": kind, **said}}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "context"),
+    [
+        ("llama_bias", scaled("linear", factor=4.0), 256),  # of 64
+        ("llama_bias", scaled("dynamic", factor=4.0), 64),
+        ("llama_bias", scaled("yarn", factor=4.0), 256),
+        (
+            "llama_bias",
+            scaled("yarn", factor=4.0, original_max_position_embeddings=16),
+            64,
+        ),
+        ("llama_bias", scaled("yarn", original_max_position_embeddings=16), 64),
+        ("falcon_7b", scaled("linear", factor=2.0), 128),
+        ("gemma3_text", {}, 64),
+        ("gemma3_text", scaled("linear", factor=8.0), 64),
+    ],
+)
+def test_contexts_that_are_scaled(name, changes, context):
+    assert spec_of(name, **changes).context_length == context
+
+
+def test_yarn_without_a_factor_is_by_the_two_lengths():
+    said = {"original_max_position_embeddings": 16, "factor": None}
+    assert spec_of("llama_bias", **scaled("yarn", **said)).rope.factor == 4
+
+
+def test_what_is_absent_is_what_transformers_has():
+    data = json.loads(str(np.load(file_of("gemma2"))["config"]))
+    assert data["attn_logit_softcapping"] and data["final_logit_softcapping"]
+    spec = spec_of("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (spec.attention_softcap, spec.logit_softcap) == (0, 0)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        del data[key]
+    spec = FAMILIES["Gemma2ForCausalLM"].spec_from_hf(Config(data, "tiny"), "tiny")
+    assert (spec.attention_softcap, spec.logit_softcap) == (50, 30)
+    data = json.loads(str(np.load(file_of("phi3_longrope"))["config"]))
+    del data["original_max_position_embeddings"]
+    spec = FAMILIES["Phi3ForCausalLM"].spec_from_hf(Config(data, "tiny"), "tiny")
+    assert spec.rope.original == 4096
+
+
+def test_phi_4_mini_says_what_others_do_not(tmp_path):
+    said = {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}
+    kvjax.load(written(file_of("phi3_partial_longrope"), tmp_path, **said))
+    with pytest.raises(UserError, match="full_attn_mod = 2, which is not supported"):
+        spec_of("phi3", full_attn_mod=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("opt", {"num_attention_heads": 0}, "num_attention_heads = 0: .* 1 or more"),
+        ("falcon_7b", {"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ("qwen2", {"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ("qwen2", {"num_hidden_layers": 2.5}, r"num_hidden_layers = 2\.5: .* whole"),
+        ("qwen2", {"num_hidden_layers": -1}, "num_hidden_layers = -1"),
+        ("qwen2", {"vocab_size": 0}, "vocab_size = 0"),
+        ("qwen2", {"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
+        ("phi3", {"rope_scaling": [1]}, r"rope_scaling = \[1\]"),
+        ("gpt_neox", {"rope_parameters": [1]}, r"rope_parameters = \[1\]"),
+        ("llama_bias", scaled("linear", factor="x"), "factor = 'x': .* above 0"),
+        ("llama_bias", scaled("linear"), "rope_parameters without factor"),
+        (
+            "llama_bias",
+            scaled("llama3", low_freq_factor=1.0, high_freq_factor=4.0),
+            "rope_parameters without factor",
+        ),
+        ("llama_bias", scaled([]) | {"rope_scaling": {"type": ["x"]}}, r"\['x'\]"),
+        (
+            "phi3_longrope",
+            scaled("longrope", long_factor=[1.0, 2.0]),
+            r"long_factor = \[1\.0, 2\.0\]: .* a list of 4 numbers",
+        ),
+        ("llama_bias", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "turns 12"),
+        ("qwen2_window", {"sliding_window": "8"}, "sliding_window = '8'"),
+        (
+            "qwen2_window",
+            {"max_window_layers": "0", "layer_types": None},
+            "max_window_layers = '0'",
+        ),
+        ("gemma2", {"layer_types": ["full_attention"]}, "a list of 4 of full_attent"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 4}, "layer_types = "),
+        ("qwen2_window", {"layer_types": ["full_attention"]}, "a list of 2 of"),
+        ("mixtral_full", {"num_experts_per_tok": 9}, "9 for . num_local_experts"),
+    ],
+)
+def test_damaged_configurations_are_told(name, changes, message):
+    with pytest.raises(UserError, match=message) as error:
+        spec_of(name, **changes)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mixtral_window", "falcon_40b", "opt"])

@@ -10,10 +10,10 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
         raise config.unsupported("alibi", True)
     config.only(activation="gelu")
     config.ignore("n_embed", "ff_factor", "num_ln_in_parallel_attn", "multi_query")
-    heads, width = config.number("num_attention_heads"), config.number("hidden_size")
+    heads, width = config.size("num_attention_heads"), config.size("hidden_size")
     new = config.flag("new_decoder_architecture")
     if new:
-        kv_heads = config.number("num_kv_heads", heads)
+        kv_heads = config.size("num_kv_heads", heads)
         norms = config.number("num_ln_in_parallel_attn", 2)
         blocks = "parallel_two" if norms == 2 else "parallel"
     else:
@@ -23,14 +23,14 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
     config.ignore("parallel_attn")
     return ModelSpec(
         name,
-        num_layers=config.number("num_hidden_layers"),
+        num_layers=config.size("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=width // heads,
         model_dim=width,
-        ff_dim=config.number("ffn_hidden_size", 4 * width),
-        vocab_size=config.number("vocab_size"),
-        context_length=config.number("max_position_embeddings", 2048),
+        ff_dim=config.size("ffn_hidden_size", 4 * width),
+        vocab_size=config.size("vocab_size"),
+        context_length=config.context_length(),
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
         tie_embeddings=config.flag("tie_word_embeddings", True),
         **config.rope(width // heads),

@@ -6,6 +6,8 @@ from kvjax.types import ModelSpec
 
 
 def spec_from_hf(config: Config, name: str) -> ModelSpec:
+    for key, cap in (("attn", 50.0), ("final", 30.0)):
+        config.values.setdefault(f"{key}_logit_softcapping", cap)  # null is none
     fields = shared(config, every=2)
     cap = config.number("attn_logit_softcapping", 0.0)
     return ModelSpec(
@@ -23,9 +25,9 @@ def shared(config: Config, every: int) -> dict:
     fields = config.shape()
     config.only(hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh")
     config.only(attention_bias=False, use_bidirectional_attention=False)
-    size = config.number("sliding_window", 4096)
+    size = config.size("sliding_window", 4096)
     config.only(sliding_window_size=size)
-    kinds = config.get("layer_types", None) or [
+    kinds = config.layer_types(fields["num_layers"]) or [
         "sliding_attention" if (i + 1) % every else "full_attention"
         for i in range(fields["num_layers"])
     ]

@@ -9,18 +9,21 @@ from kvjax.types import ModelSpec
 
 
 def spec_from_hf(config: Config, name: str) -> ModelSpec:
-    pattern = config.get("sliding_window_pattern", None)
-    pattern = pattern or config.get("_sliding_window_pattern", 6)
-    fields = gemma2.shared(config, every=pattern)
+    pattern = config.size("_sliding_window_pattern", 6)
+    pattern = config.size("sliding_window_pattern", pattern)
     config.ignore("attn_logit_softcapping")  # transformers does not apply it either
     local = config.number("rope_local_base_freq", 10_000.0)
-    rope = config.get("rope_parameters", None) or {}
+    rope = config.part("rope_parameters")
     if "full_attention" in rope:
-        nested = dict(rope.get("sliding_attention") or {})
-        local = nested.pop("rope_theta", None) or local
-        if (kind := nested.pop("rope_type", "default")) != "default" or nested:
-            raise config.unsupported("sliding_attention", {"rope_type": kind, **nested})
+        nested = Config(rope, config.source).part("sliding_attention")
+        local = Config(nested, config.source).number("rope_theta", local)
+        rest = {key: value for key, value in nested.items() if key != "rope_theta"}
+        if rest.pop("rope_type", "default") != "default" or rest:
+            raise config.unsupported("sliding_attention", nested)
         config.values["rope_parameters"] = rope["full_attention"]
+    fields = gemma2.shared(config, every=pattern)
+    # Of these checkpoints it is that of after the scaling.
+    fields["context_length"] = config.size("max_position_embeddings", 2048)
     return ModelSpec(
         name,
         **fields,

@@ -12,10 +12,8 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
     activation = _ACTIVATIONS[config.get("hidden_act", "gelu")]
     part = config.number("rotary_pct", 0.0)
     base = config.number("rotary_emb_base", 10_000)
-    if not part:
-        nested = config.values.get("rope_parameters") or {}
-        part = nested.get("partial_rotary_factor", 0.25)
-    rope = dict(config.values.get("rope_parameters") or {})
+    rope = config.part("rope_parameters")
+    part = part or rope.get("partial_rotary_factor", 0.25)
     config.values["rope_parameters"] = rope | {"partial_rotary_factor": part}
     shape = config.shape()
     shape["norm_eps"] = config.number("layer_norm_eps", 1e-5)

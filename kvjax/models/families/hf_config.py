@@ -29,6 +29,7 @@ HARMLESS = frozenset(
         "is_llama_config",
         "layerdrop",
         "max_length",
+        "max_sequence_length",
         "output_router_logits",
         "pad_token_id",
         "prefix",
@@ -36,16 +37,27 @@ HARMLESS = frozenset(
         "router_aux_loss_coef",
         "router_jitter_noise",
         "sep_token_id",
+        "tokenizer_class",
         "torch_dtype",
         "transformers.js_config",
         "transformers_version",
         "unk_token_id",
+        "unsloth_fixed",
         "unsloth_version",
         "use_cache",
         "_attn_implementation",
+        "_attn_implementation_autoset",
         "_name_or_path",
     }
 )
+_ROPE_COMMON = {
+    "rope_theta",
+    "partial_rotary_factor",
+    "rope_type",
+    "type",
+    "original_max_position_embeddings",
+}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _ROPE_KEYS = {
     "default": (),
     "dynamic": ("factor",),  # plain as far as max_position_embeddings, our limit
@@ -89,9 +101,35 @@ class Config:
 
     def number(self, key: str, default: Any = _REQUIRED) -> int | float:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not _is_number(value):
             raise self.error(f"has {key} = {value!r}", "it must be a number")
         return value
+
+    def size(self, key: str, default: Any = _REQUIRED, least: int = 1) -> int:
+        """A whole number, of layers, heads, channels or tokens."""
+        value = self.get(key, default)
+        if type(value) is not int or value < least:
+            remedy = f"it must be a whole number, {least} or more"
+            raise self.error(f"has {key} = {value!r}", remedy)
+        return value
+
+    def part(self, key: str) -> dict[str, Any]:
+        """A JSON object of its own; null and absent are an empty one."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise self.unsupported(key, value)
+        return value
+
+    def layer_types(self, layers: int) -> list[str] | None:
+        """What each layer's queries see, `_LAYER_TYPES`; None where it is not said."""
+        kinds = self.get("layer_types", None)
+        if kinds is None:
+            return None
+        known = isinstance(kinds, list) and all(kind in _LAYER_TYPES for kind in kinds)
+        if not known or len(kinds) != layers:
+            remedy = f"it must be a list of {layers} of {', '.join(_LAYER_TYPES)}"
+            raise self.error(f"has layer_types = {kinds!r:.80}", remedy)
+        return kinds
 
     def flag(self, key: str, default: bool = False) -> bool:
         return bool(self.get(key, default))
@@ -125,19 +163,36 @@ class Config:
 
     def shape(self) -> dict[str, Any]:
         """The fields of `ModelSpec` that most families name alike."""
-        heads, width = self.number("num_attention_heads"), self.number("hidden_size")
+        heads, width = self.size("num_attention_heads"), self.size("hidden_size")
         return {
-            "num_layers": self.number("num_hidden_layers"),
+            "num_layers": self.size("num_hidden_layers"),
             "num_heads": heads,
-            "num_kv_heads": self.number("num_key_value_heads", heads),
-            "head_dim": self.number("head_dim", width // max(heads, 1)),
+            "num_kv_heads": self.size("num_key_value_heads", heads),
+            "head_dim": self.size("head_dim", width // heads),
             "model_dim": width,
-            "ff_dim": self.number("intermediate_size"),
-            "vocab_size": self.number("vocab_size"),
-            "context_length": self.number("max_position_embeddings", 2048),
+            "ff_dim": self.size("intermediate_size"),
+            "vocab_size": self.size("vocab_size"),
+            "context_length": self.context_length(),
             "norm_eps": self.number("rms_norm_eps", 1e-6),
             "tie_embeddings": self.flag("tie_word_embeddings"),
         }
+
+    def context_length(self) -> int:
+        """Tokens that the model can read.
+
+        With `linear` and `yarn` rotary scaling `max_position_embeddings` is that of
+        before, as checkpoints have it (Vicuna 16k; Qwen2.5 as its card says), unless it
+        is already as long as YaRN makes it; vLLM reads them alike.
+        """
+        trained = self.size("max_position_embeddings", 2048)
+        kind, said = self._rope_said()
+        if kind == "linear":
+            return int(trained * self._positive(said, "factor"))
+        if kind != "yarn":
+            return trained
+        original = self._original(said)
+        factor = self._positive(said, "factor", trained / original)
+        return max(trained, int(original * factor))
 
     def rope(self, head_dim: int, theta: float = 10_000.0) -> dict[str, Any]:
         """`rope_theta`, `rope` and `rotary_dim` of `ModelSpec`.
@@ -145,62 +200,84 @@ class Config:
         transformers 5 nests them in `rope_parameters`; earlier ones have `rope_theta`
         and, for scaled positions, `rope_scaling`.
         """
-        nested = self.get("rope_parameters", None)
-        old = self.get("rope_scaling", None)
-        for key, value in (("rope_parameters", nested), ("rope_scaling", old)):
-            if value is not None and not isinstance(value, dict):
-                raise self.unsupported(key, value)
         theta = self.number("rope_theta", theta)
         part = self.number("partial_rotary_factor", 1.0)
-        said = {**(old or {}), **(nested or {})}
-        theta = said.pop("rope_theta", None) or theta
-        part = said.pop("partial_rotary_factor", None) or part
-        turning = int(head_dim * part)
+        kind, said = self._rope_said()
+        theta = self._positive(said, "rope_theta", theta)
+        turning = int(head_dim * self._positive(said, "partial_rotary_factor", part))
+        if turning != head_dim and (turning % 2 or not 0 < turning < head_dim):
+            what = f"has a partial_rotary_factor that turns {turning} channels"
+            raise self.error(what, f"it must be an even part of the {head_dim}")
         return {
-            "rope_theta": float(theta),
-            "rope": self._scaling(said),
+            "rope_theta": theta,
+            "rope": self._scaling(kind, said, turning),
             "rotary_dim": None if turning == head_dim else turning,
         }
 
-    def _scaling(self, said: dict[str, Any]) -> RopeScaling:
+    def _rope_said(self) -> tuple[str, dict[str, Any]]:
+        """The kind of scaling, and what both attributes say; null says nothing."""
+        said = {**self.part("rope_scaling"), **self.part("rope_parameters")}
         said = {key: value for key, value in said.items() if value is not None}
-        kind = said.pop("rope_type", None) or said.pop("type", None) or "default"
-        said.pop("type", None)
-        kind = {"su": "longrope"}.get(kind, kind)
-        context = self.number("max_position_embeddings", 2048)
-        original = self.get("original_max_position_embeddings", None)
-        nested = said.pop("original_max_position_embeddings", None)
-        original = original or nested or context
-        unknown = set(said) - set(_ROPE_KEYS.get(kind, ()))
-        if kind not in _ROPE_KEYS or unknown:
+        kind = said.get("rope_type") or said.get("type") or "default"
+        kind = "longrope" if kind == "su" else kind
+        known = isinstance(kind, str) and kind in _ROPE_KEYS
+        unknown = set(said) - _ROPE_COMMON - set(_ROPE_KEYS[kind] if known else ())
+        if not known or unknown:
             what = {"rope_type": kind, **{key: said[key] for key in sorted(unknown)}}
             raise self.unsupported("rope_parameters", what)
-        factor = float(said.get("factor") or 1.0)
+        return kind, said
+
+    def _original(self, said: dict[str, Any]) -> int:
+        """Tokens of the context trained on."""
+        key = "original_max_position_embeddings"
+        nested = Config(said, self.source)
+        trained = self.size("max_position_embeddings", 2048)
+        return self.size(key, nested.size(key, trained))
+
+    def _scaling(self, kind: str, said: dict[str, Any], turning: int) -> RopeScaling:
+        """The scaling of the frequencies of so many channels that rotate."""
+        original = self._original(said)
         if kind in ("default", "dynamic"):
             return RopeScaling()
         if kind == "linear":
-            return RopeScaling("linear", factor)
+            return RopeScaling("linear", self._positive(said, "factor"))
         if kind == "llama3":
-            low, high = (self._part(said, f"{x}_freq_factor") for x in ("low", "high"))
-            return RopeScaling("llama3", factor, original, float(low), float(high))
-        given = said.get("attention_factor")
+            keys = "low_freq_factor", "high_freq_factor", "factor"
+            low, high, factor = (self._positive(said, key) for key in keys)
+            return RopeScaling("llama3", factor, original, low, high)
+        context = self.size("max_position_embeddings", 2048)
+        factor = self._positive(said, "factor", context / original)
         if kind == "yarn":
             return self._yarn(said, factor, original)
-        factor = float(said.get("factor") or context / original)
-        if given is None:
-            stretched = math.log(factor) / math.log(original) if factor > 1 else 0.0
-            given = math.sqrt(1 + stretched)
+        stretched = math.log(factor) / math.log(original) if factor > 1 else 0.0
+        scale = self._positive(said, "attention_factor", math.sqrt(1 + stretched))
         used = min(self.context or context, context)
         which = "long_factor" if used > original else "short_factor"
-        factors = tuple(float(x) for x in self._part(said, which))
-        return RopeScaling(
-            "longrope", factor, original, factors=factors, scale=float(given)
-        )
+        factors = self._factors(said, which, turning // 2)
+        return RopeScaling("longrope", factor, original, factors=factors, scale=scale)
 
-    def _part(self, said: dict[str, Any], key: str) -> Any:
-        if key not in said:
+    def _positive(
+        self, said: dict[str, Any], key: str, default: float | None = None
+    ) -> float:
+        """A number of the rotary scaling; None is no default."""
+        value = said.get(key) or default
+        if value is None:
             raise self.error(f"has rope_parameters without {key}", "fetch it again")
-        return said[key]
+        if not _is_number(value) or value <= 0:
+            what = f"has rope_parameters with {key} = {value!r:.80}"
+            raise self.error(what, "it must be a number above 0")
+        return float(value)
+
+    def _factors(self, said: dict[str, Any], key: str, count: int) -> tuple[float, ...]:
+        """One factor per frequency."""
+        values = said.get(key)
+        if values is None:
+            raise self.error(f"has rope_parameters without {key}", "fetch it again")
+        numbers = isinstance(values, list | tuple) and all(map(_is_number, values))
+        if not numbers or len(values) != count:
+            what = f"has rope_parameters with {key} = {values!r:.80}"
+            raise self.error(what, f"it must be a list of {count} numbers")
+        return tuple(map(float, values))
 
     def _yarn(self, said, factor: float, original: int) -> RopeScaling:
         """YaRN; its scale of cosine and sine is given, or grows with the factor."""
@@ -208,15 +285,22 @@ class Config:
         def grown(weight):
             return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
-        scale = said.get("attention_factor")
-        if scale is None and said.get("mscale") and said.get("mscale_all_dim"):
-            scale = grown(said["mscale"]) / grown(said["mscale_all_dim"])
+        scale, keys = grown(1.0), ("mscale", "mscale_all_dim")
+        if all(map(said.get, keys)):
+            one, all_dims = (grown(self._positive(said, key)) for key in keys)
+            scale = one / all_dims
         return RopeScaling(
             kind="yarn",
             factor=factor,
             original=original,
-            low=float(said.get("beta_slow") or 1),
-            high=float(said.get("beta_fast") or 32),
-            scale=float(grown(1.0) if scale is None else scale),
+            low=self._positive(said, "beta_slow", 1),
+            high=self._positive(said, "beta_fast", 32),
+            scale=self._positive(said, "attention_factor", scale),
             rounded=bool(said.get("truncate", True)),
         )
+
+
+def _is_number(value: Any) -> bool:
+    """Finite, and not a truth value."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value)

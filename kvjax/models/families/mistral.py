@@ -9,7 +9,7 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
     shape = config.shape()
     config.only(hidden_act="silu")
     absent = "sliding_window" not in config.values
-    window = 4096 if absent else config.number("sliding_window", 0)
+    window = 4096 if absent else config.size("sliding_window", 0, least=0)
     return ModelSpec(
         name,
         **shape,

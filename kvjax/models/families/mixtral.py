@@ -8,14 +8,19 @@ from kvjax.types import ModelSpec
 def spec_from_hf(config: Config, name: str) -> ModelSpec:
     shape = config.shape()
     config.only(hidden_act="silu")
-    window = config.number("sliding_window", 0)
+    window = config.size("sliding_window", 0, least=0)
+    experts = config.size("num_local_experts", 8)
+    chosen = config.size("num_experts_per_tok", 2)
+    if chosen > experts:
+        what = f"has num_experts_per_tok = {chosen} for {experts} num_local_experts"
+        raise config.error(what, "it must be no more than there are")
     return ModelSpec(
         name,
         **shape,
         **config.rope(shape["head_dim"], theta=1e6),
         sliding_windows=(window,) * shape["num_layers"] if window else (),
-        experts=config.number("num_local_experts", 8),
-        experts_per_token=config.number("num_experts_per_tok", 2),
+        experts=experts,
+        experts_per_token=chosen,
     )
 
 

@@ -10,18 +10,18 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
     for key in ("enable_bias", "layer_norm_elementwise_affine"):
         if not config.flag(key, True):
             raise config.unsupported(key, False)
-    heads, width = config.number("num_attention_heads"), config.number("hidden_size")
+    heads, width = config.size("num_attention_heads"), config.size("hidden_size")
     before = config.flag("do_layer_norm_before", True)
     return ModelSpec(
         name,
-        num_layers=config.number("num_hidden_layers"),
+        num_layers=config.size("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=width // heads,
         model_dim=width,
-        ff_dim=config.number("ffn_dim"),
-        vocab_size=config.number("vocab_size"),
-        context_length=config.number("max_position_embeddings", 2048),
+        ff_dim=config.size("ffn_dim"),
+        vocab_size=config.size("vocab_size"),
+        context_length=config.size("max_position_embeddings", 2048),
         rope_theta=0.0,
         norm_eps=1e-5,
         tie_embeddings=config.flag("tie_word_embeddings", True),
@@ -32,7 +32,7 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
         activation="relu",
         gated=False,
         biases=("qkv", "out", "mlp"),
-        embed_dim=config.number("word_embed_proj_dim", width),
+        embed_dim=config.size("word_embed_proj_dim", width),
     )
 
 

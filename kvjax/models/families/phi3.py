@@ -12,10 +12,11 @@ from kvjax.types import ModelSpec
 
 
 def spec_from_hf(config: Config, name: str) -> ModelSpec:
+    config.values.setdefault("original_max_position_embeddings", 4096)
     shape = config.shape()
-    config.only(hidden_act="silu")
-    window = config.number("sliding_window", 0)
-    rope = config.values.get("rope_scaling") or {}
+    config.only(hidden_act="silu", full_attn_mod=1, interpolate_factor=1)
+    window = config.size("sliding_window", 0, least=0)
+    rope = config.part("rope_scaling")
     if rope.get("type") == "yarn":  # what early Phi-3 checkpoints call LongRoPE
         config.values["rope_scaling"] = {**rope, "type": "longrope"}
     return ModelSpec(

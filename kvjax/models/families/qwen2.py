@@ -19,11 +19,9 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
 
 def windows(config: Config, layers: int) -> tuple[int, ...]:
     """The window of each layer: named by `layer_types`, or from a layer onwards."""
-    size, first = (
-        config.get("sliding_window", None),
-        config.get("max_window_layers", 28),
-    )
-    kinds = config.get("layer_types", None)
+    size = config.size("sliding_window", 0, least=0)
+    first = config.size("max_window_layers", 28, least=0)
+    kinds = config.layer_types(layers)
     if not config.flag("use_sliding_window") or not size:
         return ()
     if kinds is None:
