@@ -239,9 +239,9 @@ def test_arguments(model):
     assert answering(model, "h2o", **told).config.budget == (32, 16)
     few_bits = {"codec": "int4", "codec.group": 4}
     assert answering(model, "h2o", **few_bits).config.codec == codecs.int4(4)
-    few = {"offload": 8, "offload.device_layers": 2}
+    few = {"offload": 8, "offload.device_layers": 1}
     found = answering(model, "h2o", **few)
-    assert found.config.offload == Offload(8, 2)
+    assert found.config.offload == Offload(8, 1)
     assert found.get_model_info()["kv_offload"]["top_n"] == 8
     assert lm.get_model_info()["kv_offload"] is None
     for size, most in (
