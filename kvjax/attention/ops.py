@@ -104,7 +104,8 @@ def fuses_write(
     backend = select_backend(q, k, stats, implementation, scoring)
     if q.shape[3] > 1 or backend.write_attend is None:
         return False
-    grains = (backend.write_grain(unturned(pairs)[0]) for pairs in (k, v))
+    inner = (unturned(x)[0] if isinstance(x, Stored) else x for x in (k, v))
+    grains = map(backend.write_grain, inner)
     return all(grain and k.shape[2] % grain == 0 for grain in grains)
 
 
