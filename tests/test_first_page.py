@@ -28,7 +28,7 @@ def test_code_of_the_first_pages(page, smollm2, monkeypatch):
     assert len(blocks) >= PAGES[page]
     for code in blocks[: PAGES[page]]:
         exec(compile(code, page, "exec"), names)
-        for completion in names.pop("done", []):
+        for completion in names.pop("done"):
             assert 32 <= len(completion.tokens) <= 64
             assert len(completion.kept_positions) == 4
 

@@ -7,6 +7,7 @@ import weakref
 import jax
 import pytest
 from conftest import tiny_model, tiny_spec
+from testing.engine import compilations
 
 import kvjax
 from kvjax import Schedule, cache, policies
@@ -66,13 +67,9 @@ def test_a_first_batch_compiles_nothing_more(over):
     whole = runner.Whole(params, given)
     runner.prefill_batch(whole, [[1, 2], [3]], range(2))  # for JAX's own first steps
     jax.clear_caches()
-    made = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: made.append(event)
-    )
-    runner.prefill_batch(whole, [[1, 2], [3]], range(2))
-    jax.monitoring.clear_event_listeners()
-    assert [event for event in made if "backend_compile" in event] == []
+    with compilations() as made:
+        runner.prefill_batch(whole, [[1, 2], [3]], range(2))
+    assert made == []
 
 
 def resident_peak():

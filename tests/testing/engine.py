@@ -42,6 +42,25 @@ def live_at_prefill(monkeypatch):
         yield live
 
 
+@contextlib.contextmanager
+def compilations():
+    """A list with an entry for every program that JAX compiles meanwhile."""
+    made = []
+
+    def note(event, *_, **__):
+        if "backend_compile" in event:
+            made.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        jax.jit(lambda x: x + 1)(jnp.int32(1))
+        assert made  # that is what JAX calls it
+        made.clear()
+        yield made
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
 def decode(params, state, logits, active, keys, *, spec, config, count, **how):
     """First tokens and the others, [B, N], and the state of the cache at the end."""
     begun = steps.begin(state, logits, active, keys, **how)
