@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from kvjax.attention import kernels, library, reference
 from kvjax.attention.reference import PLAIN
-from kvjax.attention.stored import Pairs, Stored, unturned
+from kvjax.attention.stored import Pairs, Stored
 from kvjax.pallas.common import device, not_hopper
 from kvjax.registry import Registry
 from kvjax.types import Observation, Partial, Scoring, UserError
@@ -177,7 +177,7 @@ def _works(backend: Backend, k: Pairs) -> bool:
 
 def _codec_read(k: Pairs) -> Any:
     """The codec whose codes kernels may read; None where they get numbers."""
-    pairs = unturned(k)[0] if isinstance(k, Stored) else None
+    pairs = k.inner if isinstance(k, Stored) else None
     return pairs.codec if pairs and pairs.codes is not None else None
 
 

@@ -104,7 +104,7 @@ def fuses_write(
     backend = select_backend(q, k, stats, implementation, scoring)
     if q.shape[3] > 1 or backend.write_attend is None:
         return False
-    inner = (unturned(x)[0] if isinstance(x, Stored) else x for x in (k, v))
+    inner = (x.inner if isinstance(x, Stored) else x for x in (k, v))
     grains = map(backend.write_grain, inner)
     return all(grain and k.shape[2] % grain == 0 for grain in grains)
 

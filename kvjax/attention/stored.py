@@ -40,6 +40,12 @@ class Stored:
         """What it is if that is codes on a grid around 0, which kernels read."""
         return self.arrays if self.codec.even_grid else None
 
+    @property
+    def inner(self) -> "Stored":
+        """What lies inside its rotation; itself where there is none."""
+        turned = self.codec.turned
+        return self.replace(codec=turned[0]) if turned else self
+
 
 Pairs = Array | Stored  # keys, or values
 
@@ -57,9 +63,8 @@ def unturned(pairs: Pairs) -> tuple[Pairs, Float[Array, "D D"] | None]:
     """
     if not isinstance(pairs, Stored) or pairs.codec.turned is None:
         return pairs, None
-    inner, rotation = pairs.codec.turned
-    matrix = jnp.asarray(rotation(pairs.shape[-1]))
-    return pairs.replace(codec=inner), matrix
+    rotation = pairs.codec.turned[1]
+    return pairs.inner, jnp.asarray(rotation(pairs.shape[-1]))
 
 
 def turned(x: Float[Array, "... D"], matrix: Array | None) -> Float[Array, "... D"]:
