@@ -71,8 +71,8 @@ def write(folder, width, vocab, most, shard_most):
     Returns:
       Bytes of all tensors, of the largest file and of the largest tensor.
     """
-    ends, one = (sum(_sizes(_shapes(width, vocab, n)).values()) for n in (0, 1))
-    layers = max(int((most - ends) // (one - ends)), 1)
+    one, two = (sum(_sizes(_shapes(width, vocab, n)).values()) for n in (1, 2))
+    layers = max(1 + int((most - one) // (two - one)), 1)
     shapes = _shapes(width, vocab, layers)
     sizes, shards, total = _sizes(shapes), [[]], 0
     for name, size in sizes.items():
