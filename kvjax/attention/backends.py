@@ -23,6 +23,7 @@ from kvjax.attention.reference import PLAIN
 from kvjax.attention.stored import Pairs, Stored
 from kvjax.pallas.common import device, not_hopper
 from kvjax.registry import Registry
+from kvjax.tracing import run_aside
 from kvjax.types import Observation, Partial, Scoring, UserError
 
 BY_NAME = 0  # the priority of a backend that is never chosen unless it is named
@@ -184,8 +185,7 @@ def _codec_read(k: Pairs) -> Any:
 @functools.cache
 def _tried(backend: Backend, head_dim: int, codec: Any) -> bool:
     try:
-        with jax.ensure_compile_time_eval():
-            wrong = backend.self_test(head_dim, codec)
+        wrong = run_aside(lambda: backend.self_test(head_dim, codec))
     except Exception as error:  # whatever a compiler may say
         wrong = f"{type(error).__name__}: {error}".splitlines()[0]
     if wrong:

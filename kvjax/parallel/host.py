@@ -23,6 +23,7 @@ from jax.experimental import compute_on as _compute_on
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
+from kvjax.tracing import run_aside
 from kvjax.types import PyTree, UserError
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -192,8 +193,7 @@ def _platform() -> str:
 @functools.cache
 def _tried() -> bool:
     try:
-        with jax.ensure_compile_time_eval():
-            wrong = _wrong()
+        wrong = run_aside(_wrong)
     except Exception as error:  # whatever a compiler may say
         wrong = f"{type(error).__name__}: {error}".splitlines()[0]
     if wrong:

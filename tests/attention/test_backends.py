@@ -295,6 +295,15 @@ def test_a_kernel_that_works_is_taken(table):
     assert attention.fuses_write(q, k, k, SUMS, None, PLAIN)
 
 
+def test_a_real_kernel_is_tried_while_a_program_is_traced(table):
+    """Its body asks for its place on the grid, of no array at all."""
+    functions = kernels.Kernels("kvjax.pallas.tpu", writes=True).interpreted()
+    mine = Backend("mine", priority=lambda q, k: 9, **functions.functions())
+    attention.register(mine)
+    jax.jit(lambda: jnp.int32(chosen(*arrays(), SUMS) == "mine"))()
+    assert chosen(*arrays(), SUMS) == "mine"
+
+
 INTERPRETED = ["pallas_tpu_interpret", "pallas_gpu_interpret"]
 
 
