@@ -7,6 +7,7 @@ keeps, `layouts` where pairs lie, `codecs` how they are stored.
 
 from kvjax.cache import budgets, codecs, layouts, squeeze
 from kvjax.cache.config import CacheConfig, make_config
+from kvjax.cache.eviction import compact
 from kvjax.cache.schedule import Schedule
 from kvjax.cache.state import (
     NAN_SCORE,
@@ -21,7 +22,7 @@ from kvjax.cache.state import (
     raise_errors,
     stored_bytes,
 )
-from kvjax.cache.update import compact, measure, step_layer
+from kvjax.cache.update import measure, step_layer
 
 __all__ = [
     "NAN_SCORE",

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from kvjax.cache import update
+from kvjax.cache import eviction, update
 from kvjax.cache.config import CacheConfig
 from kvjax.cache.state import KVState, capacities, init
 from kvjax.parallel import axes, host
@@ -89,6 +89,7 @@ def step_layer(
     tokens: Array | None = None,
     is_prefill: bool,
     policy_params: PyTree = None,
+    has_room: bool = False,
 ) -> tuple[Array, KVState]:
     """`update.step_layer`, by every shard for its own rows and heads.
 
@@ -102,6 +103,7 @@ def step_layer(
             tokens=tokens,
             is_prefill=is_prefill,
             policy_params=policy_params,
+            has_room=has_room,
         )
     part, alone = state.of_layer(index), config.of_layer(index)
     heads, rows = PartitionSpec(axes.DATA, axes.HEADS), PartitionSpec(axes.DATA)
@@ -118,6 +120,7 @@ def step_layer(
             is_prefill=is_prefill,
             policy_params=policy_params,
             layer_number=index,
+            has_room=has_room,
             **by_row,
         )
 
@@ -129,6 +132,39 @@ def step_layer(
     return out, _put_back(state, part, index)
 
 
+def make_room(
+    spec: ModelSpec,
+    state: KVState,
+    tokens: int,
+    apply_ropes: Sequence[Callable[..., Array]],
+    *,
+    config: CacheConfig,
+    n: Array,
+    is_prefill: bool,
+    policy_params: Sequence[PyTree] | None = None,
+) -> KVState:
+    """`eviction.make_room` in all layers, by every shard for its own rows and heads."""
+
+    def evict(state, policy_params, n):
+        lent = {
+            index: eviction.Lent(
+                apply_ropes[index],
+                spec.scoring(index),
+                policy_params and policy_params[index],
+                index,
+            )
+            for index in range(spec.num_layers)
+        }
+        how = {"config": config, "is_prefill": is_prefill}
+        return eviction.make_room(state, lent, tokens, n=n, **how)
+
+    if axes.mesh() is None or not config.policy:
+        return evict(state, policy_params, n)
+    specs = _specs(spec, config, state)
+    given = specs, PartitionSpec(), PartitionSpec(axes.DATA)
+    return axes.per_shard(evict, given, specs)(state, policy_params, n)
+
+
 def compact(
     spec: ModelSpec,
     state: KVState,
@@ -137,12 +173,12 @@ def compact(
     apply_ropes: Sequence[Callable[..., Array]],
     policy_params: Sequence[PyTree] | None = None,
 ) -> KVState:
-    """`update.compact`, by every shard for its own rows and heads."""
+    """`eviction.compact`, by every shard for its own rows and heads."""
     scorings = [spec.scoring(index) for index in range(spec.num_layers)]
 
     def shrink(state, policy_params):
         given = state, config, capacity, apply_ropes, policy_params
-        return update.compact(*given, scorings=scorings)
+        return eviction.compact(*given, scorings=scorings)
 
     if axes.mesh() is None:
         return shrink(state, policy_params)

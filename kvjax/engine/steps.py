@@ -309,6 +309,13 @@ def forward(
     """T new tokens through the model, of which each row's first n are real."""
     positions = cache.next_positions(state, tokens.shape[1])
     learned = params.get("policy")
+    state = sharded.make_room(
+        *(spec, state, tokens.shape[1], decoder.rotations(spec)),
+        config=config,
+        n=n,
+        is_prefill=is_prefill,
+        policy_params=learned,
+    )
 
     def attend(index, q, k, v, ops, state):
         return sharded.step_layer(
@@ -318,6 +325,7 @@ def forward(
             tokens=tokens,
             is_prefill=is_prefill,
             policy_params=learned and learned[index],
+            has_room=True,
         )
 
     measure = None
