@@ -62,7 +62,6 @@ def compress(**changes):
         ({"policy": policies.h2o(20, sinks=4)}, ["'h2o' pins 24", "leaves 24"]),
         ({"eviction": "attic"}, ["attic"]),
         ({"rows_per_eviction": "4"}, ["rows_per_eviction is '4'", "whole number"]),
-        ({"rows_per_eviction": None}, ["rows_per_eviction is None"]),
         ({"rows_per_eviction": 2.5}, ["rows_per_eviction is 2.5"]),
         ({"rows_per_eviction": 0}, ["rows_per_eviction 0", "at least 1"]),
         ({"implementation": 5}, ["implementation is 5", "reference"]),

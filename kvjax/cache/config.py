@@ -47,7 +47,7 @@ class CacheConfig:
       rows_per_eviction: rows whose evictions are worked out together while decoding.
         Rows of a ragged batch fill up at different steps; handling only those that are
         full, a few at a time, makes the cost of a row's evictions independent of the
-        others.
+        others. None is an eighth of the batch, or 4 rows where that is less.
       implementation: which attention runs, see `kvjax.attention.backends`; None is the
         best there is.
       windows: newest pairs that each layer of the full cache keeps, because its queries
@@ -64,7 +64,7 @@ class CacheConfig:
     mean_budget: float | None = None
     eviction: str = "in_place"
     rope_positions: str = "original"
-    rows_per_eviction: int = 4
+    rows_per_eviction: int | None = None
     implementation: str | None = None
     windows: tuple[int, ...] = ()
     layer_codecs: tuple[codecs.Codec, ...] = ()
@@ -402,7 +402,8 @@ def _check_options(config: CacheConfig) -> None:
         config.rope_positions,
         config.rows_per_eviction,
     )
-    whole_number("rows_per_eviction", rows, 1)
+    if rows is not None:
+        whole_number("rows_per_eviction", rows, 1)
     if eviction not in EVICTIONS or rope not in ROPE_POSITIONS:
         raise UserError(
             f"eviction={eviction!r}, rope_positions={rope!r}: eviction is one of "

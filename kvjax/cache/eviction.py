@@ -85,7 +85,8 @@ def make_room(
         for index, lent in layers.items()
         for place, heads in parts_of(state, index)
     ]
-    rows = config.rows_per_eviction if tokens == 1 else len(n)
+    few = config.rows_per_eviction or max(4, -(-len(n) // 8))
+    rows = few if tokens == 1 else len(n)
     gone = jax.lax.cond(
         functools.reduce(jnp.logical_or, [jnp.any(each.busy) for each in crowded]),
         lambda: [_victims(state, each, config, rows) for each in crowded],

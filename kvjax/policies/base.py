@@ -249,10 +249,10 @@ def select_evictions(
 
     And those with a score of -inf beyond that number.
 
-    Exact, and free of sorting: the threshold is found bit by bit, as in a radix
-    descent, in one pass over the scores for each of the 32 bits; ties at the threshold
-    give up the older pair, found the same way among positions. Sorting 2,048 slots to
-    find 64 of them costs far more on every backend.
+    Exact, and free of sorting: the threshold is found bit by bit (on a GPU four bits
+    by four), as in a radix descent, in a pass over the scores for each; ties at the
+    threshold give up the older pair, found the same way among positions. Sorting 2,048
+    slots to find 64 of them costs far more on every backend.
 
     Args:
       scores: higher stays; NaN counts as highest.
@@ -310,7 +310,11 @@ def _sortable(x: Float[Array, "B K C"]) -> Array:
 
 def _kth(order: Array, among: Bool[Array, "B K C"], k: Array) -> Array:
     """Per head, the largest threshold that at most k of `among` lie below."""
+    given = order, among, k
+    return jax.lax.platform_dependent(*given, cuda=_kth_by_digits, default=_kth_by_bits)
 
+
+def _kth_by_bits(order: Array, among: Array, k: Array) -> Array:
     def try_bit(i, threshold):
         candidate = threshold | (jnp.uint32(1 << 31) >> jnp.uint32(i))
         below = among & (order < candidate[..., None])
@@ -319,3 +323,17 @@ def _kth(order: Array, among: Bool[Array, "B K C"], k: Array) -> Array:
 
     zero = jnp.zeros(order.shape[:2], jnp.uint32)
     return jax.lax.fori_loop(0, 32, try_bit, zero)
+
+
+def _kth_by_digits(order: Array, among: Array, k: Array) -> Array:
+    """Four bits a pass: a GPU's passes cost a launch each, whatever they compare."""
+    order = jnp.where(among, order, jnp.uint32(0xFFFFFFFF))  # below no candidate
+    digits = jnp.arange(1, 16, dtype=jnp.uint32)[None, None]
+    threshold = jnp.zeros(order.shape[:2], jnp.uint32)
+    for shift in range(28, -1, -4):
+        candidates = threshold[..., None] | digits << jnp.uint32(shift)
+        below = order[:, :, None] < candidates[..., None]  # [B, K, 15, C]
+        fits = jnp.sum(below, axis=-1, dtype=jnp.int32) <= k[..., None]
+        digit = jnp.sum(fits, axis=-1, dtype=jnp.uint32)
+        threshold = threshold | digit << jnp.uint32(shift)
+    return threshold

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import policies
+from kvjax.policies import base
 from kvjax.policies.base import check_params
 from kvjax.types import Observation, Stats, UserError, View
 
@@ -50,6 +51,24 @@ def test_evictions_are_a_stable_sort(seed, ties, slots):
         live = np.flatnonzero(pos[b, h] >= 0)
         order = sorted(live, key=lambda c: (score[b, h, c], pos[b, h, c]))
         assert set(np.flatnonzero(gone[b, h])) == set(order[: drop[b]])
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), slots=st.sampled_from([1, 9, 33]))
+def test_thresholds_by_bits_and_by_digits_agree(seed, slots):
+    """What a GPU does, and what all others do; by sorting, where few are equal."""
+    rng = np.random.default_rng(seed)
+    order = rng.integers(0, 2**32, (2, 3, slots), dtype=np.uint32)
+    order[rng.random(order.shape) < 0.2] = rng.choice([0, 1 << 31, 2**32 - 1])
+    among = rng.random(order.shape) < 0.8
+    k = rng.integers(0, slots + 1, (2, 3)).astype(np.int32)
+    found = np.asarray(base._kth_by_digits(*map(jnp.asarray, (order, among, k))))
+    by_bits = base._kth_by_bits(*map(jnp.asarray, (order, among, k)))
+    np.testing.assert_array_equal(found, by_bits)
+    for b, h in np.ndindex(2, 3):
+        held = np.sort(order[b, h][among[b, h]])
+        right = held[k[b, h]] if k[b, h] < len(held) else 2**32 - 1
+        assert found[b, h] == right
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "jit"])
