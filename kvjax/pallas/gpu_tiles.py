@@ -119,6 +119,18 @@ def tile_type(shape, dtype, swizzle):
     )
 
 
+def _code_type(shape, dtype):
+    """Shared memory for codes, swizzled if rows are long enough to need it.
+
+    Else the threads of a warp, which read pieces of eight rows, meet in a few banks.
+    """
+    size = shape[-1] * jnp.dtype(dtype).itemsize
+    swizzle = next((each for each in (128, 64, 32) if size % each == 0), None)
+    if swizzle is None:
+        return plgpu.SMEM(shape, dtype)
+    return tile_type(shape, dtype, swizzle)
+
+
 def rows_of(tile):
     """The slice that tile number `tile` takes."""
     return pl.ds(pl.multiple_of(tile * TILE, TILE), TILE)
@@ -221,7 +233,7 @@ class Ring(NamedTuple):
             return cls(tile_type((*shape, width), dtype, swizzle))
         packed = source.tiles.shape[2]
         return cls(
-            plgpu.SMEM((*shape, packed), source.tiles.dtype),
+            _code_type((*shape, packed), source.tiles.dtype),
             plgpu.SMEM((stages, TILE * source.groups), source.scale.dtype),
             tile_type((TILE, width), dtype, swizzle),
         )
@@ -237,16 +249,16 @@ class Ring(NamedTuple):
         """
         if self.wide is None:
             return self.tiles.at[slot]
-        codes = ops.load(self.tiles, slot)
+        codes, dtype = ops.load(self.tiles, slot), self.wide.dtype
         scales = self._scales(ops, slot)
         if weight is not None:
             scales = [jnp.where(weight > 0, scale, 0.0) for scale in scales]
+        scales = [scale.astype(dtype) for scale in scales]
         packed = self.tiles.shape[2]
         for part in range(depth // packed):
-            steps = _part(codes, part, depth // packed)
+            steps = _part(codes, part, depth // packed, dtype)
             scale = _by_channel(ops, scales, codes.shape, part * packed, depth)
-            here = self.wide.at[:, pl.ds(part * packed, packed)]
-            ops.store(here, (steps * scale).astype(here.dtype))
+            ops.store(self.wide.at[:, pl.ds(part * packed, packed)], steps * scale)
         plgpu.commit_smem()
         return self.wide
 
@@ -263,21 +275,27 @@ def _pieces(groups: int) -> list[tuple[int, int]]:
     return [(start, min(256, total - start)) for start in range(0, total, 256)]
 
 
-def _part(codes, part: int, parts: int):
-    """f32, the numbers that lie at one place of every byte.
+def _part(codes, part: int, parts: int, dtype):
+    """The numbers that lie at one place of every byte, as `dtype`.
 
-    They are masked where they lie: registers of bytes know no shifts.
+    All are exact in bfloat16, and so they are made in it: signed bytes become two of
+    them in a few instructions, where a float32 takes a slow conversion each way. They
+    are masked where they lie: registers of bytes know no shifts.
     """
+    if jnp.issubdtype(codes.dtype, jnp.floating):
+        return codes.astype(jnp.float32).astype(dtype)
     if parts == 1:
-        return codes.astype(jnp.float32)
+        return codes.astype(dtype)
     bits = 8 // parts
     place = 2 ** (part * bits)
     held = codes & jnp.uint8((2**bits - 1) * place)
-    return held.astype(jnp.float32) * (1 / place) - 2.0 ** (bits - 1)
+    if part == parts - 1:  # the number less its half, as the upper bits of a byte
+        return (held ^ jnp.uint8(128)).astype(jnp.int8).astype(dtype) * (1 / place)
+    return held.astype(jnp.int8).astype(dtype) * (1 / place) - 2.0 ** (bits - 1)
 
 
 def _by_channel(ops: Ops, scales: list, shape, first: int, depth: int):
-    """f32[TILE, P] each channel's scale, of P channels from `first` on."""
+    """[TILE, P] each channel's scale, of P channels from `first` on."""
     size = depth // len(scales)
     groups = range(first // size, (first + shape[1] - 1) // size + 1)
     found = spread(scales[groups[0]], shape, 0)
