@@ -33,12 +33,12 @@ from absl import flags
 from kvjax import attention
 from kvjax.attention.stored import Stored, decoded
 from kvjax.cache import codecs
+from kvjax.evaluation import roofline
 from kvjax.pallas import tpu, tpu_call
 from kvjax.types import UserError
 
 FLAGS = flags.FLAGS
 SCORED = frozenset({"attn_sum"})  # what a policy usually asks for
-COPIED = 2**29  # numbers, 1 GiB, to measure the memory's bandwidth
 REPEATS = 30  # timed runs per kernel
 
 
@@ -214,7 +214,7 @@ def _tiles(kind):
 
 def timed(shapes, repeats=REPEATS):
     """Microseconds of every way at every shape, beside the measured copy bandwidth."""
-    bandwidth = copy_bandwidth(repeats)
+    bandwidth = roofline.measured_bandwidth()
     rows = {}
     for shape in shapes:
         arguments = random_arguments(shape)
@@ -295,13 +295,6 @@ def random_arguments(shape):
     return make()
 
 
-def copy_bandwidth(repeats=REPEATS):
-    """Bytes per second, read and written, of a copy of 1 GiB."""
-    x = jax.jit(lambda: jnp.ones((COPIED,), jnp.bfloat16))()
-    seconds = median_seconds(repeats, jax.jit(lambda x: x + jnp.bfloat16(1)), x)
-    return 2 * x.nbytes / seconds
-
-
 def median_seconds(repeats, function, *arguments):
     """The median of single calls, after compiling; several calls per timing."""
     calls = 10
@@ -319,7 +312,7 @@ def whole_step():
     """A decode step of an 8B-shaped model: its share of what its bytes would take."""
     import model_step
 
-    spec, bandwidth = model_step.SPECS["llama-3.1-8b"], copy_bandwidth()
+    spec, bandwidth = model_step.SPECS["llama-3.1-8b"], roofline.measured_bandwidth()
     row = {"copy GB/s": bandwidth / 1e9}
     for name in (None, "reference"):
         seconds, moved = model_step.timed(spec, 64, 2048, 32, name)

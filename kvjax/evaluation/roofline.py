@@ -351,20 +351,33 @@ def _bytes_of(job: Job, config: CacheConfig, held) -> tuple[float, float]:
 def measured_rates(dtype: str = "float32") -> Rates:
     """The default device's rates, from copies and a matrix product; a second or two.
 
-    The best of many tries each. The copy reads and writes 256 MiB in place (a new array
-    every time would measure page faults on a CPU); the product is of square matrices of
-    the dtype, multiplied as layers do, as large as the backend needs to be at its best.
-    As many bytes come over the link; a CPU has none, and a device without host memory
-    is not asked.
+    The best of many tries each. For the copy see `measured_bandwidth`; the product is
+    of square matrices of the dtype, multiplied as layers do, as large as the backend
+    needs to be at its best. As many bytes come over the link; a CPU has none, and a
+    device without host memory is not asked.
     """
-    source = jnp.ones((_COPIED // 4,), jnp.float32)
-    copied = _best(jax.jit(jnp.negative, donate_argnums=0), source)
     size = 2048 if jax.devices()[0].platform == "cpu" else 8192
     square = jnp.full((size, size), 1 / size, dtype)  # its own square
     multiplied = _best(jax.jit(lambda x: layers.product(x, x)), square)
     has_link = jax.devices()[0].platform != "cpu" and host.is_there()
     link = measured_link() if has_link else math.inf
-    return Rates(2 * _COPIED / copied, 2 * size**3 / multiplied, link)
+    return Rates(measured_bandwidth(), 2 * size**3 / multiplied, link)
+
+
+def measured_bandwidth() -> float:
+    """Bytes per second, read and written, of the default device's copies.
+
+    In place: a new array every time would measure page faults on a CPU. On other
+    devices several to a program, the start of which takes as long as a small one.
+    """
+    times, size = (1, _COPIED) if jax.default_backend() == "cpu" else (16, 4 * _COPIED)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def copies(x):
+        another = lambda i, x: 0.5 * x + i.astype(x.dtype)  # no two make one
+        return jax.lax.fori_loop(0, times, another, x)
+
+    return 2 * size * times / _best(copies, jnp.ones((size // 4,), jnp.float32))
 
 
 def measured_link() -> float:

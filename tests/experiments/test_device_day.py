@@ -13,7 +13,6 @@ from testing.kernels import by_hand
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
 
-import bench_kernels
 import device_day
 import device_parts
 import device_runs
@@ -291,7 +290,7 @@ def stand_in(python, model, dtype, asked):
 @pytest.mark.e2e
 def test_a_whole_day(tmp_path, monkeypatch, model):
     """Every part at toy size; a second call has nothing to do."""
-    monkeypatch.setattr(bench_kernels, "COPIED", 2**16)
+    monkeypatch.setattr(roofline, "_COPIED", 2**16)
     rates = roofline.Rates(1e10, 1e11)
     monkeypatch.setattr(roofline, "measured_rates", lambda dtype="": rates)
     monkeypatch.setattr(device_runs, "lacking", lambda python: ["kvpress"])
