@@ -114,9 +114,19 @@ class Kernels:
         return importlib.import_module(self.module)
 
     def _run(self, name: str, stats: frozenset[str], scoring: Scoring, *arrays) -> Any:
-        kernel = getattr(self._load(), name)
+        kernel = _once(getattr(self._load(), name))
         options = scoring._asdict()
         return kernel(*arrays, stats=stats, interpret=self.interpret, **options)
+
+
+@functools.cache
+def _once(kernel: Callable) -> Callable:
+    """A kernel's function that a program lowers once, however many layers call it.
+
+    Lowering a GPU kernel takes a quarter of a second.
+    """
+    static = "stats", "interpret", *Scoring._fields
+    return jax.jit(kernel, static_argnames=static)
 
 
 def _in_words(found: Scored, n: Array, q_pos: Array) -> tuple[Partial, Observation]:

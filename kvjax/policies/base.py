@@ -329,11 +329,13 @@ def _kth_by_digits(order: Array, among: Array, k: Array) -> Array:
     """Four bits a pass: a GPU's passes cost a launch each, whatever they compare."""
     order = jnp.where(among, order, jnp.uint32(0xFFFFFFFF))  # below no candidate
     digits = jnp.arange(1, 16, dtype=jnp.uint32)[None, None]
-    threshold = jnp.zeros(order.shape[:2], jnp.uint32)
-    for shift in range(28, -1, -4):
-        candidates = threshold[..., None] | digits << jnp.uint32(shift)
+
+    def try_digits(i, threshold):
+        shift = jnp.uint32(28) - 4 * i.astype(jnp.uint32)
+        candidates = threshold[..., None] | digits << shift
         below = order[:, :, None] < candidates[..., None]  # [B, K, 15, C]
         fits = jnp.sum(below, axis=-1, dtype=jnp.int32) <= k[..., None]
-        digit = jnp.sum(fits, axis=-1, dtype=jnp.uint32)
-        threshold = threshold | digit << jnp.uint32(shift)
-    return threshold
+        return threshold | jnp.sum(fits, axis=-1, dtype=jnp.uint32) << shift
+
+    zero = jnp.zeros(order.shape[:2], jnp.uint32)
+    return jax.lax.fori_loop(0, 8, try_digits, zero)
