@@ -49,12 +49,15 @@ class Part(NamedTuple):
       minutes: about how long it takes on a GPU of 80 GB, by reckoning.
       steps: by name.
       environment: of their processes.
+      together: whether its steps run at the same time: they compile more than they
+        compute, and time nothing.
     """
 
     title: str
     minutes: float
     steps: Mapping[str, Step]
     environment: Mapping[str, str] = {}
+    together: bool = False
 
 
 def parts(sizes: Sizes) -> list[Part]:
@@ -66,9 +69,10 @@ def parts(sizes: Sizes) -> list[Part]:
         for what in ADVANCES
         for name in (None, "reference")
     }
-    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # PyTorch wants some of it
+    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # others want some of it
+    groups = {group: of(proofs, group) for group in sizes.proofs}
     return [
-        Part("Kernels against NumPy", 7, {g: of(proofs, g) for g in sizes.proofs}),
+        Part("Kernels against NumPy", 2, groups, shared, together=True),
         Part("Attention of decode steps", 6, timed[0]),
         Part("Attention of prefill blocks", 4, timed[1]),
         Part("Steps of a whole model", 4, steps),

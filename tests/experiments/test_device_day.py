@@ -5,6 +5,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -38,12 +39,15 @@ def day(tmp_path, monkeypatch):
     """A function that runs a day of steps, which take no arguments."""
     monkeypatch.setattr(device_day, "machine", lambda: MACHINE)
 
-    def run_steps(*every, only=None, execute=device_day.inside):
+    def run_steps(*every, only=None, execute=device_day.inside, together=False):
         def of(step):
             return lambda asked: step()
 
         made = [
-            Part(f"Part {i}", 1, {name: of(step) for name, step in steps.items()})
+            Part(
+                *(f"Part {i}", 1, {name: of(step) for name, step in steps.items()}),
+                together=together,
+            )
             for i, steps in enumerate(every)
         ]
         monkeypatch.setattr(device_day, "parts", lambda sizes: made)
@@ -125,6 +129,21 @@ def test_a_process_that_dies_is_a_failure(day):
 
     told = day({"a": found(x=1)}, execute=execute)
     assert told["failed"] == [1] and "ended with code -9" in page(told)
+
+
+def test_steps_that_time_nothing_run_side_by_side(day):
+    """Each waits for the other, and a line of both is there."""
+    meeting = threading.Barrier(2, timeout=60)
+
+    def execute(asked, number, environment, name, limit):
+        if number:
+            meeting.wait()
+        return device_day.inside(asked, number, environment, name, limit)
+
+    both = {"a": found(x=1), "b": found(x=2)}
+    told = day(both, execute=execute, together=True)
+    assert told["done"] == [1]
+    assert "| 1   |" in page(told) and "| 2   |" in page(told)
 
 
 def test_another_device_wants_another_folder(day, monkeypatch):
@@ -350,7 +369,7 @@ def test_the_command(tmp_path):
     assert subprocess.run([sys.executable, "-c", idle]).returncode == 0
     listed = ended("--list")
     assert (
-        listed.returncode == 0 and "  1  7 min  Kernels against NumPy" in listed.stdout
+        listed.returncode == 0 and "  1  2 min  Kernels against NumPy" in listed.stdout
     )
     folder = tmp_path / "new"
     refused = ended(f"--workdir={folder}")
