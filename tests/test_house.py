@@ -9,10 +9,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 MAY = {  # from the ground up: a room imports itself and those named here
     "types": set(),
     "registry": {"types"},
-    "parallel": {"types"},
+    "tracing": set(),
+    "parallel": {"types", "tracing"},
     "pallas": {"types"},
     "policies": {"types", "registry"},
-    "attention": {"types", "registry", "pallas"},
+    "attention": {"types", "registry", "tracing", "pallas"},
     "models": {"types", "parallel"},
     "cache": {"types", "registry", "parallel", "policies", "attention"},
     "engine": {
