@@ -7,8 +7,16 @@ Random weights in bfloat16: speed and memory are those of the real model, qualit
 measured. Prompts of 4,000 random tokens, 512 new ones, |kv| = 1024. All memory that the
 device offers; `--memory_gb=24` compares on less, as a smaller device would have it.
 
-16 GB of weights, and 131 kB per token and row of the full cache. On an H200 48 rows of that
-give 2,000 new tokens a second (docs/performance.md); the comparison has not been run yet.
+transformers and kvpress at the same shape, prompts and limit, where half of the
+device's memory is theirs:
+
+    XLA_PYTHON_CLIENT_PREALLOCATE=false python experiments/run.py \\
+        --config=configs/batch_max/random_8b.py --memory_gb=48 \\
+        --baseline_python=python --workdir=runs/race_8b
+
+16 GB of weights, and 131 kB per token and row of the full cache. On an H200 48 rows of
+that give 2,000 new tokens a second (docs/performance.md); the comparison has not been
+run yet.
 """
 
 from ml_collections import ConfigDict, FieldReference
@@ -40,5 +48,10 @@ def get_config() -> ConfigDict:
             "prompt_tokens": 4000,
             "max_new_tokens": (128, 512),
             "min_timed_batches": 3,
+            "baselines": (  # only with --baseline_python
+                {"policy": None},
+                {"policy": "snapkv", "budget": 1024},
+                {"policy": "key_diff", "budget": 1024},
+            ),
         }
     )

@@ -2,7 +2,8 @@ r"""A PyTorch process beside JAX's, for the experiments that compare the two.
 
 PyTorch need not live in JAX's environment: the experiment starts a worker under another
 interpreter, often its own script once more, and the two exchange JSON lines. The worker
-first says its versions, then loads a GGUF file, then answers request by request::
+first says its versions, then loads a GGUF file, or makes a model with random weights,
+then answers request by request::
 
     # In JAX's process:
     with baselines.Baseline(python, __file__, "--worker") as baseline:
@@ -23,7 +24,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 EXPERIMENTS = pathlib.Path(__file__).resolve().parents[1]
@@ -76,17 +77,24 @@ class Baseline:
         self.close()
 
     def load(
-        self, path: pathlib.Path, attention: str = "sdpa", device: str = "cpu"
+        self,
+        source: pathlib.Path | Mapping[str, Any],
+        attention: str = "sdpa",
+        device: str = "cpu",
     ) -> None:
-        """Has the worker load a GGUF file.
+        """Has the worker load a GGUF file, or make a model with random weights.
 
         Args:
-          path: of the file.
+          source: the file; or what a config.json says of the model's shape.
           attention: transformers' name of it.
           device: `cpu`, in float32; or `best`: a GPU, in bfloat16, where there is one.
         """
-        source = {"folder": str(path.parent), "file": path.name}
-        self.ask(source | {"attention": attention, "device": device})
+        asked: dict[str, Any] = {"attention": attention, "device": device}
+        if isinstance(source, pathlib.Path):
+            asked |= {"folder": str(source.parent), "file": source.name}
+        else:
+            asked["config"] = dict(source)
+        self.ask(asked)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(BrokenPipeError):  # its last line says why
@@ -162,16 +170,22 @@ def requests() -> Iterator[dict[str, Any]]:
         yield json.loads(waiting.get())
 
 
-def _load(folder, file, attention, device):
+def _load(attention, device, config=None, folder=None, file=None):
     import torch
     import transformers
 
     gpu = device == "best" and torch.cuda.is_available()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        gguf_file=file,
-        dtype=torch.bfloat16 if gpu else torch.float32,
-        attn_implementation=attention,
-    )
+    dtype = torch.bfloat16 if gpu else torch.float32
+    if config:
+        made_for = getattr(transformers, config["architectures"][0])
+        shape = made_for.config_class(**config)
+        with torch.device("cuda" if gpu else "cpu"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                shape, dtype=dtype, attn_implementation=attention
+            ).eval()
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=file, dtype=dtype, attn_implementation=attention
+        )
     model.generation_config.eos_token_id = None  # decode to the end
     return model.to("cuda") if gpu else model

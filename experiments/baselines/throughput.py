@@ -4,6 +4,7 @@
 
     methods = [Method(), Method("key_diff", 512)]
     measure("venv/bin/python", path_of_gguf, methods, prompts, 64, 4 * 10**9)
+    measure("venv/bin/python", "random:llama-3.1-8b", methods, prompts, 64, 48 * 10**9)
 
 What the other libraries are given so that it is fair: the same token ids, all prompts
 of one length, nothing padded, EOS ignored; one call for the prompt, as in kvpress' own
@@ -27,10 +28,12 @@ import jax
 from baselines import Baseline, BaselineDied, BaselineError, memory, presses
 from kvjax.evaluation.batch_rules import turns
 from kvjax.evaluation.report.records import FORMAT
+from kvjax.models import presets
 from kvjax.models.weights import hub
 from kvjax.types import UserError
 
 CHUNK = 256  # prompt tokens at a time, where transformers reads in chunks
+RANDOM = "random:"  # before a shape's name
 WARM_UP = 512  # prompt tokens, at most, of the run that is not measured
 UNGRADED = (
     "score",
@@ -90,7 +93,7 @@ class Method(NamedTuple):
 
 def measure(
     python: str,
-    gguf_path: str | pathlib.Path,
+    model: str | pathlib.Path,
     methods: Sequence[Method],
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
@@ -103,7 +106,7 @@ def measure(
 
     Args:
       python: the interpreter with torch, transformers, gguf, and kvpress for presses.
-      gguf_path: the model.
+      model: a GGUF file; or `random:` and a shape's name, of `kvjax.models.presets`.
       methods: any; the machine is theirs one after the other.
       prompts: token ids, all of one length; no larger batch is tried than there are.
       new_tokens: to generate, whatever they are.
@@ -128,7 +131,7 @@ def measure(
     task = _Task(prompts, new_tokens, memory_bytes, min_timed_batches)
     records = []
     for method in methods:
-        with _Worker(python, gguf_path, methods, prompts[0]) as worker:
+        with _Worker(python, model, methods, prompts[0]) as worker:
             ways = _plans(worker, method, task, progress)
             record = _faster([_time(worker, way, task, progress) for way in ways])
         if not keep_tokens:
@@ -148,7 +151,7 @@ def joined(
 
     Args:
       python: see `measure`.
-      model: a name that `kvjax.load` knows, or a GGUF file.
+      model: a name that `kvjax.load` knows, a GGUF file, or `random:` and a shape's.
       dtype: that kvjax runs in.
       asked: fields of `Method`.
 
@@ -157,22 +160,23 @@ def joined(
         two methods of one policy and budget; another side that cannot run, or would
         with another dtype or kind of device.
     """
-    path = hub.fetch(model) if model in hub.NAMED else pathlib.Path(model)
-    if path.suffix != ".gguf":
+    source = hub.fetch(model) if model in hub.NAMED else model
+    if not model.startswith(RANDOM) and pathlib.Path(source).suffix != ".gguf":
         raise UserError(
-            f"baselines read GGUF files only, not {model!r}: drop --baseline_python"
+            f"baselines read GGUF files, and make random models, but not {model!r}: "
+            "drop --baseline_python"
         )
     methods = [_method(fields) for fields in asked]
     names = [method.name for method in methods]
     if len(set(names)) < len(names):
         raise UserError(f"baselines {names}: give each policy and budget once")
-    _check_side(python, path, methods, dtype)
+    _check_side(python, source, methods, dtype)
 
     def run(method, prompts, new, memory, min_timed_batches, progress):
         say = lambda what, finished: progress(what, 0)
         task = prompts, new, memory, min_timed_batches, say
         try:
-            (record,) = measure(python, path, [method], *task, keep_tokens=True)
+            (record,) = measure(python, source, [method], *task, keep_tokens=True)
         except BaselineError as error:
             raise UserError(str(error)) from None
         return record
@@ -190,10 +194,10 @@ def _method(fields: Mapping[str, Any]) -> Method:
     return Method(**dict(fields) | {"options": options})
 
 
-def _check_side(python, path, methods, dtype) -> None:
+def _check_side(python, model, methods, dtype) -> None:
     """Raises UserError if the other side cannot run, or not as this one does."""
     try:
-        with _Worker(python, path, methods, [1, 2, 3]) as worker:
+        with _Worker(python, model, methods, [1, 2, 3]) as worker:
             about = worker.about
     except BaselineError as error:
         raise UserError(str(error)) from None
@@ -205,6 +209,17 @@ def _check_side(python, path, methods, dtype) -> None:
             f"{dtype} on a {ours.upper()}: set --config.dtype={about['dtype']}, or "
             "install what runs on the same device on both sides"
         )
+
+
+def source_of(
+    model: str | pathlib.Path,
+) -> tuple[pathlib.Path | Mapping[str, Any], str]:
+    """What a worker is to load, and what records call it."""
+    path, name = pathlib.Path(model), str(model).removeprefix(RANDOM)
+    if name == str(model):
+        return path, path.stem
+    presets.spec(name)  # or it says which names there are
+    return presets.CONFIGS[name], str(model)
 
 
 class _Task(NamedTuple):
@@ -226,8 +241,8 @@ class _Task(NamedTuple):
 class _Worker:
     """The worker, started again after a death."""
 
-    def __init__(self, python, gguf_path, methods, prompt):
-        self.python, self.path = python, pathlib.Path(gguf_path)
+    def __init__(self, python, model, methods, prompt):
+        self.python, self.source, self.name = python, *source_of(model)
         self.first = {
             "methods": [each.request(len(prompt)) for each in methods],
             "prompt": list(prompt[:WARM_UP]),
@@ -237,7 +252,7 @@ class _Worker:
     def start(self) -> None:
         self.baseline = Baseline(self.python, "-m", "baselines.worker")
         try:
-            self.baseline.load(self.path, device="best")
+            self.baseline.load(self.source, device="best")
             self.about = self.baseline.ask(self.first)
         except BaselineError:
             self.baseline.close()
@@ -411,7 +426,7 @@ def _record(
         "measured_bytes": max(done["bytes"].values(), default=None),
         "counted_bytes": max(counted.values()),
         "memory_bytes": task.limit,
-        "model": worker.path.stem,
+        "model": worker.name,
         "attention": "eager" if method.policy in presses.EAGER else "sdpa",
         "dtype": worker.about["dtype"],
         "device": worker.about["device"],

@@ -17,6 +17,7 @@ import kvjax
 from kvjax.evaluation import report
 from kvjax.evaluation.report.records import append_record, read_records
 from kvjax.evaluation.tasks import text
+from kvjax.models import presets
 from kvjax.models.weights import hub
 from kvjax.types import UserError
 
@@ -335,6 +336,32 @@ def test_worker_goes_when_nobody_asks_any_more(tmp_path):
     assert baseline.process.returncode == 0
 
 
+ECHO = """
+    import json
+    from baselines import protocol
+    asked = protocol.requests()
+    print("{}", flush=True)
+    for request in asked:
+        print(json.dumps({"got": request}), flush=True)
+"""
+
+
+def test_what_a_worker_is_to_load(tmp_path, monkeypatch):
+    """A file, or a shape: the other side has no kvjax to ask for it."""
+    with baselines.Baseline(sys.executable, script(tmp_path, ECHO)) as baseline:
+        asked = []
+        monkeypatch.setattr(baseline, "ask", asked.append)
+        for model in ("folder/model.gguf", "random:llama-3.1-8b"):
+            source, name = throughput.source_of(model)
+            baseline.load(source, device="best")
+            assert name == ("random:llama-3.1-8b" if "random" in model else "model")
+    how = {"attention": "sdpa", "device": "best"}
+    assert asked[0] == how | {"folder": "folder", "file": "model.gguf"}
+    assert asked[1] == how | {"config": presets.CONFIGS["llama-3.1-8b"]}
+    with pytest.raises(UserError, match=r"'llama-9'.*llama-3\.1-8b"):
+        throughput.source_of("random:llama-9")
+
+
 def test_baselines_by_name(fake, tmp_path):
     """Budgets tell methods apart; what nothing tells apart is refused."""
     asked = [{"policy": "tova", "budget": 4}, {"policy": "tova", "budget": 8}]
@@ -400,6 +427,30 @@ def test_count_is_what_was_measured(work, batch, prefill, decode):
 
 
 # ----------------------------------------------------------------- the real other side
+
+
+def test_real_baselines_of_a_shape(monkeypatch):
+    """Random weights on both sides: nothing to compare but sizes and speed."""
+    python = os.environ.get("KVJAX_BASELINE_PYTHON")
+    if not python:
+        pytest.skip("KVJAX_BASELINE_PYTHON names no interpreter with torch and kvpress")
+    shape = presets.CONFIGS["llama-3.1-8b"] | {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+    }
+    monkeypatch.setitem(presets.CONFIGS, "toy", shape)
+    prompts = [[random.Random(row).randrange(512) for _ in range(80)] for row in (0, 1)]
+    methods = [Method(), Method("key_diff", 40)]
+    given = python, "random:toy", methods, prompts, 4, 10**9, 1
+    full, pressed = throughput.measure(*given, keep_tokens=True)
+    for record in (full, pressed):
+        assert record["model"] == "random:toy" and record["batch_size"] == 2
+        assert [len(tokens) for tokens in record["tokens"]] == [4, 4]
+        assert record["output_tokens_per_s"] > 0
 
 
 @pytest.mark.model
