@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import often, tiny_spec
+from jax.extend.core import jaxprs_in_params
 from testing.engine import compilations, decode, live_at_prefill, run_batch
 from testing.prose import CHAT, make_tokenizer
 
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.config import make_config
-from kvjax.engine import compiled, progress
+from kvjax.engine import compiled, progress, steps
 from kvjax.engine.api import tokenize
 from kvjax.engine.compiled import Job, bucket, programs, tree_bytes
 from kvjax.engine.steps import prefill
@@ -162,6 +163,36 @@ def test_short_floats_are_not_held_twice():
     a_layer = writing.alias_size_in_bytes / spec.num_layers
     assert reading.temp_size_in_bytes < 0.25 * weights
     assert writing.temp_size_in_bytes < a_layer
+
+
+def questions(jaxpr):
+    """Conditions and loops of a program, but for those inside of others.
+
+    A choice among platforms is made when the program is compiled.
+    """
+    for eqn in jaxpr.eqns:
+        name, settled = eqn.primitive.name, eqn.params.get("branches_platforms")
+        if name in ("cond", "while") and not settled:
+            yield eqn.primitive.name
+        else:
+            for inner in jaxprs_in_params(eqn.params):
+                yield from questions(inner)
+
+
+@pytest.mark.parametrize("num_layers", [2, 5])
+def test_a_step_asks_once_whether_a_layer_is_full(num_layers):
+    """A GPU waits for the host at every question."""
+    spec = tiny_spec(num_layers=num_layers)
+    config = make_config(spec, policies.key_diff(), 64, Schedule("prefill_and_decode"))
+    state = jax.eval_shape(lambda: cache.init(spec, config, 2, (128,) * num_layers))
+    params = decoder.param_shapes(spec, jnp.float32)
+    one = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def step(params, state, token, n):
+        return steps.forward(params, spec, token[:, None], n, state, config)
+
+    program = jax.make_jaxpr(step)(params, state, one, one)
+    assert list(questions(program.jaxpr)) == ["cond"]
 
 
 @pytest.mark.e2e
