@@ -89,7 +89,7 @@ def make_room(
     rows = few if tokens == 1 else len(n)
     gone = jax.lax.cond(
         functools.reduce(jnp.logical_or, [jnp.any(each.busy) for each in crowded]),
-        lambda: _victims(state, crowded, config, rows),
+        lambda: [_victims(state, each, config, rows) for each in crowded],
         lambda: [_no_victims(state, each, layout) for each in crowded],
     )
     for each, (victims, nan) in zip(crowded, gone, strict=True):
@@ -158,10 +158,9 @@ def compact(
                 budget=budget,
             )
             drop = held - target
-            score = config.policy.score(stat, view)
-            gone, nan = _decided(score, view.positions, drop)
+            gone, nan = _chosen(stat, view, drop, drop > 0, config)
             layer = layout.evict(layer, gone)
-            state = noted(state, NAN_SCORE, nan & (drop > 0), heads)
+            state = noted(state, NAN_SCORE, nan, heads)
         layer, per_slot = layout.compact(layer, stat.per_slot, capacity[place])
         if config.codec.after_prompt:
             layer = layout.encode(layer, config.codec_of(index))
@@ -228,103 +227,63 @@ def _tidied(
 
 
 def _victims(
-    state: KVState, crowded: Sequence[_Crowded], config: CacheConfig, rows: int
-) -> list[tuple[Bool[Array, "B K C"], Bool[Array, "B K"]]]:
-    """For every part, the slots whose pairs go, and heads that chose by NaN scores.
+    state: KVState, crowded: _Crowded, config: CacheConfig, rows: int
+) -> tuple[Bool[Array, "B K C"], Bool[Array, "B K"]]:
+    """The slots whose pairs go, and the heads that chose by scores with NaN.
 
     Works through the rows that drop anything, `rows` of them at a time.
     """
-    layout = config.layout
+    place, _, drop, busy, view = crowded
+    layout, last = config.layout, state.next_pos - 1
+    layer, stats = state.layers[place], state.stats[place]
 
-    def choose(taken):
-        return _chosen([_scored(state, each, taken, config) for each in crowded])
+    def choose(layer, stats, drop, busy, now):
+        seen = view(layer, now, layout.live(layer) - drop)
+        whole = config.policy.needs_all_heads
+        chooses = jnp.broadcast_to(busy[:, None], drop.shape) if whole else drop > 0
+        gone, nan = _chosen(stats, seen, drop, chooses, config)
+        return gone & chooses[..., None], nan
 
-    if rows >= len(state.next_pos):
-        return choose(lambda tree: tree)
+    if rows >= len(drop):  # a condition of its own: its memory is the next part's too
+        return jax.lax.cond(
+            jnp.any(busy),
+            lambda: choose(layer, stats, drop, busy, last),
+            lambda: _no_victims(state, crowded, layout),
+        )
 
     def some_rows(carry):
-        found, busy = carry
-        chosen = jnp.argsort(~busy, stable=True)[:rows]  # some again, with the same end
-        new = choose(lambda tree: jax.tree.map(lambda x: host.rows(x, chosen), tree))
+        found, drop, busy = carry
+        chosen = jnp.argsort(~busy, stable=True)[:rows]  # some may be done already
+        held, seen = jax.tree.map(lambda leaf: host.rows(leaf, chosen), (layer, stats))
+        new = choose(held, seen, drop[chosen], busy[chosen], last[chosen])
         add = lambda old, more: old.at[chosen].set(old[chosen] | more)
-        return jax.tree.map(add, found, new), busy.at[chosen].set(False)
+        done = drop.at[chosen].set(0), busy.at[chosen].set(False)
+        return jax.tree.map(add, found, new), *done
 
-    none = [_no_victims(state, each, layout) for each in crowded]
-    busy = functools.reduce(jnp.logical_or, [each.busy for each in crowded])
-    start = none, busy
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), some_rows, start)[0]
+    return jax.lax.while_loop(
+        lambda carry: jnp.any(carry[2]),
+        some_rows,
+        (_no_victims(state, crowded, layout), drop, busy),
+    )[0]
 
 
 def _no_victims(state: KVState, crowded: _Crowded, layout: Layout) -> tuple:
-    """`_victims` of a part where nothing goes."""
+    """`_victims` where nothing goes."""
     capacity, shape = layout.capacity(state.layers[crowded.place]), crowded.drop.shape
     return jnp.zeros((*shape, capacity), bool), jnp.zeros(shape, bool)
 
 
-class _Scored(NamedTuple):
-    """What the choice in a part is made of, for some rows.
-
-    Attributes:
-      score: f32[B, K, C] of the policy.
-      positions: i32[B, K, C].
-      drop: i32[B, K], how many pairs go.
-      chooses: bool[B, K], heads in which any may go.
-    """
-
-    score: Array
-    positions: Array
-    drop: Array
-    chooses: Array
-
-
-def _scored(
-    state: KVState,
-    crowded: _Crowded,
-    taken: Callable[[PyTree], PyTree],
+def _chosen(
+    stats: Stats,
+    view: View,
+    drop: Int[Array, "B K"],
+    chooses: Bool[Array, "B K"],
     config: CacheConfig,
-) -> _Scored:
-    """A part's scores, where anything is to go; `taken` takes the rows of its trees."""
-    layout, whole = config.layout, config.policy.needs_all_heads
-    layer, stats = state.layers[crowded.place], state.stats[crowded.place]
-    drop, busy = taken((crowded.drop, crowded.busy))
-    positions = taken(layout.positions(layer))
-
-    def score():
-        held, seen, now = taken((layer, stats, state.next_pos - 1))
-        view = crowded.view(held, now, layout.live(held) - drop)
-        return config.policy.score(seen, view).astype(jnp.float32)
-
-    # A condition of its own, so that what it takes is free for the next part's.
-    nothing = lambda: jnp.zeros(positions.shape, jnp.float32)
-    found = jax.lax.cond(jnp.any(busy), score, nothing)
-    chooses = jnp.broadcast_to(busy[:, None], drop.shape) if whole else drop > 0
-    return _Scored(found, positions, drop, chooses)
-
-
-def _chosen(scored: Sequence[_Scored]) -> list[tuple[Array, Array]]:
-    """`_victims` by scores; parts of one shape together.
-
-    The choice is many small passes, and on a GPU they take as long for one layer as for
-    all of them.
-    """
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for place, each in enumerate(scored):
-        alike.setdefault(each.score.shape, []).append(place)
-    found: dict[int, tuple[Array, Array]] = {}
-    for places in alike.values():
-        given = zip(*[scored[place] for place in places], strict=True)
-        score, positions, drop, chooses = map(jnp.concatenate, given)
-        gone, nan = _decided(score, positions, drop)
-        both = gone & chooses[..., None], nan & chooses
-        split = zip(*[jnp.split(x, len(places)) for x in both], strict=True)
-        found |= dict(zip(places, split, strict=True))
-    return [found[place] for place in range(len(scored))]
-
-
-def _decided(score: Array, positions: Array, drop: Array) -> tuple[Array, Array]:
-    """`select_evictions`, and the heads in which a live pair's score is NaN."""
-    nan = jnp.any(jnp.isnan(score) & (positions >= 0), axis=-1)
-    return base.select_evictions(score, positions, drop), nan
+) -> tuple[Bool[Array, "B K C"], Bool[Array, "B K"]]:
+    """`select_evictions` by the policy's scores, and which that choose had NaN."""
+    score = config.policy.score(stats, view)
+    nan = jnp.any(jnp.isnan(score) & (view.positions >= 0), axis=-1) & chooses
+    return base.select_evictions(score, view.positions, drop), nan
 
 
 def noted(
