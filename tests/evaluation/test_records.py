@@ -153,7 +153,20 @@ def test_a_later_format_is_an_error(tmp_path):
         read_records(path)
 
 
-@pytest.mark.parametrize("path", sorted(DATA.rglob("*.jsonl")), ids=lambda p: p.stem)
+DEVICES = sorted((DATA / "devices").glob("*.jsonl"))
+COMMITTED = sorted(set(DATA.rglob("*.jsonl")) - set(DEVICES))
+
+
+@pytest.mark.parametrize("path", DEVICES, ids=lambda p: p.stem)
+def test_a_devices_lines_say_of_which_run_they_are(path):
+    """They are steps of `device_day.py` and the like, no records of methods."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    machines = {line["run"] for line in lines if "machine" in line}
+    assert machines == {line["run"] for line in lines}
+    assert not [row for line in lines for row in line.get("rows", ()) if "error" in row]
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.stem)
 def test_committed_records_come_in_the_words_of_today(path):
     for record in read_records(path):
         assert record["format"] == FORMAT and "score" in record
