@@ -78,7 +78,7 @@ def make_room(
       head_numbers: the heads' indices in the model's layer, where they are not all.
     """
     schedule, layout = config.schedule, config.layout
-    if not (schedule.evicts_in_prefill if is_prefill else schedule.evicts_in_decode):
+    if not schedule.evicts(is_prefill):
         return state
     crowded = [
         _crowded(state, index, place, heads, lent, config, n, head_numbers)

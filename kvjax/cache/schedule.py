@@ -85,6 +85,10 @@ class Schedule:
     def evicts_in_decode(self) -> bool:
         return self.phases in ("prefill_and_decode", "decode_only")
 
+    def evicts(self, is_prefill: bool) -> bool:
+        """Whether it does so then: while a prompt is read, or while decoding."""
+        return self.evicts_in_prefill if is_prefill else self.evicts_in_decode
+
     @property
     def evicts_again(self) -> bool:
         """Whether evictions come as budgets fill, each leaving room for more."""

@@ -158,7 +158,7 @@ def make_room(
         how = {"config": config, "is_prefill": is_prefill}
         return eviction.make_room(state, lent, tokens, n=n, **how)
 
-    if axes.mesh() is None or not config.policy:
+    if axes.mesh() is None or not config.schedule.evicts(is_prefill):
         return evict(state, policy_params, n)
     specs = _specs(spec, config, state)
     given = specs, PartitionSpec(), PartitionSpec(axes.DATA)
