@@ -68,7 +68,7 @@ class How(NamedTuple):
         )
 
 
-# By reckoning, and the fastest or within 2% of it where an H200 was asked. In decoding,
+# By reckoning, and within 8% of the best where an H200 was asked. In decoding,
 # 4.8 TB/s times a microsecond over 132 multiprocessors is 36 KB in flight on each; a
 # tile is 16 KB at D = 128, and one of a ring is in use. In the other passes two tiles
 # leave room for two thread blocks on a multiprocessor, which overlap one's products
