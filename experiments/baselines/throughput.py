@@ -33,7 +33,6 @@ from kvjax.models.weights import hub
 from kvjax.types import UserError
 
 CHUNK = 256  # prompt tokens at a time, where transformers reads in chunks
-RANDOM = "random:"  # before a shape's name
 WARM_UP = 512  # prompt tokens, at most, of the run that is not measured
 UNGRADED = (
     "score",
@@ -161,7 +160,7 @@ def joined(
         with another dtype or kind of device.
     """
     source = hub.fetch(model) if model in hub.NAMED else model
-    if not model.startswith(RANDOM) and pathlib.Path(source).suffix != ".gguf":
+    if not model.startswith(presets.RANDOM) and pathlib.Path(source).suffix != ".gguf":
         raise UserError(
             f"baselines read GGUF files, and make random models, but not {model!r}: "
             "drop --baseline_python"
@@ -215,7 +214,7 @@ def source_of(
     model: str | pathlib.Path,
 ) -> tuple[pathlib.Path | Mapping[str, Any], str]:
     """What a worker is to load, and what records call it."""
-    path, name = pathlib.Path(model), str(model).removeprefix(RANDOM)
+    path, name = pathlib.Path(model), str(model).removeprefix(presets.RANDOM)
     if name == str(model):
         return path, path.stem
     presets.spec(name)  # or it says which names there are

@@ -9,6 +9,8 @@ from kvjax.models.families import FAMILIES
 from kvjax.models.families.hf_config import Config
 from kvjax.types import ModelSpec, UserError
 
+RANDOM = "random:"  # before a shape's name: the model with random weights
+
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,

@@ -215,6 +215,17 @@ def test_random_models(monkeypatch):
         load("random:medium")
 
 
+def test_random_weights_that_do_not_fit_are_not_made(tmp_path, monkeypatch):
+    """Making them takes minutes; nothing is left behind."""
+    monkeypatch.setattr(run, "load", lambda *_, **__: pytest.fail("weights were made"))
+    fields = dict(config_of(CONFIGS / "batch_max" / "random_8b.py"))
+    asked = run.from_config(fields, {"memory_gb": 16})
+    message = r"llama-3.1-8b in bfloat16 take 16\.1 GB of 16: give more"
+    with pytest.raises(UserError, match=message):
+        run.run(asked, tmp_path / "run", lambda what, finished: None)
+    assert not (tmp_path / "run").exists()
+
+
 def test_methods_of_a_series_differ_in_their_batch():
     given = dict(config_of(CONFIGS / "squeeze" / "throughput.py"))
     asked = run.from_config(given, {})

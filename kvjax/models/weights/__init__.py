@@ -27,7 +27,6 @@ from kvjax.types import Model, UserError, whole_number
 
 __all__ = ["load"]
 
-_RANDOM = "random:"
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -140,8 +139,8 @@ def load_placed(
     cache_converted: bool | None = None,
 ) -> Model:
     """`load` with params put anywhere: see `pack.Placement`."""
-    if asked.startswith(_RANDOM):
-        return _random(asked.removeprefix(_RANDOM), dtype, placement)
+    if asked.startswith(presets.RANDOM):
+        return _random(asked.removeprefix(presets.RANDOM), dtype, placement)
     if asked in hub.NAMED:
         path, identity = hub.fetch(asked), hub.NAMED[asked].sha256
         return _load_gguf(path, asked, identity, dtype, placement, cache_converted)
