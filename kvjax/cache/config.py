@@ -1,6 +1,7 @@
 """What is kept of a KV cache, and how: parts that are checked and joined."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,9 +51,9 @@ class CacheConfig:
         others. None is an eighth of the batch, or 4 rows where that is less.
       implementation: which attention runs, see `kvjax.attention.backends`; None is the
         best there is.
-      windows: newest pairs that each layer of the full cache keeps, because its queries
-        see no others (`ModelSpec.sliding_windows`); 0 for all, empty for all in all
-        layers.
+      windows: tokens that each layer's queries see (`ModelSpec.sliding_windows`), 0 for
+        all, empty for all in all layers. Whatever the policy, a layer drops the pairs
+        that have left its window, and is allocated its window and one block at most.
     """
 
     policy: policies.Policy | None
@@ -82,14 +83,16 @@ class CacheConfig:
 
         So many that what is read before the first eviction fills |kv| exactly, as in
         Algorithm 1, or |kv| itself, see `Schedule.first_chunk`; |kv| of the smallest
-        head, where they differ.
+        head that fills up, where they differ.
         """
         chunk = self.schedule.prefill_chunk
         if not self.schedule.evicts_in_prefill:
             return chunk
-        least = min(parts.different(self.budget))
-        whole = self.schedule.first_chunk == "budget"
-        return least if whole else least % chunk or chunk
+        least = min(self.fillable or {chunk})
+        if self.schedule.first_chunk != "budget":
+            return least % chunk or chunk
+        over = max(least - min(parts.different(self.budget)), 0)  # of some window
+        return least - math.ceil(over / chunk) * chunk
 
     def heads(self, spec: ModelSpec) -> tuple[tuple[parts.Heads, ...], ...]:
         """Heads of every part of every layer, see `kvjax.cache.parts`."""
@@ -135,8 +138,22 @@ class CacheConfig:
         return self.schedule.compacts or self.codec.after_prompt
 
     def window(self, index: int) -> int:
-        """Newest pairs that a layer of the full cache keeps; 0 for all."""
+        """Tokens that a layer's queries see; 0 for all."""
         return self.windows[index] if self.windows else 0
+
+    @property
+    def fillable(self) -> set[int]:
+        """Sizes of the heads in which the policy chooses.
+
+        Others have room for their window and the block that comes in before what it
+        hides is dropped.
+        """
+        return {
+            size
+            for index, sizes in enumerate(self.budget)
+            for size in parts.different((sizes,))
+            if not self.window(index) or size < self._most(index)
+        }
 
     def head_budgets(self, spec: ModelSpec) -> tuple[int, ...]:
         """[L * K], pairs of every head of every layer."""
@@ -156,33 +173,33 @@ class CacheConfig:
     ) -> tuple[int, ...]:
         """Slots per head of every part while prompts of up to `prompt` are read."""
         if self.schedule.evicts_in_prefill:
-            return self._slots()
-        return self._uncut(spec, prompt if self.compacts else prompt + new)
+            return self._slots(spec)
+        return self._slots(spec, prompt if self.compacts else prompt + new)
 
     def decode_capacity(
         self, spec: ModelSpec, prompt: int, new: int
     ) -> tuple[int, ...]:
         """Slots per head of every part while `new` tokens are generated."""
         if self.schedule.evicts_in_decode:
-            return self._slots()
+            return self._slots(spec)
         if self.schedule.compacts:
-            return tuple(slots + new for slots in self._slots())
-        return self._uncut(spec, prompt + new)
+            return self._slots(spec, more=new)
+        return self._slots(spec, prompt + new)
 
-    def _uncut(self, spec: ModelSpec, tokens: int) -> tuple[int, ...]:
-        """Room for so many tokens, or for what a layer's window shows of them."""
-        count = sum(map(len, self.heads(spec)))
-        chunk = self.schedule.prefill_chunk  # comes in before what it hides goes
-        windows = self.windows or (0,) * count
-        return tuple(min(tokens, w + chunk) if w else tokens for w in windows)
-
-    def _slots(self) -> tuple[int, ...]:
-        """Pairs per head of every part."""
+    def _slots(
+        self, spec: ModelSpec, tokens: int | None = None, more: int = 0
+    ) -> tuple[int, ...]:
+        """Slots for so many tokens, or the budget and some more; windows limit both."""
         return tuple(
-            parts.size_of(sizes, heads)
-            for sizes in self.budget
-            for heads in parts.of_sizes(sizes)
+            min((tokens or parts.size_of(self.budget[i], heads)) + more, self._most(i))
+            for i, layer in enumerate(self.heads(spec))
+            for heads in layer
         )
+
+    def _most(self, index: int) -> float:
+        """Pairs that a head of a layer can hold: its window's, and one block's."""
+        window = self.window(index)
+        return window + self.schedule.prefill_chunk if window else math.inf
 
 
 def make_config(
@@ -243,6 +260,7 @@ def make_config(
     if policy is None:
         config = _full_cache(spec, budget, schedule, options)
         _check_options(config)
+        _check_groups(config, spec)
         return config
     schedule = schedule or Schedule()
     if schedule.phases == "none" or budget is None:
@@ -253,22 +271,30 @@ def make_config(
     base.validate(policy)
     base.check_params(policy, spec.num_layers)
     if isinstance(budget, str):
-        given, budget = budget, sizing.share_of(budget, length)
+        given, budget = budget, sizing.share_of(spec, budget, length)
         if budget_rule is None:
             policy, budget_rule = sizing.by_heads(spec, policy, schedule, given, length)
     rule, per_layer = sizing.of_layers(spec, budget, budget_rule, schedule, length)
     possible = budgets.possible(rule, per_layer)
     schedule = schedule.of_budget(min(possible))
-    for size in possible:
-        sizing.check_budget(size, policy, schedule)
+    later = possible - parts.different(per_layer)
+    is_mean = budget_rule is not None
+    per_layer = sizing.within_windows(
+        spec, per_layer, schedule.prefill_chunk, (length or math.inf) if is_mean else 0
+    )
+    options |= {"windows": spec.sliding_windows}
     config = CacheConfig(policy, schedule, per_layer, budget_rule=rule, **options)
+    for size in (fillable := config.fillable | later):
+        sizing.check_budget(size, policy, schedule)
+    least = min(fillable or parts.different(per_layer))
     if len(parts.different(per_layer)) > 1:
         mean = float(np.mean(config.head_budgets(spec)))
         config = dataclasses.replace(config, mean_budget=mean)
     _check_options(config)
     _check_heads(config)
-    _check_residual(config, min(possible))
-    checks.check_rule(policy, spec, min(possible), schedule.evicts_in_decode)
+    _check_residual(config, least)
+    _check_groups(config, spec)
+    checks.check_rule(policy, spec, least, schedule.evicts_in_decode)
     return config
 
 
@@ -305,17 +331,8 @@ def _full_cache(
             "policy=None is the full cache, without a budget and with the schedule "
             f"'none': got budget {budget} and {schedule.phases!r}; name a policy"
         )
-    in_order = options.get("rope_positions") == "cache"  # slots are not reused
-    windows = () if in_order else spec.sliding_windows
     schedule = schedule.of_budget(None)
-    config = CacheConfig(None, schedule, None, windows=windows, **options)
-    if any(windows) and (codec := _in_groups(config)):
-        raise UserError(
-            f"codec {codec.name!r} encodes {codec.key.group_size} keys together, and "
-            f"{spec.name} drops single pairs that leave its sliding windows: use int2, "
-            "or another codec that takes tokens one by one"
-        )
-    return config
+    return CacheConfig(None, schedule, None, windows=spec.sliding_windows, **options)
 
 
 def _policy(given: policies.Policy | str | None) -> policies.Policy | None:
@@ -368,29 +385,36 @@ def _check_heads(config: CacheConfig) -> None:
         )
 
 
-def _in_groups(config: CacheConfig) -> codecs.Codec | None:
-    """The codec of some layer that encodes several keys together, if any does."""
-    every = config.layer_codecs or (config.codec,)
-    return next((codec for codec in every if codec.key.group_size > 1), None)
+def _check_groups(config: CacheConfig, spec: ModelSpec) -> None:
+    """Raises UserError for keys encoded together of which single ones are dropped."""
+    schedule, every = config.schedule, config.layer_codecs or (config.codec,)
+    codec = next((codec for codec in every if codec.key.group_size > 1), None)
+    if codec is None:
+        return
+    if any(config.windows):
+        raise UserError(
+            f"codec {codec.name!r} encodes {codec.key.group_size} keys together, and "
+            f"{spec.name} drops single pairs that leave its sliding windows: use int2, "
+            "or another codec that takes tokens one by one"
+        )
+    if config.policy and (schedule.evicts_in_decode or not codec.after_prompt):
+        raise UserError(
+            f"codec {codec.name!r} encodes {codec.key.group_size} keys together, and "
+            f"policy {config.policy.name!r} evicts single pairs under the schedule "
+            f"{schedule.phases!r}: take after_prompt({codec.name!r}) with the schedule "
+            "'after_prefill' or 'prefill_only', or a codec such as int2"
+        )
 
 
 def _check_residual(config: CacheConfig, budget: int) -> None:
     """Raises UserError for pairs that cannot be evicted, or more than are kept."""
-    schedule, every = config.schedule, config.layer_codecs or (config.codec,)
+    every = config.layer_codecs or (config.codec,)
     codec = max(every, key=lambda codec: codec.residual_length)
     if codec.residual_length > budget:
         raise UserError(
             f"codec {codec.name!r} leaves the newest {codec.residual_length} pairs as "
             f"they are, and a head keeps {budget}: lower residual_length or raise the "
             "budget"
-        )
-    codec = _in_groups(config)
-    if codec and (schedule.evicts_in_decode or not codec.after_prompt):
-        raise UserError(
-            f"codec {codec.name!r} encodes {codec.key.group_size} keys together, and "
-            f"policy {config.policy.name!r} evicts single pairs under the schedule "
-            f"{schedule.phases!r}: take after_prompt({codec.name!r}) with the schedule "
-            "'after_prefill' or 'prefill_only', or a codec such as int2"
         )
 
 

@@ -97,7 +97,7 @@ def make_room(
         layer = layout.evict(state.layers[each.place], victims)
         stats = state.stats[each.place]
         if config.eviction != "in_place":
-            layer, stats = _tidied(layer, stats, each.busy, layout)
+            layer, stats = tidied(layer, stats, each.busy, layout)
         state = state.replace(
             layers=with_item(state.layers, each.place, layer),
             stats=with_item(state.stats, each.place, stats),
@@ -213,7 +213,7 @@ def _crowded(
     return _Crowded(place, heads, drop, busy, view)
 
 
-def _tidied(
+def tidied(
     layer: PyTree, stats: Stats, busy: Bool[Array, "B"], layout: Layout
 ) -> tuple[PyTree, Stats]:
     """The live pairs moved together, where any row has lost some."""

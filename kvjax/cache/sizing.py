@@ -9,6 +9,7 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.cache import budgets, by_need, calibrations, parts
+from kvjax.cache.apportion import proportional
 from kvjax.cache.schedule import Schedule
 from kvjax.types import ModelSpec, UserError, whole_number
 
@@ -73,8 +74,10 @@ def share(budget: str) -> float:
     return part
 
 
-def share_of(budget: str, length: int | None) -> int:
-    """Pairs per head, from a share of a prompt's tokens.
+def share_of(spec: ModelSpec, budget: str, length: int | None) -> int:
+    """Mean pairs per head, from a share of those that the full cache keeps of a prompt.
+
+    Layers with a sliding window keep no more than that of it.
 
     Raises:
       UserError: it is no share, or of nobody knows what.
@@ -85,7 +88,40 @@ def share_of(budget: str, length: int | None) -> int:
             f"budget {budget!r} is a share of a prompt whose length is not known here: "
             "say it by `length`, or give pairs per head"
         )
-    return max(round(part * length), 1)
+    windows = map(spec.sliding_window, range(spec.num_layers))
+    seen = np.mean([min(window or length, length) for window in windows])
+    return max(round(part * seen), 1)
+
+
+def within_windows(
+    spec: ModelSpec, sizes: tuple[parts.Sizes, ...], block: int, most: float
+) -> tuple[parts.Sizes, ...]:
+    """The sizes, but for layers with a sliding window no more than they can use.
+
+    That is their window and one block: what has left the window is dropped, and a block
+    comes in first. What is above it goes to the heads of the other layers, in
+    proportion to their sizes, until these have `most`.
+
+    Args:
+      spec: the model's shape.
+      sizes: pairs per head.
+      block: tokens that come in at a time.
+      most: pairs of a head; 0 to give nothing away.
+    """
+    windows = np.array(list(map(spec.sliding_window, range(spec.num_layers))))[:, None]
+    asked = np.array([parts.each_head(each, spec.num_kv_heads) for each in sizes])
+    found = np.where(windows > 0, np.minimum(asked, windows + block), asked)
+    left = int(np.sum(asked - found))
+    if not left:
+        return sizes
+    whole = np.broadcast_to(windows == 0, found.shape)
+    if most and whole.any():
+        weights = found[whole].astype(float)
+        total = weights.sum() + left
+        most = min(max(most, weights.max()), total)
+        shared = proportional(weights, min(total, most * weights.size), 0, most)
+        found[whole] = np.floor(shared + 1e-6)
+    return tuple(map(parts.simplest, found.tolist()))
 
 
 def by_heads(
@@ -118,7 +154,7 @@ def by_heads(
     evict *= schedule.evicts_again
     least = max(pinned.num_pinned + evict + _SOME, 2 * evict)
     floor = max(calibrations.FLOOR, math.ceil(least / _SOME) * _SOME)
-    if share_of(budget, length) < floor:  # too few to share out
+    if share_of(spec, budget, length) < floor:  # too few to share out
         return policy, budgets.uniform()
     return pinned, by_need.calibrated(length, floor=floor, even=policy.even)
 

@@ -14,9 +14,8 @@ from jaxtyping import Array, Float, Int
 from kvjax import attention
 from kvjax.cache import eviction, offload, parts
 from kvjax.cache.config import CacheConfig
-from kvjax.cache.layouts import Layout
 from kvjax.cache.state import OVERFLOW, KVState, next_positions
-from kvjax.types import LayerOps, PyTree, View
+from kvjax.types import LayerOps, PyTree, Stats, View
 
 
 def step_layer(
@@ -41,7 +40,8 @@ def step_layer(
     Algorithm 1 (Batch-Max): where a head's live pairs and the new ones would exceed the
     budget, it drops all but |kv| - `evict_size` pairs; then the new pairs are appended;
     then the queries see the kept pairs and, causally, their own block; then the policy
-    observes. Layers of the full cache that have a window drop what has left it.
+    observes. Layers with a sliding window then drop what has left it, whatever the
+    policy.
 
     Args:
       index: the layer's place in the state.
@@ -137,7 +137,7 @@ def _step_part(
         seen = seen._replace(is_prefill=is_prefill, **extra)
         stats = config.policy.observe(stats, now, seen)
     if window:
-        layer = _only_in(window, layer, last + n, layout)
+        layer, stats = _only_in(window, layer, stats, last + n, config)
     state = eviction.noted(state, OVERFLOW, overflow, heads).replace(
         layers=eviction.with_item(state.layers, place, layer),
         stats=eviction.with_item(state.stats, place, stats),
@@ -181,10 +181,16 @@ def _recalled(
 
 
 def _only_in(
-    window: int, layer: PyTree, now: Int[Array, "B"], layout: Layout
-) -> PyTree:
+    window: int, layer: PyTree, stats: Stats, now: Int[Array, "B"], config: CacheConfig
+) -> tuple[PyTree, Stats]:
     """The layer with what the newest token sees: later ones see nothing before it."""
-    return layout.evict(layer, layout.positions(layer) <= now[:, None, None] - window)
+    layout = config.layout
+    positions = layout.positions(layer)
+    hidden = (positions >= 0) & (positions <= now[:, None, None] - window)
+    layer = layout.evict(layer, hidden)
+    if config.eviction == "in_place":
+        return layer, stats
+    return eviction.tidied(layer, stats, jnp.any(hidden, axis=(1, 2)), layout)
 
 
 def measure(

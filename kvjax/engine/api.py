@@ -102,8 +102,10 @@ def generate(
         cache.
       budget: |kv|, pairs per head: an int for all, or for every layer an int or one per
         head; or a share of the longest prompt, as "25%", of which heads keep what they
-        need where that is known for the model, first and newest pairs among it. The
-        full cache pays no heed to it.
+        need where that is known for the model, first and newest pairs among it. Layers
+        with a sliding window never take more than it and one block of tokens; of a
+        share, or with a budget rule, the rest goes to the other layers. The full cache
+        pays no heed to it.
       schedule: when pairs go, or the name of its phases; None is Batch-Max's
         Algorithm 1.
       max_new_tokens: most tokens per completion.

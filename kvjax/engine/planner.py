@@ -338,21 +338,26 @@ def _largest_layers(job: Job, count: int) -> Job:
     """The job of a model of so few layers: the largest stand for all temporaries."""
     spec, config = job.spec, job.config
     count = min(count, spec.num_layers)
-    budget, reach = config.budget, lambda window: window or spec.context_length
     stored = config.layer_codecs
     stored = (*stored[: count - 1], stored[-1]) if stored else ()
-    if budget:
-        slots = lambda sizes: sum(parts.each_head(sizes, spec.num_kv_heads))
-        budget = tuple(sorted(budget, key=slots)[-count:])
-    seen, kept = (
-        tuple(sorted(windows, key=reach)[-count:])
-        for windows in (spec.sliding_windows, config.windows)
-    )
+    slots = lambda sizes: sum(parts.each_head(sizes, spec.num_kv_heads))
+
+    def size(index):
+        held = slots(config.budget[index]) if config.budget else 0
+        return held, spec.sliding_window(index) or spec.context_length
+
+    largest = sorted(range(spec.num_layers), key=size)[-count:]
+    of_these = lambda every: every and tuple(every[index] for index in largest)
     return dataclasses.replace(
         job,
-        spec=dataclasses.replace(spec, num_layers=count, sliding_windows=seen),
+        spec=dataclasses.replace(
+            spec, num_layers=count, sliding_windows=of_these(spec.sliding_windows)
+        ),
         config=dataclasses.replace(
-            config, budget=budget, windows=kept, layer_codecs=stored
+            config,
+            budget=of_these(config.budget),
+            windows=of_these(config.windows),
+            layer_codecs=stored,
         ),
     )
 

@@ -11,6 +11,7 @@ runner, which goes layer by layer.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -126,12 +127,14 @@ class Whole:
         means = (sums[counts > 0] / counts[counts > 0, None]).mean(0, dtype=np.float64)
         config = self.job.config
         pairs = config.head_budgets(self.job.spec)
-        mean = sum(pairs) // len(pairs)
+        mean = math.ceil(sum(pairs) / len(pairs))  # windows leave whole pairs only
         sizes = budgets.reallocated(config.budget_rule, means, mean)
-        for size in set(sizes):
-            sizing.check_budget(size, config.policy, config.schedule)
+        room = config.schedule.prefill_chunk, self.job.max_prompt_len
+        sizes = sizing.within_windows(self.job.spec, sizes, *room)
         if sizes != config.budget:
             config = dataclasses.replace(config, budget=sizes)
+            for size in config.fillable:
+                sizing.check_budget(size, config.policy, config.schedule)
             self.job = dataclasses.replace(self.job, config=config)
             start = time.perf_counter()
             self._programs = compiled.decoding(self.job, self._programs)

@@ -301,7 +301,7 @@ def _read(job: Job, length: int) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 def _appended(job: Job, held, new: int, evicts: bool) -> tuple[int, ...]:
     """Pairs per head after new ones are in: Algorithm 1's arithmetic."""
-    config = job.config
+    config, held = job.config, _in_windows(job, held)
     if not evicts:
         return tuple(pairs + new for pairs in held)
     budgets, evict = config.head_budgets(job.spec), config.schedule.evict_size
@@ -309,9 +309,15 @@ def _appended(job: Job, held, new: int, evicts: bool) -> tuple[int, ...]:
     return tuple(new + (b - evict if each + new > b else each) for each, b in pairs)
 
 
+def _in_windows(job: Job, held) -> tuple[int, ...]:
+    """What layers with a sliding window keep of the pairs once a block is in."""
+    windows = _stored(job.spec, job.config, job.dtype).window
+    return tuple(np.minimum(held, windows).astype(int).tolist())
+
+
 def _compacted(job: Job, held) -> tuple[int, ...]:
     """What `cache.compact` leaves, if the rule keeps as much as it may."""
-    config = job.config
+    config, held = job.config, _in_windows(job, held)
     if not config.schedule.compacts:  # nothing but its codec changes
         return held
     budgets = config.head_budgets(job.spec)

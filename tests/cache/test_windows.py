@@ -1,7 +1,8 @@
-"""Layers with a window keep the window: the full cache, in the window's memory.
+"""Layers with a sliding window keep no more than the window, whatever the policy.
 
-What no later query sees is dropped, so logits are those of a cache that keeps all and
-masks. The NumPy decoder keeps all and masks; so do we, with `windows=()`.
+What no later query sees is dropped. Under the full cache logits are therefore those of
+a cache that keeps all and masks, as ours does with `windows=()`. The NumPy decoder masks
+and forgets, with and without a policy.
 """
 
 import dataclasses
@@ -144,7 +145,7 @@ def test_other_layouts_and_codecs(stored):
 @pytest.mark.e2e
 @pytest.mark.parametrize("phases", ["none", "after_prefill"])
 def test_layer_by_layer_is_the_whole_model(phases):
-    """Under a rule, too, whose pairs only go when it says so."""
+    """Under a policy too."""
     policy, budget = (None, None) if phases == "none" else (policies.recency(), 20)
     config = make_config(model().spec, policy, budget, Schedule(phases, 8, 8))
     prompts = [prompt for prompt in PROMPTS if prompt]
@@ -153,15 +154,14 @@ def test_layer_by_layer_is_the_whole_model(phases):
     readings = layerwise.Readings(model(), [config])
     found = runner.run_batch(readings.runner(job), prompts, range(len(prompts)))
     assert found.tokens == whole.tokens
-    slots = 6 + 8 if policy is None else 20 + NEW
-    assert cache.capacities(found.state)[0] == slots
+    assert cache.capacities(found.state)[0] == 6 + 8
     for row in range(len(prompts)):
         assert kept(found.state, row) == kept(whole.state, row)
 
 
 @pytest.mark.e2e
 def test_a_rule_s_pool_is_its_fixed_batch():
-    """Layers with a window under a rule are as all others, group by group too."""
+    """What is read group by group forgets in its pool, too."""
     schedule = Schedule("after_prefill", 8)
     config = make_config(model().spec, policies.h2o(), 20, schedule)
     job = Job(model().spec, config, 5, 128, NEW)
@@ -217,10 +217,83 @@ def test_mistral_takes_half():
     assert before["prefill"] == slots * 8192 * pair + rows
 
 
-def test_slots_that_give_positions_stay_put():
-    """Keys that are turned by their slots cannot have these reused."""
+@pytest.mark.e2e
+def test_slots_that_give_positions_move_together():
+    """Keys that are turned by their slots stay in order, and in the same room."""
     config = full(8, rope_positions="cache")
-    assert config.prefill_capacity(model().spec, PROMPT, NEW) == (PROMPT + NEW,) * 3
+    assert config.prefill_capacity(model().spec, PROMPT, NEW) == (14, 55, 19)
+    (state, found), (_, expected) = read(config), read(masked(full(8)))
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert kept(state, 5) == in_reach(PROMPT)
+
+
+POLICIES = ("average_attention", "key_diff", "h2o", "streaming")
+SMALL_AND_LARGE = (12, 20)  # below 11 + 4, where a window's layer evicts, and above
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    often(
+        [(name, budget) for name in POLICIES for budget in SMALL_AND_LARGE],
+        [("key_diff", 12), ("average_attention", 20)],
+        others="e2e",
+        several=True,
+    ),
+)
+def test_policies_choose_within_windows(name, budget):
+    """Algorithm 1 by a decoder whose layers forget what has left their windows."""
+    spec, params = model().spec, model().params
+    config = make_config(spec, name, budget, Schedule("prefill_and_decode", 4, 4))
+    sizes = tuple(min(budget, w + 4) if w else budget for w in WINDOWS)
+    assert config.budget == config.prefill_capacity(spec, PROMPT, NEW) == sizes
+    assert config.decode_capacity(spec, PROMPT, NEW) == sizes
+    state, first = read(config)
+    given = jnp.asarray(GIVEN, jnp.int32)
+    at_prompt = [kept_by_head(state, row) for row in range(len(PROMPTS))]
+    end, rest = score_tokens(params, state, given, spec=spec, config=config)
+    cache.raise_errors(end)
+    found = np.concatenate([first[None], rest])
+    for row in (2, 3, 5):
+        rule = getattr(oracle, name)()
+        by_hand = oracle.Decoder(spec, params, rule, sizes, 4)
+        by_hand.first = 4  # blocks of 4 fill the layer without a window exactly
+        expected = [by_hand.prefill(PROMPTS[row])]
+        assert at_prompt[row] == by_hand.kept()
+        expected += [by_hand.step([token]) for token in GIVEN[row]]
+        np.testing.assert_allclose(found[:, row], expected, atol=5e-5)
+        assert kept_by_head(end, row) == by_hand.kept()
+
+
+def kept_by_head(state, row):
+    heads = cache.kept_positions(state)[row]
+    return [[head.tolist() for head in layer] for layer in heads]
+
+
+@pytest.mark.parametrize("policy", [None, "key_diff"])
+def test_no_window_takes_more_than_itself_and_a_block(policy):
+    """In every phase of every schedule, with the first block as printed too."""
+    spec, every = model().spec, ("prefill_and_decode", "prefill_only", "after_prefill")
+    for phases in ("none",) if policy is None else (*every, "decode_only"):
+        for first in ("remainder", "budget"):
+            schedule = Schedule(phases, 4, 4, first)
+            config = make_config(spec, policy, policy and 30, schedule)
+            assert config.first_chunk <= 10 or config.prefill_capacity(spec, 40, 9)[0]
+            for slots in (config.prefill_capacity, config.decode_capacity):
+                local, _, other = slots(spec, PROMPT, NEW)
+                assert (local, other) == (6 + 4, 11 + 4)
+
+
+def test_a_mean_goes_to_the_layers_without_a_window():
+    """What windows leave of it; an int without a rule is the most of any head."""
+    spec = model().spec  # windows of 6, none and 11; the default block at 20 is 8
+    schedule = Schedule("after_prefill", 8)
+    made = functools.partial(make_config, spec, "key_diff", schedule=schedule)
+    assert made(20).budget == (14, 20, 19)
+    assert made(20, budget_rule="uniform").budget == (14, 27, 19)
+    assert made(20, budget_rule="uniform", length=24).budget == (14, 24, 19)
+    assert made((20, 20, 9)).budget == (14, 20, 9)
+    pairs = 40 + 6 + 11  # that the full cache keeps of 40 tokens
+    assert sum(made("50%", length=40, budget_rule="uniform").budget) == pairs // 2 + 2
 
 
 def test_short_texts_take_no_more_than_they_need():

@@ -26,7 +26,7 @@ from testing import oracle
 from kvjax import Schedule, cache, policies
 from kvjax.cache.config import CacheConfig, make_config
 from kvjax.models import decoder
-from kvjax.types import LayerOps
+from kvjax.types import LayerOps, ModelSpec
 
 pytestmark = pytest.mark.e2e
 
@@ -35,7 +35,8 @@ K, G, D = SPEC.num_kv_heads, SPEC.queries_per_kv_head, SPEC.head_dim
 ROWS, STEPS, IDS = 4, 24, 12
 EXAMPLES = 2  # batches per case
 SHARP = 2.5  # scales the queries: attention on random keys is peaked
-ALWAYS, ONCE, DECODE = "prefill_and_decode", "after_prefill", "decode_only"
+ALWAYS, READING = "prefill_and_decode", "prefill_only"
+ONCE, DECODE = "after_prefill", "decode_only"
 
 SMALL = (16, 4, 4)  # budget, block, evict
 LARGE = (24, 8, 8)
@@ -52,6 +53,11 @@ class Case:
     shape: tuple[int, int, int] = SMALL
     phases: str = ALWAYS
     options: tuple[tuple[str, object], ...] = ()
+    window: int = 0
+
+    @property
+    def spec(self) -> ModelSpec:
+        return dataclasses.replace(SPEC, sliding_windows=(self.window,))
 
     @property
     def schedule(self) -> Schedule:
@@ -61,7 +67,8 @@ class Case:
     @property
     def config(self) -> CacheConfig:
         options = dict(self.options)
-        return make_config(SPEC, self.policy, self.shape[0], self.schedule, **options)
+        given = self.policy, self.shape[0], self.schedule
+        return make_config(self.spec, *given, **options)
 
     @property
     def room(self) -> int:
@@ -70,11 +77,11 @@ class Case:
         return (3 * budget // block + 1) * block
 
 
-def case(name, *shape_and_phases, options=(), **how):
-    """The rule of one name on both sides."""
+def case(name, *shape_and_phases, options=(), within=0, **how):
+    """The rule of one name on both sides, in a layer whose queries see so much."""
     policy = getattr(policies, name)(**how)
     rule = getattr(oracle, name)(**how)
-    return Case(policy, rule, *shape_and_phases, options=options)
+    return Case(policy, rule, *shape_and_phases, options=options, window=within)
 
 
 def over(name, parts, *shape_and_phases, options=(), **how):
@@ -161,6 +168,15 @@ CASES = {
     "chunk_kv, after": case("chunk_kv", LARGE, ONCE, size=5, window=4),
     "r_kv": case("r_kv", SMALL, window=3, kernel=3),
     "r_kv, decode": case("r_kv", LARGE, DECODE, window=4, kernel=5, weight=0.5),
+    "average_attention, window": case("average_attention", SMALL, within=14),
+    "h2o, window": case("h2o", LARGE, within=20, options=FEW),
+    "h2o, window, while reading": case("h2o", SMALL, READING, within=13),
+    "key_diff, window": case("key_diff", SMALL, within=13, options=GATHER),
+    "key_diff, window, slots": case("key_diff", SMALL, options=SLOTS, within=15),
+    "streaming, window, after": case("streaming", SMALL, ONCE, within=18),
+    "snapkv, window, after": case("snapkv", SMALL, ONCE, window=4, within=24),
+    "snapkv, window, decode": case("snapkv", SMALL, DECODE, window=4, within=22),
+    "key_diff, window, never full": case("key_diff", SMALL, within=7),
     "protect": over("protect", [("tova", {})], SMALL, sinks=2, recent=3),
     "mix": over("mix", [("h2o", {"recent": 0.2}), WINDOW], SMALL, weight=0.3),
     "mix, windows": over(
@@ -185,8 +201,10 @@ QUICK = {
 }
 
 
-@functools.partial(jax.jit, static_argnames=("config", "room"), compiler_options=QUICK)
-def run(q, k, v, out, tokens, lengths, stops, *, config, room):
+@functools.partial(
+    jax.jit, static_argnames=("spec", "config", "room"), compiler_options=QUICK
+)
+def run(q, k, v, out, tokens, lengths, stops, *, spec, config, room):
     """What every row holds after every step, and its attention outputs.
 
     And what the policy had noted of the rows when the prompts were read.
@@ -194,7 +212,7 @@ def run(q, k, v, out, tokens, lengths, stops, *, config, room):
     q, k, v are those of the text, prompt first; rows read `lengths` tokens block by
     block and decode `stops` more.
     """
-    block, spec = config.schedule.prefill_chunk, SPEC
+    block = config.schedule.prefill_chunk
 
     def project(values):
         return jnp.einsum("bktd,kgdm->bkgtm", values, out)
@@ -203,7 +221,8 @@ def run(q, k, v, out, tokens, lengths, stops, *, config, room):
         positions = cache.next_positions(state, count)
         inside = jnp.minimum(positions, tokens.shape[1] - 1)
         pick = jax.vmap(lambda x, at: x[..., at, :])
-        ops = LayerOps(decoder.rotations(spec, positions)[0], project)
+        rope, scoring = decoder.rotations(spec, positions)[0], spec.scoring(0)
+        ops = LayerOps(rope, project, scoring=scoring)
         mixed, state = cache.step_layer(
             0,
             pick(q, inside),
@@ -230,7 +249,8 @@ def run(q, k, v, out, tokens, lengths, stops, *, config, room):
     noted = state.stats[0].per_row
     if config.schedule.compacts:
         capacity = config.decode_capacity(spec, room, STEPS)
-        state = cache.compact(state, config, capacity, decoder.rotations(spec))
+        ropes, scorings = decoder.rotations(spec), [spec.scoring(0)]
+        state = cache.compact(state, config, capacity, ropes, scorings=scorings)
     compacted = state.layers[0].positions
     state, decoded = jax.lax.scan(decode, state, jnp.arange(STEPS))
     return prefilled, compacted, decoded, noted, state.error
@@ -247,7 +267,8 @@ def by_hand(case, row, dtype, noise=0.0):
     budget, block, evict = case.shape
     slots = dict(case.options).get("rope_positions") == "cache"
     layer = oracle.Layer(
-        case.rule, budget, evict, out, SPEC.rope_theta, case.phases, slots
+        *(case.rule, min(budget, case.config.budget[0]), evict, out),
+        *(SPEC.rope_theta, case.phases, slots, case.window),
     )
     steps = []
 
@@ -274,7 +295,7 @@ def by_kvjax(case, batch):
         name: x.astype(np.float32 if x.dtype == np.float64 else np.int32)
         for name, x in batch.items()
     }
-    result = run(**arrays, config=case.config, room=case.room)
+    result = run(**arrays, spec=case.spec, config=case.config, room=case.room)
     prefilled, compacted, decoded, noted, error = jax.device_get(result)
     assert not error.any()
     block, rows = case.shape[1], []

@@ -626,7 +626,8 @@ class Layer:
       theta: base of the rotary angles.
       phases: when pairs go, in the words of `kvjax.Schedule`.
       slots: whether angles are those of positions in the cache (StreamingLLM 3.2).
-      window: tokens that a query sees, itself included; 0 for all.
+      window: tokens that a query sees, itself included; 0 for all. What has left it is
+        dropped after every block.
     """
 
     def __init__(
@@ -648,10 +649,8 @@ class Layer:
     def step(self, q, k, v, tokens, prompt=True):
         """Attends and evicts for a block: q [K, G, T, D], k and v [K, T, D], before
         rotary positions; returns [K, G, T, D]."""
-        phase = (
-            ("prefill_and_decode",) if prompt else ("prefill_and_decode", "decode_only")
-        )
-        if self.rule and self.phases in phase:
+        phases = "prefill_and_decode", "prefill_only" if prompt else "decode_only"
+        if self.rule and self.phases in phases:
             drop = []
             for head, budget in zip(self.heads, self.budgets, strict=True):
                 held = len(head.pairs)
@@ -664,6 +663,10 @@ class Layer:
         ]
         self.seen += len(tokens)
         for head in self.heads:
+            if self.window:  # no later query sees the others
+                head.pairs = [
+                    p for p in head.pairs if is_newest(p, self.seen - 1, self.window)
+                ]
             if prompt:
                 head.prompt, head.at_prompt = self.seen, list(head.pairs)
         return np.array(result)
