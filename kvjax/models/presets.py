@@ -1,6 +1,8 @@
 """Shapes of published models, without their weights: for plans and benchmarks.
 
-Each is what its config.json says of the shape.
+Each has the keys of the model's config.json that bear on its arithmetic, where their
+values are not its family's defaults. Phi-3.5's window of 262,144 tokens is left out: it
+is longer than the context.
 """
 
 from typing import Any
@@ -57,38 +59,43 @@ def _config(family, layers, width, ff, heads, kv_heads, vocab, context, **more):
 
 
 _L, _V3 = "LlamaForCausalLM", 128_256
+_EPS = {"rms_norm_eps": 1e-5}  # where it is no 1e-6, transformers' default
+_LLAMA3 = {"rope_theta": 5e5, **_EPS}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-2-7b": _config(_L, 32, 4096, 11008, 32, 32, 32_000, 4096),
-    "llama-2-13b": _config(_L, 40, 5120, 13824, 40, 40, 32_000, 4096),
-    "llama-2-70b": _config(_L, 80, 8192, 28672, 64, 8, 32_000, 4096),
-    "llama-3-8b": _config(_L, 32, 4096, 14336, 32, 8, _V3, 8192, rope_theta=5e5),
-    "llama-3-70b": _config(_L, 80, 8192, 28672, 64, 8, _V3, 8192, rope_theta=5e5),
+    "llama-2-7b": _config(_L, 32, 4096, 11008, 32, 32, 32_000, 4096, **_EPS),
+    "llama-2-13b": _config(_L, 40, 5120, 13824, 40, 40, 32_000, 4096, **_EPS),
+    "llama-2-70b": _config(_L, 80, 8192, 28672, 64, 8, 32_000, 4096, **_EPS),
+    "llama-3-8b": _config(_L, 32, 4096, 14336, 32, 8, _V3, 8192, **_LLAMA3),
+    "llama-3-70b": _config(_L, 80, 8192, 28672, 64, 8, _V3, 8192, **_LLAMA3),
     "llama-3.1-8b": _config(
         *(_L, 32, 4096, 14336, 32, 8, _V3, 131_072),
-        rope_theta=5e5,
         rope_scaling=_LLAMA3_ROPE,
+        **_LLAMA3,
     ),
     "llama-3.1-405b": _config(
         *(_L, 126, 16384, 53248, 128, 8, _V3, 131_072),
-        rope_theta=5e5,
         rope_scaling=_LLAMA3_ROPE,
+        **_LLAMA3,
     ),
     "mistral-7b": _config(
         *("MistralForCausalLM", 32, 4096, 14336, 32, 8, 32_000, 32_768),
         sliding_window=4096,
+        **_EPS,
     ),
     "mixtral-8x7b": _config(
         *("MixtralForCausalLM", 32, 4096, 14336, 32, 8, 32_000, 32_768),
         num_local_experts=8,
         num_experts_per_tok=2,
         rope_theta=1e6,
+        **_EPS,
     ),
     "phi-3.5-mini": _config(
         *("Phi3ForCausalLM", 32, 3072, 8192, 32, 32, 32_064, 131_072),
         rope_scaling=_PHI35_ROPE,
+        **_EPS,
     ),
     "qwen2-7b": _config(
-        *("Qwen2ForCausalLM", 28, 3584, 18944, 28, 4, 152_064, 32_768), rope_theta=1e6
+        *("Qwen2ForCausalLM", 28, 3584, 18944, 28, 4, 152_064, 131_072), rope_theta=1e6
     ),
     "falcon-7b": {
         "architectures": ["FalconForCausalLM"],
@@ -109,7 +116,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
     },
     "gpt-neox-20b": _config(
-        *("GPTNeoXForCausalLM", 44, 6144, 24576, 64, 64, 50_432, 2048), rotary_pct=0.25
+        *("GPTNeoXForCausalLM", 44, 6144, 24576, 64, 64, 50_432, 2048),
+        hidden_act="gelu_fast",
+        rotary_pct=0.25,
     ),
 }
 
