@@ -130,19 +130,39 @@ def test_batches_that_fit(monkeypatch):
 
 @pytest.mark.e2e
 def test_a_share_gains_by_its_bytes():
-    """Mistral at 224: bytes of 14.2 GB of weights, 1,024 and 307 pairs on average."""
+    """SqueezeAttention's Table 3: its settings, and gains by the bytes of a step.
+
+    Mistral at 64: 14.2 GB of weights, and pairs of 2^17 bytes, 1,024 of a row on
+    average and 307 of them; the 70B at 32: 137 GB, 5 * 2^16 bytes, 512 and 230.
+    """
     part = made("squeeze")
-    last = {row["model"]: row for row in part.rows if row["published"]}
-    assert {name: row["published"] for name, row in last.items()} == {
-        "mistral-7b": 2.2,
-        "llama-2-70b": 1.4,
+    published = {
+        (row["model"], row["batch"]): row["published"]
+        for row in part.rows
+        if row["published"]
     }
-    weights, pairs = 14.22e9, 224 * 2**17
-    all_read, few = (weights + pairs * kept for kept in (1024, 307))
-    assert last["mistral-7b"]["gains"][1] == pytest.approx(all_read / few, rel=0.01)
-    gains = [row["gains"] for row in part.rows if row["model"] == "mistral-7b"]
-    assert gains == sorted(gains) and all(one < other for one, other in gains)
-    assert "| llama-2-70b |    64 |" in memory_table.as_text(part)
+    assert published == {
+        ("mistral-7b", 64): 2.2,
+        ("mistral-7b", 224): "out of memory",
+        ("llama-2-70b", 32): 1.4,
+        ("llama-2-70b", 64): "out of memory",
+    }
+    gains = {(row["model"], row["batch"]): row["gain"] for row in part.rows}
+    for case, weights, pair, tokens, kept, rounded in (
+        (("mistral-7b", 64), 14.22e9, 2**17, 1024, 307, 1.36),
+        (("llama-2-70b", 32), 137.4e9, 5 * 2**16, 512, 230, 1.02),
+    ):
+        full, few = (weights + case[1] * pair * each for each in (tokens, kept))
+        assert gains[case] == pytest.approx(full / few, rel=0.005)
+        assert round(gains[case], 2) == rounded
+    shares = {row["model"]: part.columns["kept"](row) for row in part.rows}
+    assert shares == {"mistral-7b": "20%", "llama-2-70b": "30%"}
+    text = memory_table.as_text(part)
+    assert "512 and 256 tokens, 1,024 and 512 new" in text
+    assert all(row["batch"] < min(row["rows"]) for row in part.rows)
+    for model in shares:
+        by_batch = [row["gain"] for row in part.rows if row["model"] == model]
+        assert by_batch == sorted(by_batch)
 
 
 @pytest.mark.parametrize("name", memory_arithmetic.PICTURES)
