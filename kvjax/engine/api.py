@@ -79,9 +79,10 @@ def generate(
 ) -> list[Completion]:
     """Completes prompts under a compressed KV cache.
 
-    Prompts of any number and length run in batches of the size that the memory allows;
-    a prompt's completion does not depend on the others, unless a budget rule measures
-    the prompts that are read together.
+    Prompts of any number and length run in batches of the size that the memory allows.
+    A prompt's completion depends on the others only if the budget is a share of the
+    longest prompt, or a budget rule follows that prompt's length ("calibrated", "ada")
+    or measures the prompts that are read together ("squeeze").
 
     What a budget of |kv| pairs per head means depends on the schedule. Of
     `prefill_and_decode`, the default, a head never holds more than |kv| pairs: the

@@ -52,7 +52,7 @@ def likelihoods(
     schedule that only compresses prompts (`after_prefill`, `prefill_only`), what the
     continuation adds stays. A context that several continuations share is read once.
     Pairs of any lengths run in batches that fill the memory, and each gets what it
-    would get alone.
+    would get alone, unless a budget rule measures the contexts that are read together.
 
     Args:
       model: the model.
