@@ -157,7 +157,7 @@ def test_configs(path):
 
 
 def test_kcache_at_two_limits():
-    """Values in 6 GB of host memory beside 2 GB; the paper's L of 1."""
+    """Values in 6 GB of host memory beside 2 GB; one layer keeps its own."""
     asked = run.from_config(
         config_of(CONFIGS / "kcache" / "throughput.py").to_dict(), {}
     )
