@@ -115,8 +115,12 @@ def test_rules_of_squeeze_attention():
         config = configs[method.name]
         assert set(config.head_budgets(spec)) == {round(500 * method.share)}
         assert config.measures == ("squeezed" in method.name)
-        assert config.schedule.phases == "after_prefill"
+        schedule = config.schedule  # Algorithm 1: one goes for every new one
+        assert (schedule.phases, schedule.evict_size) == ("decode_only", 1)
     assert {method.share for method in methods} == {0.1, 0.2, 0.4, 0.6, 0.8}
+    few = from_config(load_config("squeeze/budgets.py")("0.4,20,80").to_dict(), {})
+    shown = {method.share for method in few.methods if method.policy}
+    assert shown == {0.2, 0.8} and len(few.methods) == 1 + 3 * 2 * 2
 
 
 def test_batches_of_squeeze_attention():
@@ -129,6 +133,13 @@ def test_batches_of_squeeze_attention():
     sizes = {m.name: m.cache_config(spec, 512).head_budgets(spec) for m in methods}
     assert {sum(each) for each in sizes.values()} == {round(0.2 * 512) * 90}
     assert set(sizes["H2O, squeezed, pool"]) == {36, 696}  # 27 layers lend to three
+    schedules = {
+        m.name: m.cache_config(spec, 512).schedule for m in methods if "H2O" in m.name
+    }
+    assert len(schedules) == 6
+    assert {(s.phases, s.evict_size) for s in schedules.values()} == {
+        ("decode_only", 1)
+    }
 
 
 def records(folder, fields):
