@@ -7,8 +7,8 @@ SmolLM2-135M-Instruct reads prompts of 1,000 tokens, evicting while it reads, 16
 at a time, with sinks and newest pairs pinned, in which a pass key or a magic number is
 hidden: three wordings, 20 prompts each, two of them in text, `passkey` in noise. Beside
 it, how far predictions on other text are from the full cache's. Sizes come from the
-calibration that ships with the package; of the text, Python's reference, a tenth was in its
-texts. `--haystack=FOLDER` takes other text, `--config.prompt_tokens=2000` longer
+calibration that ships with the package; of the text, Python's reference, a tenth was in
+its texts. `--haystack=FOLDER` takes other text, `--config.prompt_tokens=2000` longer
 prompts.
 
 *Alike*: every head keeps as many. *Pyramid*: layers, by depth. *Squeeze*: layers, by
