@@ -1,8 +1,8 @@
 """Layers with a sliding window keep no more than the window, whatever the policy.
 
 What no later query sees is dropped. Under the full cache logits are therefore those of
-a cache that keeps all and masks, as ours does with `windows=()`. The NumPy decoder masks
-and forgets, with and without a policy.
+a cache that keeps all and masks, as ours does with `windows=()`. The NumPy decoder
+masks and forgets, with and without a policy.
 """
 
 import dataclasses
