@@ -6,6 +6,7 @@ OFTEN lacks it); VARIANTS adds settings under which the rules that keep fewer pa
 so, and the combinators.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -156,6 +157,28 @@ def test_budget_shapes_and_dtypes(case):
                 assert len(before) <= min(length, BUDGET)
                 assert head.tolist() == [*before.tolist(), *range(length, seen)]
                 assert name in FEWER or len(before) >= min(least, length)
+
+
+WINDOW = 52  # fewer than the budget and a block: the policy still chooses
+WITHIN = [(name, SCHEDULES[i % 4]) for i, name in enumerate(POLICIES)]
+
+
+@pytest.mark.parametrize(
+    ("name", "phases"),
+    often(WITHIN, [WITHIN[list(POLICIES).index("key_diff")]], "e2e", several=True),
+)
+def test_what_has_left_a_window_is_gone(name, phases):
+    """Under every policy, at any time; of other pairs all or as many as there were."""
+    spec = dataclasses.replace(SPEC, sliding_windows=(WINDOW,))
+    config = compressed(POLICIES[name], phases, spec)
+    read, small, end = run(config, spec=spec)
+    for state, new in ((read, 0), (small, 0), (end, NEW)):
+        assert cache.capacities(state)[0] <= WINDOW + BLOCK
+        for length, heads in zip(LENGTHS, kept(state), strict=True):
+            for head in heads if length else ():
+                assert head[0] >= length + new - WINDOW and head[-1] == length + new - 1
+                if name not in FEWER:
+                    assert len(head) >= min(BUDGET - BLOCK, length + new) - BLOCK
 
 
 def test_a_row_does_not_see_its_neighbours(case):

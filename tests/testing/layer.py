@@ -81,6 +81,7 @@ def step(spec, config, state, data: Data, n, is_prefill):
     ops = LayerOps(
         apply_rope=decoder.rotations(spec, positions)[0],
         value_contribution=jax.tree_util.Partial(_project, data.out),
+        scoring=spec.scoring(0),
     )
     out, state = sharded.step_layer(
         spec,
