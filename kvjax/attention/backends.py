@@ -11,7 +11,6 @@
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from jaxtyping import Array
 from kvjax.attention import kernels, library, reference
 from kvjax.attention.reference import PLAIN
 from kvjax.attention.stored import Pairs, Stored
+from kvjax.messages import warn
 from kvjax.pallas.common import device, not_hopper
 from kvjax.registry import Registry
 from kvjax.tracing import run_aside
@@ -159,10 +159,9 @@ def _runs_here(backend: Backend) -> bool:
 
 @functools.cache
 def _tell_once(name: str, reason: str) -> None:
-    warnings.warn(
+    warn(
         f"attention implementation {name!r} cannot run: {reason}; plain XLA runs "
         "instead",
-        stacklevel=2,
     )
 
 
@@ -189,12 +188,11 @@ def _tried(backend: Backend, head_dim: int, codec: Any) -> bool:
     except Exception as error:  # whatever a compiler may say
         wrong = f"{type(error).__name__}: {error}".splitlines()[0]
     if wrong:
-        warnings.warn(
+        warn(
             f"attention implementation {backend.name!r} does not work on "
             f"{jax.devices()[0].device_kind} with head dim {head_dim}"
             f"{f' and keys in {codec.name}' if codec else ''} ({wrong}): another one "
             "runs instead",
-            stacklevel=2,
         )
     return not wrong
 

@@ -2,7 +2,6 @@
 
 import math
 import re
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +10,7 @@ from kvjax import policies
 from kvjax.cache import budgets, by_need, calibrations, parts
 from kvjax.cache.apportion import proportional
 from kvjax.cache.schedule import Schedule
+from kvjax.messages import warn
 from kvjax.types import ModelSpec, UserError, whole_number
 
 _GIVE = (
@@ -139,13 +139,12 @@ def by_heads(
     if policy.needs_all_heads:
         return policy, budgets.uniform()
     if spec.name not in calibrations.shipped_names():
-        warnings.warn(
+        warn(
             f"budget {budget!r} keeps the same in every head, as no calibration of "
             f"{spec.name} comes with kvjax. Heads that keep what they need find more: "
             "experiments/calibrate.py measures it, and "
             "budget_rule=budgets.make('calibrated', path=...) takes it; "
             "budget_rule='uniform' says that this is meant",
-            stacklevel=4,
         )
         return policy, budgets.uniform()
     pinned = policies.protect(policy, calibrations.SINKS, calibrations.NEWEST)
@@ -199,9 +198,8 @@ def check_budget(budget: int, policy: policies.Policy, schedule: Schedule) -> No
             f"at budget {budget} leaves {least}: raise the budget or pin fewer"
         )
     if 2 * least < budget:
-        warnings.warn(
+        warn(
             f"an eviction leaves {least} of the {budget} pairs of the budget: raise "
             "the budget, or lower the schedule's prefill_chunk and evict_size to "
             f"{budget // 2} or less",
-            stacklevel=3,
         )

@@ -19,10 +19,11 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kvjax import messages
 from kvjax.attention import reference
 from kvjax.cache import calibrations, squeeze
 from kvjax.cache.calibrations import FLOOR, NEWEST, SINKS, Calibration, Measured
-from kvjax.engine import api, compiled, progress
+from kvjax.engine import api, compiled
 from kvjax.models import decoder, placement
 from kvjax.parallel import axes, meshes
 from kvjax.types import Model, ModelSpec, PyTree, Scoring, UserError, whole_number
@@ -84,7 +85,7 @@ def calibrate(
         text is repeated; `attention`, being looked at while it is read.
       tokens: how many of each text are read.
       floor: pairs of a text that every head keeps at every ratio.
-      show_progress: see `kvjax.engine.progress.line`.
+      show_progress: see `kvjax.messages.progress`.
 
     Raises:
       UserError: a text that is too short, tokens that exceed the model's context, a
@@ -117,7 +118,7 @@ def measure(
             "that every head keeps: raise the ratio or tokens, or lower floor"
         )
     shares, every = [], []
-    with progress.line(len(read), show_progress) as say:
+    with messages.progress(len(read), show_progress) as say:
         for number, reading in enumerate(read, start=1):
             say(f"calibrating: text {number} of {len(read)}", 0)
             found = scored(model, reading)

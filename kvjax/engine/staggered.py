@@ -29,10 +29,13 @@ from kvjax.engine.planner import (
     too_small,
     within_host,
 )
+from kvjax.messages import Say, silent
 from kvjax.types import UserError
 
 
-def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
+def plan_job(
+    job: Job, memory_bytes: int, max_batch: int | None = None, say: Say = silent
+) -> Plan:
     """The largest pool of a job, whatever batch it names, then the largest groups.
 
     The pool is the largest by what memory small ones need, which may be a row too few.
@@ -44,6 +47,7 @@ def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
       job: with a schedule that compacts after the prompt.
       memory_bytes: for weights, pool, a group's state and temporaries together.
       max_batch: prompts there are.
+      say: told what is compiled.
 
     Raises:
       UserError: a schedule without a compaction; not even a pool of one row fits.
@@ -52,6 +56,7 @@ def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
     job = dataclasses.replace(job, prefill_batch=None)
     check_one_row(job, memory_bytes)
     most = within_host(job, max_batch)
+    say("compiling two layers, to see what a prompt takes", 0)
     batch, group, limit = _estimated(job, memory_bytes, *most)
     if limit == "host memory":  # which a group's values share with the pool's
         group = max(1, min(group, batch // 8))
@@ -60,6 +65,7 @@ def plan_job(job: Job, memory_bytes: int, max_batch: int | None = None) -> Plan:
     while batch > 0:
         group = -(-batch // -(-batch // group))
         sized = dataclasses.replace(job, batch=batch, prefill_batch=group)
+        say(f"compiling for a batch of {batch}, read {group} at a time", 0)
         try:
             needed = phase_bytes(sized)
         except jax.errors.JaxRuntimeError as error:

@@ -27,6 +27,7 @@ from kvjax.engine.planner import (
     state_bytes,
     weights_bytes,
 )
+from kvjax.messages import Say, silent
 from kvjax.types import UserError
 
 BATCH_RULES = ("full", "ed", "batch_max", "search", "fixed", "staggered")
@@ -51,7 +52,9 @@ def check(rule: str, job: Job, memory_bytes: int) -> None:
             raise _too_large(job, f"weights and KV state take {least / 1e9:.3g} GB")
 
 
-def find_batch(rule: str, job: Job, memory_bytes: int, count: int, most: int) -> Plan:
+def find_batch(
+    rule: str, job: Job, memory_bytes: int, count: int, most: int, say: Say = silent
+) -> Plan:
     """The batch that a rule gives a job.
 
     Args:
@@ -60,21 +63,23 @@ def find_batch(rule: str, job: Job, memory_bytes: int, count: int, most: int) ->
       memory_bytes: the limit.
       count: prompts there are.
       most: no larger batch than that.
+      say: told what is compiled.
 
     Raises:
       UserError: not even one row fits, or not the fixed batch.
     """
     if rule == "fixed":
+        say(f"compiling for a batch of {job.batch}", 0)
         if planned := plan_if_fits(job, "batch_size", memory_bytes):
             return planned
         raise _too_large(job, f"compiled, it exceeds {memory_bytes / 1e9:.3g} GB")
     if rule == "staggered":
-        return staggered.plan_job(job, memory_bytes, most)
-    planned = plan_job(job, memory_bytes, most)
+        return staggered.plan_job(job, memory_bytes, most, say)
+    planned = plan_job(job, memory_bytes, most, say)
     even = rule in ("batch_max", "search")
     sizes = divisors(count) if even else range(1, count + 1)
     sizes = [s for s in sizes if s <= most and s % job.data_parallel == 0]
-    planned = _largest(planned, sizes)
+    planned = _largest(planned, sizes, say)
     if planned.batch < most:
         return planned
     limit = "prompts" if most == count else "ED"
@@ -88,25 +93,26 @@ def _too_large(job: Job, what: str) -> UserError:
     )
 
 
-def _largest(planned: Plan, sizes: Sequence[int]) -> Plan:
+def _largest(planned: Plan, sizes: Sequence[int], say: Say) -> Plan:
     """The largest size that fits, sought from the plan on; the next one does not."""
     below = [size for size in sizes if size <= planned.batch]
-    tried = (_with_batch(planned, size) for size in reversed(below))
+    tried = (_with_batch(planned, size, say) for size in reversed(below))
     found = next(filter(None, tried), planned)
     for size in sizes[len(below) :]:
-        larger = _with_batch(planned, size)
+        larger = _with_batch(planned, size, say)
         if larger is None:
             break
         found = larger
     return found
 
 
-def _with_batch(planned: Plan, batch: int) -> Plan | None:
+def _with_batch(planned: Plan, batch: int, say: Say) -> Plan | None:
+    say(f"compiling for a batch of {batch}", 0)
     job = dataclasses.replace(planned.job, batch=batch)
     return plan_if_fits(job, planned.limited_by, planned.memory_bytes)
 
 
-def step_back(rule: str, planned: Plan, count: int) -> Plan:
+def step_back(rule: str, planned: Plan, count: int, say: Say = silent) -> Plan:
     """The next smaller plan after one that ran out of memory all the same.
 
     Raises:
@@ -127,7 +133,7 @@ def step_back(rule: str, planned: Plan, count: int) -> Plan:
             f"{planned.peak_bytes / 1e9:.3g} GB were planned: lower memory_gb, and see "
             "what else uses the device"
         )
-    found = find_batch(rule, planned.job, planned.memory_bytes, count, fewer)
+    found = find_batch(rule, planned.job, planned.memory_bytes, count, fewer, say)
     return dataclasses.replace(found, limited_by="out of memory")
 
 

@@ -12,7 +12,6 @@ docs/harness.md lists the model's arguments.
 import dataclasses
 import functools
 import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from kvjax.engine.planner import device_memory
 from kvjax.engine.sampling import Sampling
 from kvjax.evaluation import lm_arguments
 from kvjax.evaluation.config import Method
+from kvjax.messages import warn
 from kvjax.models.weights import load
 from kvjax.types import Model, UserError
 
@@ -225,7 +225,7 @@ class Requests:
             others = [said for said in chat_history if said["role"] != "system"]
             if len(others) == len(chat_history):
                 raise
-            _warn(f"the chat template refuses a system message, left out: {error}")
+            warn(f"the chat template refuses a system message, left out: {error}")
             return write(others)
 
     # --- the three kinds of requests ------------------------------------------------
@@ -255,7 +255,7 @@ class Requests:
     ) -> list[float]:
         """For (text,): its log-probability, in windows of the model's whole context."""
         if self.config.policy and not self.config.schedule.evicts_in_decode:
-            _warn(
+            warn(
                 f"schedule {self.config.schedule.phases!r} compresses prompts, and "
                 "rolling windows are nearly all continuation: expect the full cache's "
                 "figures"
@@ -371,7 +371,7 @@ class Requests:
             )
         unknown = sorted(set(given) - {"until", *_NEW, *_SAMPLING})
         if unknown:
-            _warn(f"gen_kwargs {', '.join(unknown)}: not known to kvjax, left out")
+            warn(f"gen_kwargs {', '.join(unknown)}: not known to kvjax, left out")
         stops = (*until, self.tokenizer.eos_token or "")
         return lm_arguments.sampling(given), new, tuple(stop for stop in stops if stop)
 
@@ -402,7 +402,7 @@ class Requests:
         """Warns of what was cut off."""
         hurt = [tokens for tokens in cut if tokens]
         if hurt:
-            _warn(
+            warn(
                 f"{len(hurt)} of {len(cut)} {what} were too long for "
                 f"{self.model.spec.name} ({self.max_length} tokens) and lost up to "
                 f"{max(hurt)} tokens of their beginning"
@@ -444,10 +444,6 @@ def main() -> None:
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=3)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ A CPU has both spaces in one memory: nothing is saved there, and everything is t
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from jax.experimental import compute_on as _compute_on
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
+from kvjax.messages import warn
 from kvjax.tracing import run_aside
 from kvjax.types import PyTree, UserError
 
@@ -197,10 +197,9 @@ def _tried() -> bool:
     except Exception as error:  # whatever a compiler may say
         wrong = f"{type(error).__name__}: {error}".splitlines()[0]
     if wrong:
-        warnings.warn(
+        warn(
             f"the host does not compute on its own arrays here ({wrong}): whole layers "
             "of values cross the link in both directions, which is slow",
-            stacklevel=2,
         )
     return not wrong
 

@@ -26,11 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax import policies
+from kvjax import messages, policies
 from kvjax.cache import calibrations, parts
 from kvjax.cache.apportion import proportional
 from kvjax.cache.calibrations import NEWEST, SINKS, Calibration
-from kvjax.engine import api, compiled, progress
+from kvjax.engine import api, compiled
 from kvjax.engine.calibration import fingerprint
 from kvjax.models import decoder
 from kvjax.training import streaming
@@ -95,7 +95,7 @@ def fit_heads(
     passages: float = 0.02,
     seed: int = 0,
     known: Sequence[Round] = (),
-    told: Callable[[Round], None] = lambda found: None,
+    told: Callable[[Round], None] | None = None,
     show_progress: bool | None = None,
 ) -> Calibration:
     """Moves pairs to the heads that miss them most, at the same total.
@@ -120,8 +120,8 @@ def fit_heads(
       passages: what their KL counts for, where the text's counts for 1.
       seed: chooses passages and places.
       known: rounds of an earlier call with the same arguments, which are not run again.
-      told: called with every other round.
-      show_progress: see `kvjax.engine.progress.line`.
+      told: called with every other round; None for nobody.
+      show_progress: see `kvjax.messages.progress`.
 
     Returns:
       A calibration whose target is `loss`: for every ratio the sizes of the round with
@@ -147,7 +147,8 @@ def fit_heads(
     firsts = [found.astype(np.float64) for found in sizes]
     read = excerpts(model, texts, length, seed, chunk)
     compiled.keep_compiled()
-    with progress.line((rounds + 1) * len(ratios) * len(read), show_progress) as say:
+    units = (rounds + 1) * len(ratios) * len(read)
+    with messages.progress(units, show_progress) as say:
         say("fitting heads: reading with all pairs", 0)
         whole = [predicting(model.params, *each[:2], spec=model.spec) for each in read]
         for ratio, mean, first in zip(ratios, means, firsts, strict=True):
@@ -176,7 +177,7 @@ class _Fit(NamedTuple):
       whole: what `predicting` says of each.
       reader: who evicts.
       passages: what their KL counts for.
-      say: see `progress.line`.
+      say: see `kvjax.messages.progress`.
     """
 
     model: Model
@@ -184,7 +185,7 @@ class _Fit(NamedTuple):
     whole: Sequence[Float[Array, "N M"]]
     reader: Reader
     passages: float
-    say: progress.Say
+    say: messages.Say
 
 
 def _least(
@@ -195,7 +196,7 @@ def _least(
     mean: int,
     rounds: int,
     known: Sequence[Round],
-    told: Callable[[Round], None],
+    told: Callable[[Round], None] | None,
 ) -> Float[np.ndarray, "L K"]:
     """The sizes of the round with the least loss."""
     sizes, best, rate = _projected(first, mean, bounds), None, RATE
@@ -208,7 +209,8 @@ def _least(
             (text, passages), worth = _round(runs, sizes)
             loss = text + runs.passages * passages
             found = Round(ratio, number, text, passages, loss, sizes, worth)
-            told(found)
+            if told is not None:
+                told(found)
         if best is None or found.loss < best.loss:
             best = found
         else:  # too far: from the best sizes, half the way

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import zipfile
 
+from kvjax import messages
 from kvjax.models.weights import param_cache
 from kvjax.types import UserError
 
@@ -75,9 +76,18 @@ def fetch(name: str) -> pathlib.Path:
 
 
 def is_id(name: str) -> bool:
-    """Whether a name has the form of a hub id: owner/name, and not of a file."""
-    form = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
-    return form is not None and not name.endswith(".gguf")
+    """Whether a name has the form of a hub id: owner/name, and not of a path."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not is_path(name)
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be a file's or a folder's: ./models, a.gguf, /models/a.
+
+    An id's parts begin with a letter, a digit or an underscore.
+    """
+    return (
+        name.endswith(".gguf") or re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is None
+    )
 
 
 def snapshot(name: str) -> pathlib.Path:
@@ -98,9 +108,9 @@ def snapshot(name: str) -> pathlib.Path:
         return pathlib.Path(folder)
     except Exception as error:  # of the hub, of the network below it, of the disk
         raise UserError(
-            f"cannot fetch {name} from the Hugging Face hub and it is not in the cache "
-            f"({type(error).__name__}): check the id and the network, log in with "
-            "'hf auth login' where it is gated, or give a folder"
+            f"cannot fetch {name} from the Hugging Face hub, and it is no folder here "
+            f"nor in the hub's cache ({type(error).__name__}): check the id and the "
+            "network, log in with 'hf auth login' where it is gated, or give a folder"
         ) from error
 
 
@@ -123,7 +133,7 @@ def _sha256(path: pathlib.Path) -> str:
 
 def _download(name: str, named: Named, path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    param_cache.notice(
+    messages.notice(
         f"downloading {name} ({named.requirement}, {named.size / 2**20:.0f} MiB) "
         f"to {path.parent}"
     )
