@@ -6,12 +6,8 @@ are first read off a two-layer model at two small batches, and then checked on t
 program that will run.
 """
 
-import contextlib
 import dataclasses
 import functools
-import os
-import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +15,11 @@ import jax.numpy as jnp
 from kvjax.cache import parts
 from kvjax.engine import compiled
 from kvjax.engine.compiled import Job, Programs
-from kvjax.engine.progress import Say, silent
-from kvjax.parallel import host
+from kvjax.messages import Say, silent
+from kvjax.parallel import host, limits
 from kvjax.types import UserError, real_number
 
 _PROBES = (2, 6)  # batches that the temporaries' growth is read from
-_MEMINFO, _CGROUP = map(pathlib.Path, ("/proc/meminfo", "/sys/fs/cgroup"))
-_CGROUPS = (  # version 2 and 1: the limit, what is taken, and of that unused files
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    (
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        "memory/memory.stat",
-        "total_inactive_file",
-    ),
-)
-USABLE = 0.92  # of a device's limit: allocators fragment, runtimes need room
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -262,13 +247,12 @@ def device_memory(memory_gb: float | None = None) -> int:
       UserError: a limit that is not positive, or above the device's own (on a CPU, all
         of the machine's or the container's memory).
     """
-    limits = [(d.memory_stats() or {}).get("bytes_limit") for d in jax.local_devices()]
-    own = int(min(limits) * USABLE) if all(limits) else None
+    own = limits.device_bytes()
     if memory_gb is None:
-        return own or _free_host_memory() // 2 // len(jax.local_devices())
+        return own or limits.free_host_bytes() // 2 // len(jax.local_devices())
     if real_number("memory_gb", memory_gb) <= 0:
         raise UserError(f"memory_gb {memory_gb}: must be larger than 0")
-    own = own or _host_memory()
+    own = own or limits.host_bytes()
     if memory_gb * 1e9 > own:
         offered = own // 10**8 / 10
         raise UserError(f"memory_gb {memory_gb}: the device offers {offered}")
@@ -285,9 +269,9 @@ def host_memory(memory_gb: float | None = None) -> int:
       UserError: a limit above the machine's memory.
     """
     if memory_gb is None:
-        return _free_host_memory() // 2
-    if memory_gb * 1e9 > _host_memory():
-        offered = _host_memory() // 10**8 / 10
+        return limits.free_host_bytes() // 2
+    if memory_gb * 1e9 > (own := limits.host_bytes()):
+        offered = own // 10**8 / 10
         raise UserError(f"offload memory_gb {memory_gb}: the machine offers {offered}")
     return int(memory_gb * 1e9)
 
@@ -429,33 +413,3 @@ def program_bytes(compiled: jax.stages.Compiled, on_host: int = 0) -> int:
     held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
     apart = m.host_argument_size_in_bytes + m.host_output_size_in_bytes
     return held + m.temp_size_in_bytes - (0 if apart else on_host)
-
-
-def _free_host_memory() -> int:
-    """Bytes that can be had without swapping; half of all where it is not told."""
-    _, left = _container_memory()
-    with contextlib.suppress(OSError):
-        for line in _MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return min(int(line.split()[1]) << 10, left)
-    return min(_host_memory() // 2, left)
-
-
-def _host_memory() -> int:
-    """Bytes of the machine, or of the container that this runs in."""
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(machine, _container_memory()[0])
-
-
-def _container_memory() -> tuple[int, int]:
-    """Bytes that the container may take, and those it has left; many without a limit.
-
-    Pages of files that nobody uses are as good as free: the kernel drops them first.
-    """
-    for limit, taken, stat, unused in _CGROUPS:
-        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
-            most, used = (int((_CGROUP / name).read_text()) for name in (limit, taken))
-            found = dict(map(str.split, (_CGROUP / stat).read_text().splitlines()))
-            left = most - used + int(found.get(unused, 0))
-            return most, min(max(left, 0), most)
-    return sys.maxsize, sys.maxsize

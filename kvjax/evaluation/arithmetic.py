@@ -19,9 +19,10 @@ from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.offload import Offload
 from kvjax.cache.schedule import Schedule
 from kvjax.engine.compiled import Job
-from kvjax.engine.planner import USABLE, as_plan, state_bytes, weights_bytes
+from kvjax.engine.planner import as_plan, state_bytes, weights_bytes
 from kvjax.evaluation import roofline
 from kvjax.evaluation.roofline import Device, Rates, Work
+from kvjax.parallel.limits import USABLE
 from kvjax.types import ModelSpec, UserError, real_number, whole_number
 
 BITS = 16.0  # of a number in weights, and in pairs where nothing else is said

@@ -32,8 +32,9 @@ from kvjax.evaluation import files, quality, throughput
 from kvjax.evaluation.config import Experiment, Fields
 from kvjax.evaluation.report.records import FORMAT, Record, provenance
 from kvjax.evaluation.setting import Baseline, Lines, Progress, Setting
-from kvjax.models import decoder, presets
+from kvjax.models import presets
 from kvjax.models.weights import load
+from kvjax.models.weights.pack import check_room
 from kvjax.types import UserError
 
 MEASUREMENTS = {"quality": quality, "throughput": throughput}
@@ -90,7 +91,6 @@ def run(
         records = Lines(folder / "records.jsonl")
         memory = device_memory(experiment.memory_gb)
         _check_weights(experiment, memory)
-        progress(f"loading {experiment.model}", 0)
         model = load(experiment.model, experiment.dtype, mesh=experiment.mesh)
         return _records(
             Setting(experiment, model, memory, folder, batches, records, baselines),
@@ -103,12 +103,7 @@ def _check_weights(experiment: Experiment, memory: int) -> None:
     name = experiment.model.removeprefix(presets.RANDOM)
     if name == experiment.model or experiment.mesh:
         return
-    shapes = decoder.param_shapes(presets.spec(name), experiment.dtype)
-    if (weights := compiled.tree_bytes(shapes)) >= memory:
-        raise UserError(
-            f"weights of {name} in {experiment.dtype} take {weights / 1e9:.3g} GB of "
-            f"{memory / 1e9:.3g}: give more memory_gb, or a smaller model"
-        )
+    check_room(presets.spec(name), experiment.dtype, memory=memory)
 
 
 def _records(setting: Setting, progress: Progress) -> list[Record]:

@@ -17,6 +17,7 @@ from kvjax.engine.planner import (
     state_bytes,
     weights_bytes,
 )
+from kvjax.parallel import limits
 
 SPEC = tiny_spec(num_layers=3, head_dim=16, context_length=4096)
 BATCH_MAX = Schedule(prefill_chunk=8, evict_size=8)
@@ -135,8 +136,8 @@ def test_free_memory_is_the_container_s(tmp_path, monkeypatch, files, told, free
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
     for file, text in zip(files, told, strict=True):
         (tmp_path / file).write_text(text + "\n")
-    monkeypatch.setattr(planner, "_CGROUP", tmp_path)
-    monkeypatch.setattr(planner, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(limits, "_CGROUP", tmp_path)
+    monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "meminfo")
     assert planner.host_memory() == free // 2
     assert planner.device_memory() == free // 2 // 8  # virtual devices share it
 

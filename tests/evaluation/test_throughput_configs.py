@@ -16,6 +16,7 @@ from kvjax.engine import compiled, planner
 from kvjax.evaluation import batch_rules, report, run, search, tasks, throughput
 from kvjax.evaluation.batch_rules import divisors
 from kvjax.models import decoder, presets
+from kvjax.parallel import limits
 from kvjax.types import Model, UserError
 
 pytestmark = pytest.mark.e2e
@@ -49,7 +50,7 @@ ONE_STAYS = "ignore:an eviction leaves 1 of the 65 pairs"  # as ED has it
 @pytest.fixture(autouse=True)
 def large_machine(monkeypatch):
     """As the configs want: `check` refuses more memory than there is."""
-    monkeypatch.setattr(planner, "_host_memory", lambda: 10**12)
+    monkeypatch.setattr(limits, "host_bytes", lambda: 10**12)
 
 
 def config_of(path, *which):

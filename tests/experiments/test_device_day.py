@@ -25,6 +25,7 @@ from kernel_proofs import Case
 from kvjax.engine import planner
 from kvjax.evaluation import roofline, run
 from kvjax.evaluation.report.records import append_record
+from kvjax.parallel import limits
 from kvjax.types import Scoring, UserError
 
 SCRIPT = pathlib.Path(device_day.__file__)
@@ -216,7 +217,7 @@ def test_a_kernel_that_does_not_take_a_case(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore:an eviction leaves 1 of the 65 pairs")
 @pytest.mark.parametrize("name", FULL.comparisons)
 def test_every_comparison_is_an_experiment(name, monkeypatch):
-    monkeypatch.setattr(planner, "_host_memory", lambda: 10**12)
+    monkeypatch.setattr(limits, "host_bytes", lambda: 10**12)
     names = []
     for group in device_runs.METHODS:
         fields = device_runs.fields_of(FULL.comparisons[name], group)

@@ -16,8 +16,9 @@ from testing import checkpoints
 from testing.checkpoints import EMBED, HEAD, assert_same_params, one_line, write_folder
 from testing.gguf_files import TOKENS, write_gguf
 
-from kvjax.models import weights
-from kvjax.models.weights import gguf, hub, param_cache
+from kvjax.models import decoder, presets, weights
+from kvjax.models.weights import gguf, hub, pack, param_cache
+from kvjax.parallel import limits
 from kvjax.types import UserError
 
 
@@ -38,6 +39,54 @@ def test_unknown_name_lists_the_known_ones():
     with pytest.raises(UserError, match="smollm2-135m-instruct") as error:
         weights.load("smollm3")
     assert "'smollm3'" in one_line(error)
+
+
+@pytest.mark.parametrize(
+    "path", ["./nope", "../nope", "~/nope", "/nope", "a/b/nope", "nope.gguf", "nope/"]
+)
+def test_a_path_that_is_not_there_is_no_name(path, monkeypatch):
+    monkeypatch.setattr(hub, "snapshot", lambda name: pytest.fail("the hub was asked"))
+    with pytest.raises(UserError, match=f"^no such file or folder as {path}: "):
+        weights.load(path)
+
+
+def test_ids_of_the_hub_are_none_of_paths():
+    assert all(map(hub.is_id, ("owner/name", "Qwen/Qwen2.5-0.5B", "0x/a_b-c.d")))
+    assert not any(map(hub.is_id, ("name", "./name", "owner/name.gguf", "a/b/c")))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_do_not_fit_are_not_made(dtype, tensors, tmp_path, monkeypatch):
+    """Of every source, from the shapes, before a byte is read or drawn."""
+    folder = write_folder(tmp_path / "a")
+    file = tmp_path / "b.gguf"
+    write_gguf(file, tensors)
+    weights.load(file, dtype)  # leaves a copy, which is another source
+    monkeypatch.setattr(decoder, "random_params", None)
+    monkeypatch.setattr(pack, "pack", None)
+    monkeypatch.setattr(param_cache, "_restore", None)
+    monkeypatch.setattr(limits, "free_host_bytes", lambda: 5_000)
+    for path in (folder, file):
+        with pytest.raises(UserError, match=rf"in {dtype} take .* GB of 4.6e-06: "):
+            weights.load(path, dtype)
+    with pytest.raises(UserError, match="or a smaller model") as error:
+        weights.load("random:llama-3-8b", dtype)
+    taken = {"float32": "32.1 GB", "bfloat16": "16.1 GB"}[dtype]
+    assert f"llama-3-8b in {dtype} take {taken}" in one_line(error)
+    assert ("dtype='bfloat16'" in str(error.value)) == (dtype == "float32")
+
+
+def test_weights_over_a_mesh_share_a_machine(monkeypatch):
+    """What is split over eight devices is whole there, and what is not is eightfold."""
+    spec = presets.spec("llama-3-8b")
+    leaves = jax.tree.leaves(decoder.param_shapes(spec, jnp.bfloat16))
+    whole = sum(leaf.size * 2 for leaf in leaves)
+    monkeypatch.setattr(limits, "free_host_bytes", lambda: whole)
+    placed = weights._placement("model:8")
+    with pytest.raises(UserError, match=r"take 16\.1 GB of 14\.8"):
+        pack.check_room(spec, jnp.bfloat16, placed)
+    monkeypatch.setattr(limits, "device_bytes", lambda: whole // 7)
+    pack.check_room(spec, jnp.bfloat16, placed)  # each device has its own memory
 
 
 def test_a_name_or_a_mesh_of_another_type():

@@ -13,13 +13,13 @@ import dataclasses
 import functools
 import os
 import pathlib
-import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from kvjax import messages
 from kvjax.models import decoder, placement, presets
 from kvjax.models.weights import gguf, hub, pack, param_cache, safetensors
 from kvjax.parallel import meshes
@@ -75,14 +75,16 @@ def load(
     dtype = checked_dtype(dtype)
     if context is not None:
         context = whole_number("context", context, 1)
-    placed = _placement(mesh) if mesh else None
-    model = load_placed(_asked(name_or_path), dtype, context, placed, cache_converted)
-    _warn_of_nan(model)
+    asked, placed = _asked(name_or_path), _placement(mesh) if mesh else None
+    with messages.progress(0) as say:
+        say(f"loading {asked}", 0)
+        model = load_placed(asked, dtype, context, placed, cache_converted)
+        _warn_of_nan(model)
     if mesh:
         over = meshes.mesh(mesh, model.spec.num_kv_heads)
         model = model._replace(spec=placement.fitted(model.spec, over))
         if whole := placement.notice(over, model.spec):
-            param_cache.notice(whole)
+            messages.notice(whole)
     return model if context is None else _shortened(model, context)
 
 
@@ -119,10 +121,9 @@ def _warn_of_nan(model: Model) -> None:
         if broken
     ]:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        warnings.warn(
+        messages.warn(
             f"weights of {model.spec.name} hold NaN: {', '.join(names[:3])}{more}; "
             "get the checkpoint again",
-            stacklevel=3,
         )
 
 
@@ -153,16 +154,18 @@ def load_placed(
         gguf.check_magic(path)
         identity = param_cache.identity([path])
         return _load_gguf(path, path.stem, identity, dtype, placement, cache_converted)
+    named = "" if hub.is_path(asked) else f"no model named {asked!r} and "
     raise UserError(
-        f"no model named {asked!r} and no such file or folder: give one of "
-        f"{', '.join(sorted(hub.NAMED))}, a .gguf file, a Hugging Face folder, or "
-        "the id of a model on its hub (owner/name)"
+        f"{named}no such file or folder as {asked}: give one of "
+        f"{', '.join(sorted(hub.NAMED))}, a .gguf file, a Hugging Face folder, or the "
+        "id of a model on its hub (owner/name)"
     )
 
 
 def _random(name: str, dtype: jnp.dtype, placement: pack.Placement | None) -> Model:
     """A published shape with weights drawn at random, always the same, no tokenizer."""
     spec = presets.spec(name)
+    pack.check_room(spec, dtype, placement)
     draw = functools.partial(decoder.random_params, spec, dtype=dtype)
     if placement:  # every device draws its own part
         draw = jax.jit(draw, out_shardings=placement.shardings(spec))

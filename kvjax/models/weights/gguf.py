@@ -94,6 +94,7 @@ def load(
         ) from error
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     spec = _spec(fields, tensors, path, name or path.stem)
+    pack.check_room(spec, dtype, placement)
     names = _names(spec.num_layers)
     found = {
         names.get(tensor.name, tensor.name): tuple(map(int, reversed(tensor.shape)))

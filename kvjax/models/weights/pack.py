@@ -5,6 +5,7 @@ of query and key heads in half-rotated order; what is peculiar to a file format 
 its reader, where a family keeps its tensors in its `Names`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from kvjax.models import decoder
 from kvjax.models.families.names import Names
+from kvjax.parallel import limits
 from kvjax.types import ModelSpec, PyTree, UserError
 
 Read = Callable[[str], np.ndarray]
@@ -35,6 +37,41 @@ class Placement(NamedTuple):
     place: Callable[[ModelSpec, tuple[str | int, ...], np.ndarray], jax.Array]
     shardings: Callable[[ModelSpec], PyTree]
     order: str = ""
+
+
+def check_room(
+    spec: ModelSpec,
+    dtype: jnp.dtype,
+    placement: Placement | None = None,
+    memory: int | None = None,
+) -> None:
+    """Raises UserError for weights that memory has no room for; instant.
+
+    Args:
+      spec: of the model.
+      dtype: of its params.
+      placement: where they go; None for the default device.
+      memory: bytes that a device, or a CPU's machine, has for them; None for what it
+        has free.
+    """
+    own = limits.device_bytes()
+    shapes = decoder.param_shapes(spec, dtype)
+    splits = placement and placement.shardings(spec)
+
+    def size(leaf, split=None):
+        shape = split.shard_shape(leaf.shape) if split else leaf.shape
+        here = len(split.addressable_devices) if split and own is None else 1
+        return here * math.prod(shape) * leaf.dtype.itemsize  # a machine's share it
+
+    sizes = jax.tree.map(size, shapes, *filter(None, [splits]))
+    taken = sum(jax.tree.leaves(sizes))
+    memory = memory or own or int(limits.USABLE * limits.free_host_bytes())
+    if taken >= memory:
+        half = ", dtype='bfloat16'" if jnp.dtype(dtype).itemsize > 2 else ""
+        raise UserError(
+            f"weights of {spec.name} in {jnp.dtype(dtype)} take {taken / 1e9:.3g} GB "
+            f"of {memory / 1e9:.3g}: give more memory{half}, or a smaller model"
+        )
 
 
 def on_device(

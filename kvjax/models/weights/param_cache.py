@@ -20,7 +20,6 @@ import json
 import os
 import pathlib
 import shutil
-import sys
 import tempfile
 import time
 import zlib
@@ -30,10 +29,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from kvjax import messages
 from kvjax.models import decoder
 from kvjax.models.weights import tokenizer as tokenizers
-from kvjax.models.weights.pack import Placement
-from kvjax.types import Model, ModelSpec, PyTree, RopeScaling
+from kvjax.models.weights.pack import Placement, check_room
+from kvjax.types import Model, ModelSpec, PyTree, RopeScaling, UserError
 
 Kept = TypeVar("Kept", Model, PyTree)
 
@@ -53,11 +53,6 @@ def cache_dir() -> pathlib.Path:
         return pathlib.Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return pathlib.Path(base).expanduser() / "kvjax"
-
-
-def notice(text: str) -> None:
-    """One line to stderr, for what takes long or differs from what was expected."""
-    print(f"kvjax: {text}", file=sys.stderr, flush=True)
 
 
 def identity(files: Sequence[pathlib.Path]) -> str:
@@ -106,6 +101,7 @@ def load(
     def read(copy: pathlib.Path) -> Model:
         listed = json.loads((copy / "model.json").read_text())
         spec, folder = _spec(listed["spec"]), copy / "tokenizer"
+        check_room(spec, dtype, placement)
         params = _restore(copy / "params", spec, dtype, placement)
         tokenizer = tokenizers.restore(folder) if folder.exists() else None
         return Model(spec, params, tokenizer, tuple(listed["end_tokens"]))
@@ -151,7 +147,9 @@ def _kept(
             return _read(copy, read)
         except _UnusableCopy as error:
             unusable = True
-            notice(f"the copy {copy} cannot be used ({error}); making it again")
+            messages.notice(
+                f"the copy {copy} cannot be used ({error}); making it again"
+            )
     made = make()
     try:
         # Only now: where `make` fails too (no memory left), the copy was not at fault.
@@ -160,7 +158,7 @@ def _kept(
         _write(copy, lambda part: write(part, made))
     except Exception as error:
         # orbax reports a full disk by more than one type of exception.
-        notice(f"no copy is kept in {copy}: {_one_line(error)}")
+        messages.notice(f"no copy is kept in {copy}: {_one_line(error)}")
     return made
 
 
@@ -171,7 +169,7 @@ def _read(copy: pathlib.Path, read: Callable[[pathlib.Path], Kept]) -> Kept:
             if _fingerprint(copy / name) != expected:
                 raise _UnusableCopy(f"{name} has changed")
         return read(copy)
-    except _UnusableCopy:
+    except (_UnusableCopy, UserError):
         raise
     except Exception as error:
         # Damage, or a copy by a version of orbax or transformers that differs: whatever

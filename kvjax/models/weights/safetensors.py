@@ -88,6 +88,7 @@ def load(
         missing, unknown, of another shape or dtype.
     """
     spec, names = _spec(path, context)
+    pack.check_room(spec, dtype, placement)
     files = _files(path)
 
     def make() -> PyTree:
