@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.cache.config import CacheConfig
-from kvjax.engine import api, compiled, runner
+from kvjax.engine import api, compiled, memory, runner
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import plan_job
 from kvjax.types import Model, UserError
@@ -80,6 +80,7 @@ def likelihoods(
             new = dict(_judged(runner.of_plan(model.params, plan), some, pairs))
             found |= new
             done(len(new))
+            memory.trim()  # of the batch's state
     return [found[i] for i in range(len(pairs))]
 
 

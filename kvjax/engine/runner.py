@@ -22,10 +22,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import cache
 from kvjax.cache import budgets, sizing
-from kvjax.engine import compiled, steps
+from kvjax.engine import compiled, memory, steps
 from kvjax.engine.compiled import Job, Programs
 from kvjax.engine.planner import Plan, plan_job
-from kvjax.engine.progress import Say, silent
+from kvjax.messages import Say, silent
 from kvjax.parallel import axes, meshes
 from kvjax.types import PyTree
 
@@ -292,6 +292,7 @@ def generate_batches(
         given = [prompts[i] for i in rows]
         named = [prompt_ids[i] for i in rows] if prompt_ids else rows
         yield rows, run_batch(of_plan(params, plan), given, named, seed, stop)
+        memory.trim()  # of its state, which the caller has let go
         say("", len(rows))
 
 
