@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import cache
+from kvjax import cache, messages
 from kvjax.cache.budgets import BudgetRule
-from kvjax.cache.codecs import Codec, identity
+from kvjax.cache.codecs import Codec
 from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.offload import Offload
 from kvjax.cache.schedule import Schedule
-from kvjax.engine import compiled, progress
+from kvjax.engine import compiled
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import Plan, device_memory, plan_job
 from kvjax.engine.runner import generate_batches
@@ -26,6 +26,7 @@ from kvjax.types import Model, ModelSpec, UserError, whole_number
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 _SEEDS = 2**31 - 1
+_TRUNCATE = ("error", "left", "middle")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -69,8 +70,9 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     ignore_eos: bool = False,
+    truncate: str = "error",
     memory_gb: float | None = None,
-    codec: Codec | str = identity,
+    codec: Codec | str = "identity",
     budget_rule: BudgetRule | str | None = None,
     implementation: str | None = None,
     eviction: str = "in_place",
@@ -114,6 +116,9 @@ def generate(
       seed: of the sampling, 0 to 2**31 - 1; prompt i draws the same tokens in any
         batch.
       ignore_eos: generate all `max_new_tokens`, for throughput runs.
+      truncate: what becomes of a prompt that, with `max_new_tokens`, exceeds the
+        context: `error`; or as many of its tokens are dropped as are too many, from the
+        `left`, but for the BOS token, or from the `middle`. Positions count what stays.
       memory_gb: see `kvjax.engine.planner.device_memory`.
       codec: how pairs are stored, of `kvjax.cache.codecs`, or its name.
       budget_rule: shares out `budget`, then the mean, between layers and heads, of
@@ -126,13 +131,13 @@ def generate(
         the front (`compact`). The same pairs stay, and the same tokens come out.
       offload: which values lie in host memory, see `kvjax.Offload`, or how many of
         them a query gets; None for none.
-      show_progress: see `kvjax.engine.progress.line`.
+      show_progress: see `kvjax.messages.progress`.
 
     Returns:
       One completion per prompt, in order.
 
     Raises:
-      UserError: no prompt, an empty prompt, one longer than the context, a token id
+      UserError: no prompt, an empty prompt, one too long for the context, a token id
         outside the vocabulary, a budget that does not fit policy and schedule, a value
         of another type or out of range, too little memory for one row. All before
         anything is compiled.
@@ -149,14 +154,14 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p)
     new = whole_number("max_new_tokens", max_new_tokens, 1)
     seed = whole_number("seed", seed, 0, _SEEDS)
-    tokens = tokenize(model, prompts)
+    tokens = _fitted(model, tokenize(model, prompts), new, truncate)
     longest = max(map(len, tokens))
     config = _config(model.spec, policy, budget, schedule, how | {"length": longest})
     prompt = compiled.bucket(model.spec, config, longest, new)
     eos = NO_EOS if ignore_eos else end_tokens(model)
     job = compiled.job_of(model, config, prompt, new, sampling, eos)
     memory, done = device_memory(memory_gb), {}
-    with progress.line(len(tokens), show_progress) as say:
+    with messages.progress(len(tokens), show_progress) as say:
         batches = generate_batches(model.params, job, tokens, memory, seed, say=say)
         for rows, result in batches:
             kept = cache.kept_positions(result.state)
@@ -194,7 +199,7 @@ def plan(
       memory_gb: see `kvjax.engine.planner.device_memory`.
       max_batch: prompts there are; no larger batch is planned.
       dtype, mesh: of `kvjax.load`, for a shape; a model has its own.
-      show_progress: see `kvjax.engine.progress.line`.
+      show_progress: see `kvjax.messages.progress`.
       **options: of `kvjax.cache.make_config`: codec, budget_rule, offload and others.
 
     Raises:
@@ -217,7 +222,7 @@ def plan(
         fitted = placement.fitted(spec, over)
         job = Job(fitted, config, rows, prompt, new, str(kind), mesh=over)
     most = None if max_batch is None else whole_number("max_batch", max_batch, 1)
-    with progress.line(0, show_progress) as say:
+    with messages.progress(0, show_progress) as say:
         return plan_job(job, device_memory(memory_gb), most, say)
 
 
@@ -244,6 +249,36 @@ def tokenize(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
     for index, ids in enumerate(every):
         check_ids(model, f"prompt {index}", ids)
     return every
+
+
+def _fitted(
+    model: Model, prompts: list[list[int]], new: int, truncate: str
+) -> list[list[int]]:
+    """Prompts that leave the context room for so many new tokens, see `generate`."""
+    name, context = model.spec.name, model.spec.context_length
+    if truncate not in _TRUNCATE:
+        raise UserError(f"truncate is {truncate!r}: give {', '.join(_TRUNCATE)}")
+    room = context - new
+    if room < 1:
+        raise UserError(
+            f"max_new_tokens {new} leaves no room for a prompt in the context of "
+            f"{name}, {context} tokens: give fewer"
+        )
+    long = [index for index, ids in enumerate(prompts) if len(ids) > room]
+    if long and truncate == "error":
+        more = f" (and {len(long) - 1} others do)" if len(long) > 1 else ""
+        raise UserError(
+            f"prompt {long[0]} has {len(prompts[long[0]])} tokens, and with {new} new "
+            f"ones exceeds the context of {name}, {context} tokens{more}: shorten it "
+            f"to {room}, or give truncate='left' or 'middle'"
+        )
+    bos = getattr(model.tokenizer, "bos_token_id", None)
+    fitted = list(prompts)
+    for index in long:
+        ids = prompts[index]
+        first = (room + 1) // 2 if truncate == "middle" else int(ids[0] == bos)
+        fitted[index] = ids[:first] + ids[len(ids) - (room - first) :]
+    return fitted
 
 
 def _ids(model: Model, index: int, prompt: Prompt) -> list[int]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import often, tiny_spec
+from conftest import often, tiny_model, tiny_spec
 from jax.extend.core import jaxprs_in_params
 from testing.engine import compilations, decode, live_at_prefill, run_batch
 from testing.prose import CHAT, make_tokenizer
@@ -14,7 +14,7 @@ from testing.prose import CHAT, make_tokenizer
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.config import make_config
-from kvjax.engine import compiled, progress, steps
+from kvjax.engine import api, compiled, steps
 from kvjax.engine.api import tokenize
 from kvjax.engine.compiled import Job, bucket, programs, tree_bytes
 from kvjax.engine.steps import prefill
@@ -365,15 +365,31 @@ def test_conversations_go_through_the_chat_template(tiny):
         tokenize(model, [[{"role": "user"}, 3]])
 
 
-def test_a_line_says_what_runs_where_somebody_asks_for_it(tiny, capsys, monkeypatch):
-    how = {"policy": "recency", "budget": 16, "max_new_tokens": 4}
-    kvjax.generate(tiny, [[1, 2, 3]], **how)
-    assert not capsys.readouterr().err
-    kvjax.generate(tiny, [[1, 2, 3]], show_progress=True, **how)
-    told = capsys.readouterr().err
-    assert "compiling for a batch of 1" in told and "running batches" in told
-    assert "1/1" in told
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert progress._somebody_looks()
-    monkeypatch.setenv("KVJAX_PROGRESS", "0")
-    assert not progress._somebody_looks()
+@pytest.mark.parametrize(
+    ("truncate", "bos", "kept"),
+    [
+        ("left", None, [*range(12, 40)]),
+        ("left", 0, [0, *range(13, 40)]),
+        ("left", 7, [*range(12, 40)]),  # it does not begin with that
+        ("middle", None, [*range(14), *range(26, 40)]),
+        ("middle", 0, [*range(14), *range(26, 40)]),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_cut_as_asked(truncate, bos, kept):
+    """As if the caller had cut it; the others stay as they are."""
+    model = tiny_model(context_length=32)
+    how = {"max_new_tokens": 4, "ignore_eos": True}
+    by_hand = kvjax.generate(model, [[5, 6], kept], **how)
+    words = type("Words", (), {"bos_token_id": bos, "decode": lambda *a, **k: ""})()
+    model = model._replace(tokenizer=words)
+    done = kvjax.generate(model, [[5, 6], [*range(40)]], truncate=truncate, **how)
+    assert [one.tokens for one in done] == [one.tokens for one in by_hand]
+    assert done[1].kept_positions[0][0].max() == 30  # of 28 + 3 tokens that were read
+
+
+def test_what_does_not_exceed_the_context_is_not_cut():
+    model = tiny_model(context_length=32)
+    for truncate in ("error", "left", "middle"):
+        assert api._fitted(model, [[*range(28)]], 4, truncate) == [[*range(28)]]
+    assert api._fitted(model, [[*range(28)]], 31, "middle") == [[0]]
+    assert api._fitted(model, [[*range(28)]], 31, "left") == [[27]]
