@@ -79,9 +79,10 @@ class Registry:
         """
         factory = self.factory(name)
         try:
-            inspect.signature(factory).bind(**options)
-        except (TypeError, ValueError) as error:  # options, or no signature at all
+            signature = inspect.signature(factory)
+        except (TypeError, ValueError) as error:  # it has none
             raise UserError(f"{self.kind} {name!r}: {error}") from None
+        bound(f"{self.kind} {name!r}", signature, **options)
         made = factory(**options)
         if not isinstance(made, self.product):
             raise UserError(
@@ -89,6 +90,21 @@ class Registry:
                 f"to return a {self.product.__name__}"
             )
         return made
+
+
+def bound(
+    what: str, signature: inspect.Signature, /, *args: Any, **options: Any
+) -> inspect.BoundArguments:
+    """The arguments of a factory by name.
+
+    Raises:
+      UserError: the factory does not take them; says which it takes, and of `what`.
+    """
+    try:
+        return signature.bind(*args, **options)
+    except TypeError as error:
+        takes = ", ".join(map(str, signature.parameters.values())) or "no options"
+        raise UserError(f"{what}: {error}; it takes {takes}") from None
 
 
 def _imported(where: str, name: str) -> Callable[..., Any]:

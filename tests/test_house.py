@@ -1,30 +1,37 @@
 """The rooms of the house: which of them may import which, and nothing in circles."""
 
 import ast
+import contextlib
+import inspect
 import pathlib
 
 import pytest
 
+import kvjax
+from kvjax import training
+
 ROOT = pathlib.Path(__file__).parents[1]
 MAY = {  # from the ground up: a room imports itself and those named here
     "types": set(),
+    "messages": set(),
     "registry": {"types"},
     "tracing": set(),
-    "parallel": {"types", "tracing"},
+    "parallel": {"types", "messages", "tracing"},
     "pallas": {"types"},
     "policies": {"types", "registry"},
-    "attention": {"types", "registry", "tracing", "pallas"},
-    "models": {"types", "parallel"},
-    "cache": {"types", "registry", "parallel", "policies", "attention"},
+    "attention": {"types", "messages", "registry", "tracing", "pallas"},
+    "models": {"types", "messages", "parallel"},
+    "cache": {"types", "messages", "registry", "parallel", "policies", "attention"},
     "engine": {
-        *("types", "registry", "parallel", "policies", "attention", "cache", "models")
+        *("types", "messages", "registry", "parallel", "policies", "attention"),
+        *("cache", "models"),
     },
     "training": {
-        *("types", "policies", "attention", "cache", "models", "engine"),
+        *("types", "messages", "policies", "attention", "cache", "models", "engine"),
     },
     "evaluation": {
-        *("types", "registry", "parallel", "policies", "attention", "cache"),
-        *("models", "engine"),
+        *("types", "messages", "registry", "parallel", "policies", "attention"),
+        *("cache", "models", "engine"),
     },
 }
 WITHOUT_JAX = ("evaluation/tasks", "evaluation/report", "evaluation/metrics.py")
@@ -80,7 +87,14 @@ def test_every_room_is_in_the_table():
     package = ROOT / "kvjax"
     there = {p.stem for p in package.iterdir() if p.suffix == ".py" or p.is_dir()}
     assert there - {"__init__", "__pycache__", "py"} == set(MAY)
-    assert len(there) <= 14
+    assert len(MAY) <= 13
+
+
+def test_warnings_are_of_the_user_s_line():
+    """`kvjax.messages.warn` finds it; a `stacklevel` counts frames that change."""
+    files = (ROOT / "kvjax").rglob("*.py")
+    told = [path.name for path in files if "warnings.warn(" in path.read_text()]
+    assert not told
 
 
 def test_nothing_is_imported_in_circles():
@@ -140,3 +154,15 @@ def test_configs_import_nothing_of_ours():
     for path in (ROOT / "configs").rglob("*.py"):
         assert {name.split(".")[0] for name in imported(path)} <= {"ml_collections"}
         assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_help_shows_no_addresses():
+    """Of functions in what arguments and fields are by default."""
+    public = [training.fit_heads]
+    for module in (kvjax, kvjax.cache, kvjax.policies):
+        public += [getattr(module, name) for name in module.__all__]
+    for each in filter(callable, public):
+        with contextlib.suppress(ValueError):  # some have no signature
+            assert " at 0x" not in str(inspect.signature(each)), each
+    assert repr(kvjax.policies.h2o()) == "Policy('h2o')"
+    assert repr(kvjax.cache.codecs.identity) == "Codec('identity')"

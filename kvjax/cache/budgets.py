@@ -50,6 +50,9 @@ class BudgetRule(NamedTuple):
     smallest: Callable[[int], int] | None = None
     of_length: Callable[[int], "BudgetRule"] | None = None
 
+    def __repr__(self) -> str:
+        return f"BudgetRule({self.name!r})"
+
 
 @functools.cache
 def uniform() -> BudgetRule:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from kvjax.registry import bound
 from kvjax.types import OBSERVABLE, Observation, PyTree, Stats, UserError, View
 
 
@@ -80,6 +81,9 @@ class Policy(NamedTuple):
     even: float = 0.0
     params: LayerParams | None = None
 
+    def __repr__(self) -> str:
+        return f"Policy({self.name!r})"
+
 
 def with_params(policy: Policy, layers: Iterable[PyTree]) -> Policy:
     """The policy with these weights, one pytree of arrays per layer.
@@ -114,7 +118,7 @@ def memoized(factory: Callable[..., Policy]) -> Callable[..., Policy]:
 
     @functools.wraps(factory)
     def build(*args, **options):
-        given = signature.bind(*args, **options)
+        given = bound(f"policy {factory.__name__!r}", signature, *args, **options)
         given.apply_defaults()
         values = [_hashable(value) for value in given.arguments.values()]
         try:

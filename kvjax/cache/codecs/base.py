@@ -46,6 +46,9 @@ class TensorCodec(NamedTuple):
     on_host: bool = False
     even_grid: bool = False
 
+    def __repr__(self) -> str:
+        return f"TensorCodec({self.name!r})"
+
 
 class Codec(NamedTuple):
     """How pairs are stored.
@@ -71,6 +74,9 @@ class Codec(NamedTuple):
     sinks: int = 0
     after_prompt: bool = False
     of_layer: "Callable[[int, int], Codec] | None" = None
+
+    def __repr__(self) -> str:
+        return f"Codec({self.name!r})"
 
 
 plain = TensorCodec("plain", jnp.zeros, lambda x: x, lambda stored, dtype: stored)

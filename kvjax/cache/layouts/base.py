@@ -74,6 +74,9 @@ class Layout(NamedTuple):
     write_keys: Callable[..., PyTree] | None = None
     exchange_values: Callable[..., tuple] | None = None
 
+    def __repr__(self) -> str:
+        return f"Layout({self.name!r})"
+
     def capacity(self, layer: PyTree) -> int:
         """C, slots per head."""
         return jax.eval_shape(self.positions, layer).shape[2]
