@@ -35,7 +35,7 @@ def main(argv):
         told = {"leaderboard": _PAGE.value, "runs": [each.path for each in sources]}
     else:
         told = report.write_comparison(sources, _WORKDIR.value)
-        report.show(report.comparison_overview(sources))
+        print(report.comparison_overview(sources, report.terminal_width()))
         print(f"\n{told['report']}\n")
     print(json.dumps(told))
 

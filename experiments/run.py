@@ -7,7 +7,6 @@ object. Interrupted and started again with the same --workdir, it goes on where 
 stopped. --help lists configs, the fields of one, policies and tasks.
 """
 
-import contextlib
 import json
 import re
 import signal
@@ -19,10 +18,8 @@ import run_help
 from absl import app, flags, logging
 from baselines.throughput import joined
 from ml_collections import config_flags
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
 
+from kvjax import messages
 from kvjax.evaluation import report, run
 from kvjax.parallel import meshes
 from kvjax.types import UserError
@@ -55,32 +52,12 @@ def main(_):
     asked = run.from_config(_config(), {name: FLAGS[name].value for name in _OVERRIDES})
     baselines = _baselines(asked)
     units = asked.units_per_method * (len(asked.methods) + len(baselines))
-    with _bar(units) as progress:
+    with messages.progress(units, unit="unit") as progress:
         records = run.run(asked, _WORKDIR.value, progress, baselines)
     path = report.write_report(records, _WORKDIR.value)
-    report.show(report.overview(records))
+    print(report.overview(records, report.terminal_width()))
     print(f"\n{path}\n")
     print(json.dumps(report.summary(records, path)))
-
-
-@contextlib.contextmanager
-def _bar(units):
-    """Shows what runs, from the first thing on, and goes when it ends.
-
-    Nothing where stderr is no terminal.
-    """
-    console = Console(stderr=True)
-    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-    line = bar.add_task("", total=units)
-
-    def show(what, units):
-        bar.start()
-        bar.update(line, description=escape(what), advance=units)
-
-    try:
-        yield show
-    finally:
-        bar.stop()
 
 
 def _baselines(asked):

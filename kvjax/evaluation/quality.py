@@ -27,11 +27,11 @@ from kvjax.engine.planner import (
     weights_bytes,
 )
 from kvjax.engine.steps import NO_EOS
-from kvjax.evaluation import config, files
+from kvjax.evaluation import config, files, roofline
 from kvjax.evaluation.config import Experiment, Method
 from kvjax.evaluation.report.records import Record, survivor_map
 from kvjax.evaluation.samples import Samples, graded, samples_of, summary
-from kvjax.evaluation.setting import Progress, Row, Setting, described
+from kvjax.evaluation.setting import Progress, Row, Setting, described, mean_probe
 from kvjax.evaluation.tasks import fidelity, text
 from kvjax.types import Model, UserError
 
@@ -194,9 +194,8 @@ def _measured(run: _Run, say: Progress) -> Record:
     """A method's record."""
     plans = []
     for task, job in run.tasks:
-        say("planning and compiling", 0)
         count = len(task.examples)
-        plans.append(run.engine.plan(job, run.setting.memory, count))
+        plans.append(run.engine.plan(job, run.setting.memory, count, say))
         _answers(run, task, plans[-1], say)
     if run.windows:
         _fidelity(run, say)
@@ -207,7 +206,7 @@ class _Engine(NamedTuple):
     """How prompts are run: by whole compiled programs, or layer by layer."""
 
     check: Callable[[Job, int], Any]  # raises where not even one row fits; instant
-    plan: Callable[[Job, int, int], Plan]
+    plan: Callable[[Job, int, int, Progress], Plan]
     runner: Callable[[Job], runner.Runner]
 
 
@@ -219,7 +218,8 @@ def _whole(model: Model) -> _Engine:
 def _layers(setting: Setting, methods: Iterable[CacheConfig]) -> _Engine:
     check = functools.partial(plan_by_shapes, max_batch=1)
     readings = layerwise.Readings(setting.model, methods, setting.memory)
-    return _Engine(check, plan_by_shapes, readings.runner)
+    plan = lambda job, memory, most, say: plan_by_shapes(job, memory, most)
+    return _Engine(check, plan, readings.runner)
 
 
 def _answers(run: _Run, task: Samples, plan: Plan, say: Progress) -> None:
@@ -241,8 +241,12 @@ def _batch(run: _Run, task: Samples, plan: Plan, rows: list[int]) -> Record:
     prompts = task.tokens(rows)
     stop = functools.partial(stop_texts.stops, model.tokenizer, _stop_texts(task))
     timed = not run.setting.experiment.layerwise
-    peak = peak_memory(plan.weights_bytes, plan.host_bytes)
-    with peak if timed else contextlib.nullcontext([]) as measured:  # costs its time
+    with contextlib.ExitStack() as around:
+        probe, measured = {}, []
+        if timed:
+            probe = around.enter_context(roofline.probed(plan.job.dtype))
+            peak = peak_memory(plan.weights_bytes, plan.host_bytes)
+            measured = around.enter_context(peak)  # costs its time
         chosen = run.engine.runner(plan.job)
         result = runner.run_batch(chosen, prompts, rows, seed, stop)
     live, allocated = cache.stored_bytes(result.state)
@@ -255,6 +259,7 @@ def _batch(run: _Run, task: Samples, plan: Plan, rows: list[int]) -> Record:
         "prefill_seconds": result.prefill_seconds if timed else None,
         "decode_seconds": result.decode_seconds if timed else None,
         "measured_bytes": measured[0] if measured else None,
+        **probe,
         "kv_bytes_live": live,
         "kv_bytes_allocated": allocated * len(rows) // len(result.state.next_pos),
     }
@@ -388,6 +393,7 @@ def _record(run: _Run, plans: list[Plan]) -> Record:
         "prefill_tokens_per_s": rate("prompt_tokens", reading),
         "decode_tokens_per_s": rate("new_tokens", writing) if decoded else None,
         "output_tokens_per_s": rate("new_tokens", seconds),
+        **mean_probe(batches),
         "kv_bytes_decode": max(decoding),
         "kv_bytes_live": total("kv_bytes_live") / count,
         "kv_bytes_allocated": total("kv_bytes_allocated") / count,

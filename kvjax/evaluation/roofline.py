@@ -26,6 +26,7 @@ statistics are left out, and so are empty slots: a program that reads those, or 
 stores what it could have kept at hand, loses share, which is what a roofline is for.
 """
 
+import contextlib
 import functools
 import math
 import time
@@ -35,7 +36,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Array, Bool, Float
 
 from kvjax.cache import codecs
 from kvjax.cache.config import CacheConfig
@@ -362,45 +363,89 @@ def measured_rates(dtype: str = "float32") -> Rates:
     needs to be at its best. As many bytes come over the link; a CPU has none, and a
     device without host memory is not asked.
     """
-    size = 2048 if jax.devices()[0].platform == "cpu" else 8192
-    square = jnp.full((size, size), 1 / size, dtype)  # its own square
-    multiplied = _best(jax.jit(lambda x: layers.product(x, x)), square)
-    has_link = jax.devices()[0].platform != "cpu" and host.is_there()
+    size = 2048 if jax.default_backend() == "cpu" else 8192
+    has_link = jax.default_backend() != "cpu" and host.is_there()
     link = measured_link() if has_link else math.inf
-    return Rates(measured_bandwidth(), 2 * size**3 / multiplied, link)
+    product = 2 * size**3 / min(_multiplying(dtype, size, _SECONDS))
+    return Rates(measured_bandwidth(), product, link)
 
 
 def measured_bandwidth() -> float:
-    """Bytes per second, read and written, of the default device's copies.
-
-    In place: a new array every time would measure page faults on a CPU. On other
-    devices several to a program, the start of which takes as long as a small one.
-    """
-    times, size = (1, _COPIED) if jax.default_backend() == "cpu" else (16, 4 * _COPIED)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def copies(x):
-        another = lambda i, x: 0.5 * x + i.astype(x.dtype)  # no two make one
-        return jax.lax.fori_loop(0, times, another, x)
-
-    return 2 * size * times / _best(copies, jnp.ones((size // 4,), jnp.float32))
+    """Bytes per second, read and written, of the default device's copies."""
+    seconds, moved = _copying(_COPIED, _SECONDS)
+    return moved / min(seconds)
 
 
 def measured_link() -> float:
     """Bytes per second from pinned host memory to the default device."""
     away = host.to_host(jnp.ones((_COPIED // 4,), jnp.float32))
-    return _COPIED / _best(lambda _: host.to_device(away), away)
+    return _COPIED / min(_seconds(lambda _: host.to_device(away), away, _SECONDS))
 
 
-def _best(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
-    """Seconds of the fastest of as many runs as `_SECONDS` has room for, two at least.
+@contextlib.contextmanager
+def probed(dtype: str) -> Iterator[dict[str, float]]:
+    """Measures what the device has left for the block, which others may use as well.
+
+    A fixed product and a fixed copy run before the block and after it, about a second
+    in all. The dict that it yields has `probe_flops_per_s` and `probe_bytes_per_s` once
+    the block has ended: the means of both times.
+    """
+    found: dict[str, float] = {}
+    before = _probe(dtype)
+    yield found
+    flops, copied = np.mean([before, _probe(dtype)], axis=0).tolist()
+    found |= {"probe_flops_per_s": flops, "probe_bytes_per_s": copied}
+
+
+def _probe(dtype: str) -> tuple[float, float]:
+    """FLOPs and bytes per second: means, as the best of many tries says nothing."""
+    size = 1024 if jax.default_backend() == "cpu" else 4096
+    product = 2 * size**3 / np.mean(_multiplying(dtype, size, _SECONDS / 2))
+    seconds, moved = _copying(_COPIED // 4, _SECONDS / 2)
+    return product, moved / np.mean(seconds)
+
+
+def _multiplying(dtype: str, size: int, least: float) -> list[float]:
+    """Seconds of products of square matrices, multiplied as layers do."""
+    return _seconds(_product, jnp.full((size, size), 1 / size, dtype), least)
+
+
+@jax.jit
+def _product(x: Float[Array, "N N"]) -> Float[Array, "N N"]:
+    return layers.product(x, x)  # of what `_multiplying` gives, the same again
+
+
+def _copying(size: int, least: float) -> tuple[list[float], int]:
+    """Seconds of copies of so many bytes, and the bytes that each moves.
+
+    On devices other than CPUs four times as many, and several copies to a program, the
+    start of which takes as long as a small one.
+    """
+    times = 1 if jax.default_backend() == "cpu" else 16
+    size = size if times == 1 else 4 * size
+    copies = functools.partial(_copies, times=times)
+    seconds = _seconds(copies, jnp.ones((size // 4,), jnp.float32), least)
+    return seconds, 2 * size * times
+
+
+@functools.partial(jax.jit, static_argnames="times", donate_argnums=0)
+def _copies(x: Float[Array, " N"], times: int) -> Float[Array, " N"]:
+    """In place: a new array every time would measure page faults on a CPU."""
+    another = lambda i, x: 0.5 * x + i.astype(x.dtype)  # no two make one
+    return jax.lax.fori_loop(0, times, another, x)
+
+
+def _seconds(
+    run: Callable[[jax.Array], jax.Array], x: jax.Array, least: float
+) -> list[float]:
+    """Seconds of as many runs as take `least` together, two at least.
 
     Each takes what the one before it made. One more run before them compiles.
     """
     x = jax.block_until_ready(run(x))
     times: list[float] = []
-    while len(times) < 2 or sum(times) < _SECONDS:
+    while len(times) < 2 or sum(times) < least:
         start = time.perf_counter()
         x = jax.block_until_ready(run(x))
         times.append(time.perf_counter() - start)
-    return min(times)
+    return times

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from kvjax.engine.compiled import Job
 from kvjax.engine.planner import Plan
 from kvjax.evaluation.config import Experiment, Method
 from kvjax.evaluation.report.records import (
+    PROBES,
     Needed,
     Record,
     append_record,
@@ -116,6 +117,18 @@ def described(method: Method, planned: Plan) -> Record:
         "host_bytes_per_seq": planned.host_bytes // planned.batch,
         "planned_bytes": planned.peak_bytes,
         "memory_bytes": planned.memory_bytes,
+    }
+
+
+def mean_probe(batches: Sequence[Record]) -> Record:
+    """What was left of the machine beside batches, see `roofline.probed`.
+
+    None where a batch has no probe, as those of earlier versions.
+    """
+    known = all(key in batch for batch in batches for key in PROBES)
+    return {
+        key: float(np.mean([batch[key] for batch in batches])) if known else None
+        for key in PROBES
     }
 
 

@@ -25,7 +25,14 @@ from kvjax.evaluation import batch_rules, config, roofline, search
 from kvjax.evaluation.config import Experiment, Method
 from kvjax.evaluation.report.records import Record
 from kvjax.evaluation.samples import Mixed, mixed_graded, mixed_of, summaries
-from kvjax.evaluation.setting import Baseline, Progress, Row, Setting, described
+from kvjax.evaluation.setting import (
+    Baseline,
+    Progress,
+    Row,
+    Setting,
+    described,
+    mean_probe,
+)
 from kvjax.types import Model, UserError
 
 METHODS: dict[str, dict[str, Any]] = {  # that a config asks for by name
@@ -275,12 +282,12 @@ def _ran(trial: _Trial, new: int, say: Progress) -> Record:
     """One method's record: its batch found, run, and stepped back from if need be."""
     setting, samples, method = trial[:3]
     rule, count, stepped_back = method.batch_rule, len(samples.rows), []
-    say("planning and compiling", 0)
     most = _most(setting, method, new, count)
-    planned = batch_rules.find_batch(rule, trial.job(new), setting.memory, count, most)
+    job, memory = trial.job(new), setting.memory
+    planned = batch_rules.find_batch(rule, job, memory, count, most, say)
     while (batches := _timed(trial, planned, say)) is None:
         stepped_back.append(planned.batch)
-        planned = batch_rules.step_back(rule, planned, count)
+        planned = batch_rules.step_back(rule, planned, count, say)
     return {
         **described(method, planned),
         "stepped_back": stepped_back,
@@ -376,7 +383,9 @@ def _left(turns: list[list[int]], done: list[list[int]]) -> Iterator[list[int]]:
 def _batch(setting: Setting, samples: Mixed, planned: Plan, rows: list[int]) -> Record:
     """The line of one batch; its state is gone by then: the next one needs the room."""
     model, prompts = setting.model, samples.tokens(rows)
-    with peak_memory(planned.weights_bytes, planned.host_bytes) as measured:
+    probed = roofline.probed(planned.job.dtype)
+    peak = peak_memory(planned.weights_bytes, planned.host_bytes)
+    with probed as probe, peak as measured:
         chosen = runner.of_plan(model.params, planned)
         result = runner.run_batch(chosen, prompts, rows, setting.experiment.seed)
     return {
@@ -388,6 +397,7 @@ def _batch(setting: Setting, samples: Mixed, planned: Plan, rows: list[int]) -> 
         "prefill_seconds": result.prefill_seconds,
         "decode_seconds": result.decode_seconds,
         "measured_bytes": measured[0] if measured else None,
+        **probe,
     }
 
 
@@ -417,6 +427,7 @@ def _figures(
         "prefill_tokens_per_s": speed[0],
         "decode_tokens_per_s": speed[1],
         "output_tokens_per_s": written / both,
+        **mean_probe(batches),
         "measured_bytes": max(measured, default=None),
         **_roofline(setting.experiment.dtype, planned, round(length), *speed),
     }
@@ -470,7 +481,9 @@ def _baseline(
     """A baseline's record, with what its answers are worth in their place."""
     prompts = samples.tokens(range(len(samples.rows)))
     least = setting.experiment.min_timed_batches
-    record = measure(prompts, new, setting.memory, least, say)
+    with roofline.probed(setting.experiment.dtype) as probe:
+        record = measure(prompts, new, setting.memory, least, say)
+    record |= probe
     answers = record.pop("tokens", None)
     if answers is not None and samples.graded:
         rows = range(len(answers))

@@ -62,7 +62,7 @@ CONFIG = {
     ],
     "fidelity": {"num_windows": 2, "prompt_tokens": 64, "continuation_tokens": 5},
 }
-TIMES = ("tokens_per_s", "seconds", "measured_bytes")
+TIMES = ("tokens_per_s", "seconds", "measured_bytes", "probe")
 
 
 @pytest.fixture
@@ -96,6 +96,7 @@ def test_records_and_resumption(experiment, tmp_path):
     for record in whole:
         live, allocated = record["kv_bytes_live"], record["kv_bytes_allocated"]
         assert 0 < live <= allocated <= record["kv_bytes_decode"]
+        assert (record["probe_flops_per_s"], record["probe_bytes_per_s"]) == (2e9, 1e9)
     assert full["kv_bytes_decode"] == full["kv_bytes_peak_per_seq"]
     slot = whole[3]
     assert (slot["rope_positions"], key_diff["rope_positions"]) == ("cache", "original")

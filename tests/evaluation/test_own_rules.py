@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -77,6 +78,13 @@ SPEED = {
 }
 
 
+LAST = {
+    "quality": ("Mine: TASK, 3 prompts at once", " (6 of 6)"),
+    "throughput": ("Mine, 4 new: 3 prompts at once", " (2 of 2)"),
+}
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "KVJAX_PROGRESS": ""}
+
+
 @pytest.fixture
 def command(tmp_path):
     """Runs experiments/run.py in a folder with a model, the rules and configs."""
@@ -94,7 +102,7 @@ def command(tmp_path):
         return subprocess.run(
             [sys.executable, ROOT / "experiments/run.py", *flags, *more],
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+            env=os.environ | ENVIRONMENT,
             capture_output=True,
             text=True,
         )
@@ -117,6 +125,9 @@ def test_a_config_names_the_user_s_own(command, tmp_path, name):
     assert 0 < task["score"] == mine["score"] and task["num_examples"] == 3
     assert mine["provenance"]["command"].endswith(f"--workdir=runs/{name}")
     assert "Full cache" in done.stdout and "\r" not in done.stderr
+    ended = re.findall(r"^kvjax: (.*): [\d.]+ s( \(.*\))?$", done.stderr, re.M)
+    assert ended[-1] == LAST[name]  # a line for all that ended, and all on stderr
+    assert any("Mine" in what and "compiling" in what for what, _ in ended)
     again = command(name)
     assert again.stdout == done.stdout
 

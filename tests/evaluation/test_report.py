@@ -252,15 +252,116 @@ def test_all_pairs_are_not_always_the_full_cache(change):
     assert groups.full_cache([make_record("All", budget=None, **change), FULL]) is FULL
 
 
-def test_tables_are_drawn_in_a_terminal_only(monkeypatch, capsys):
+def parts_of(drawn):
+    """What the parts of a table hold: a column's name, and its cells joined."""
+    for part in drawn.split("\n\n"):
+        lines = [split(line) for line in part.split("\n")]
+        rule = [set("".join(line)) <= set("-:") for line in lines].index(True)
+        head, rows = lines[:rule], lines[rule + 1 :]
+        for column in zip(*head, strict=True):
+            place = list(zip(*head, strict=True)).index(column)
+            yield " ".join(column).strip(), " ".join(row[place] for row in rows)
+
+
+LONG = "heads by need, of whom some keep everything and others next to nothing"
+
+
+@pytest.mark.parametrize("width", [48, 80, 120, 400])
+def test_a_table_wider_than_the_terminal_comes_in_parts(width):
+    """Nothing is cut off: every word of every column is there, in its order."""
+    records = [*RECORDS, make_record(LONG, schedule="prefill_and_decode, calibrated")]
+    whole = tables.run_table(records)
+    drawn = tables.markdown(whole, width)
+    assert max(map(len, drawn.split("\n"))) <= width
+    found = dict(parts_of(drawn))
+    words = lambda text: "".join(text.split())  # a long word goes on without a hyphen
+    assert [*map(words, found)] == [*map(words, whole.head)]
+    for name, cells in zip(found, zip(*whole.rows, strict=True), strict=True):
+        assert words(found[name]) == words("".join(cells)), name
+    methods = [cells for name, cells in parts_of(drawn) if name == "Method"]
+    assert len(set(methods)) == 1 and len(methods) == drawn.count("\n\n") + 1
+
+
+def test_a_table_that_fits_is_one():
     page = table(RECORDS)
-    report.show(page)
-    assert capsys.readouterr().out == page + "\n"
+    width = len(page.split("\n")[0])
+    assert tables.markdown(tables.run_table(RECORDS), width) == page
+    assert "\n\n" in tables.markdown(tables.run_table(RECORDS), width - 1)
+    assert report.overview(RECORDS, 80).count("| Method") == 3
+
+
+def test_bold_stays_bold_in_every_line():
+    whole = tables.Table(["A"], [["one two three"]], bold=frozenset({(0, 0)}))
+    assert tables.markdown(whole, 25).split("\n")[2:] == [
+        "| **one**   |",
+        "| **two**   |",
+        "| **three** |",
+    ]
+
+
+def test_the_width_is_the_terminal_s(monkeypatch):
+    assert report.terminal_width() is None  # as in a file
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "200")
-    report.show(page)
-    drawn = capsys.readouterr().out
-    assert "StreamingLLM" in drawn and "14.4 (1.60x)" in drawn and "---" not in drawn
+    monkeypatch.setenv("COLUMNS", "93")
+    assert report.terminal_width() == 93
+
+
+# --- a machine that others use --------------------------------------------------------
+
+
+def probed(record, flops, copied):
+    return record | {"probe_flops_per_s": flops, "probe_bytes_per_s": copied}
+
+
+@pytest.mark.parametrize(
+    ("flops", "copied", "apart"),
+    [
+        (109e9, 9.1e9, False),
+        (91e9, 10.9e9, False),
+        (111e9, 10e9, True),
+        (89e9, 10e9, True),
+        (100e9, 8.9e9, True),
+        (None, None, False),  # nobody knows
+    ],
+)
+def test_rates_of_another_machine_are_not_compared(flops, copied, apart):
+    full = probed(FULL, 100e9, 10e9)
+    records = [full, probed(make_record("A"), flops, copied)]
+    ratio, probe = "14.4" if apart else "14.4 (1.60x)", "Probe GFLOP/s / GB/s"
+    head, _, first, second, *_ = report.overview(records).split("\n")
+    place = split(head).index(probe)
+    assert split(head)[place - 1] == "End-to-end tok/s"
+    assert split(second)[place - 1] == ratio
+    assert split(first)[place - 1 : place + 1] == ["9.00 (1.00x)", "100 / 10.0"]
+    assert split(second)[place].endswith("\u2021") == apart
+    assert report.summary(records)["methods"]["A"]["speedup"] == (
+        None if apart else pytest.approx(1.6)
+    )
+    note = "\n\n\u2021 Something else used the machine"
+    assert (note in report.overview(records)) == apart
+
+
+def test_the_report_says_what_probes_are(tmp_path):
+    records = [probed(FULL, 100e9, 10e9), probed(make_record("A"), 50e9, 10e9)]
+    page = report.write_report(records, tmp_path).read_text(encoding="utf-8")
+    assert page.count("\u2021 Something else used") == page.count("**Probe** is") == 1
+
+
+def test_throughput_is_compared_on_the_same_machine_only():
+    """ED's machine was free, and the full cache's as busy as the last row's."""
+    shares = zip(SPEEDS[:3], (1.0, 0.8, 0.8), strict=True)
+    rows = [probed(record, 50e9 * share, 9e9) for record, share in shares]
+    head, _, *lines = report.overview(rows).split("\n")
+    cells = [dict(zip(split(head), split(row), strict=True)) for row in lines[:3]]
+    assert [c["x ED"] for c in cells] == ["1.00", "-", "-"]
+    assert [c["x FKV"] for c in cells] == ["-", "1.00", "2.50"]
+    told = [c["Probe GFLOP/s / GB/s"] for c in cells]
+    assert told == ["50.0 / 9.00\u2021", "40.0 / 9.00\u2021", "40.0 / 9.00\u2021"]
+    assert "there is no ratio" in " ".join(lines[3:])
+
+
+def test_records_without_probes_have_no_column():
+    assert "Probe" not in report.overview(RECORDS) + report.overview(SPEEDS)
 
 
 # --- sweeps -------------------------------------------------------------------------

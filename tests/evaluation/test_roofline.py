@@ -18,6 +18,7 @@ from kvjax.evaluation.roofline import Rates
 from kvjax.models import decoder, presets
 from kvjax.types import UserError
 
+measured_probe = roofline._probe  # which tests do without
 SPEC = tiny_spec(model_dim=128, ff_dim=384, head_dim=32, num_heads=8, vocab_size=1000)
 
 
@@ -246,6 +247,21 @@ def test_rates_are_measured():
     assert roofline.measured_rates() is rates
     assert rates.link_bytes_per_s == float("inf")  # a CPU's host is itself
     assert roofline.measured_link() > 1e8
+
+
+def test_what_is_left_of_the_machine_is_measured(monkeypatch):
+    """On both sides of the block, of which the probe itself is no part."""
+    monkeypatch.setattr(roofline, "_probe", measured_probe)
+    monkeypatch.setattr(roofline, "_SECONDS", 0.02)
+    with roofline.probed("float32") as found:
+        assert not found
+    assert 1e8 < found["probe_bytes_per_s"] < 1e14
+    assert 1e8 < found["probe_flops_per_s"] < 1e16
+    turns = iter([(1e9, 5e9), (3e9, 6e9)])
+    monkeypatch.setattr(roofline, "_probe", lambda dtype: next(turns))
+    with roofline.probed("float32") as found:
+        pass
+    assert found == {"probe_flops_per_s": 2e9, "probe_bytes_per_s": 5.5e9}
 
 
 def test_devices_by_name():

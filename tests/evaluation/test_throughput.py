@@ -56,7 +56,7 @@ CONFIG = {
     "min_timed_batches": 2,
 }
 FIXED = {"name": "x", "batch_rule": "fixed"}
-SPEED = ("second", "_per_s", "measured", "roofline", "predicted")
+SPEED = ("second", "_per_s", "measured", "roofline", "predicted", "probe")
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +225,7 @@ def check_record(record):
     assert record["output_tokens_per_s"] == pytest.approx(new / np.median(both))
     assert record["planned_bytes"] <= record["memory_bytes"] == MEMORY
     assert 0 <= record["score"] <= 1 and record["num_examples"] == 12
+    assert (record["probe_flops_per_s"], record["probe_bytes_per_s"]) == (2e9, 1e9)
     assert record["tasks"]["needle"]["max_new_tokens"] == record["new_tokens"]
     for phase in ("prefill", "decode"):
         assert record[f"{phase}_bytes"] > 0 and record[f"{phase}_flops"] > 0
@@ -325,6 +326,7 @@ def test_baselines_stand_beside_ours(experiment, model, tmp_path):
     ours, theirs = records
     assert theirs["tasks"]["needle"]["num_examples"] == 12 and theirs["score"] == 0
     assert "tokens" not in theirs and theirs["format"] == 2
+    assert theirs["probe_flops_per_s"] == ours["probe_flops_per_s"] == 2e9
     assert theirs["model"] == "theirs.gguf" and theirs["seed"] == 0
     assert theirs["provenance"]["versions"] == {"x": "1"}
     assert ours["provenance"]["command"] == theirs["provenance"]["command"]

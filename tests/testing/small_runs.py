@@ -13,7 +13,7 @@ from kvjax.evaluation.report.records import Record, read_records
 from testing import checkpoints, prose
 
 ROOT = pathlib.Path(__file__).parents[2]
-_OF_TIME = ("tokens_per_s", "seconds", "measured_bytes", "provenance")
+_OF_TIME = ("tokens_per_s", "seconds", "measured_bytes", "probe", "provenance")
 _CONFIG = """\
 from ml_collections import ConfigDict
 

@@ -1,8 +1,7 @@
 """What runs write down, and what becomes of it: records, tables, figures, pages.
 
-A run calls `overview`, `summary` and `write_report` with its records, and `show` to
-print. `read` and `write_comparison` join the records of several runs, and `leaderboard`
-makes their page.
+A run calls `overview`, `summary` and `write_report` with its records. `read` and
+`write_comparison` join the records of several runs, and `leaderboard` makes their page.
 """
 
 from kvjax.evaluation.report.page import (
@@ -14,15 +13,15 @@ from kvjax.evaluation.report.page import (
     write_report,
 )
 from kvjax.evaluation.report.sources import read
-from kvjax.evaluation.report.tables import show
+from kvjax.evaluation.report.tables import terminal_width
 
 __all__ = [
     "comparison_overview",
     "leaderboard",
     "overview",
     "read",
-    "show",
     "summary",
+    "terminal_width",
     "write_comparison",
     "write_report",
 ]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from kvjax.evaluation.report.records import Record
+from kvjax.evaluation.report.records import PROBES, Record
 from kvjax.evaluation.report.sources import Source
 from kvjax.types import UserError
 
@@ -25,6 +25,7 @@ _ASKED = {  # what tells tasks of one name apart, and how names of columns say i
     "num_examples": "{:.0f} prompts",
     "seed": "seed {:.0f}",
 }
+_APART = 0.1  # of a probe: beyond it rates are not compared
 _NEEDLES = {"needle", "passkey"}  # tasks whose score is the share of pass keys found
 
 
@@ -114,6 +115,20 @@ def as_many_new(record: Record, records: Iterable[Record]) -> list[Record]:
     return [r for r in records if r.get("new_tokens") == record.get("new_tokens")]
 
 
+def differs(record: Record, base: Record) -> bool:
+    """Whether the machine was faster or slower by more than a tenth than for `base`.
+
+    By the probes beside both; where one has none, nobody knows.
+    """
+    apart = [ratio(record, base, key) for key in PROBES]
+    return any(each is not None and abs(each - 1) > _APART for each in apart)
+
+
+def speedup(record: Record, base: Record) -> float | None:
+    """End-to-end rate over that of `base`, where the machine was the same for both."""
+    return None if differs(record, base) else ratio(record, base, "output_tokens_per_s")
+
+
 def ratio(record: Record, base: Record, key: str) -> float | None:
     value, whole = finite(record.get(key)), finite(base.get(key))
     return None if value is None or not whole else value / whole
@@ -178,13 +193,18 @@ def is_throughput(records: Sequence[Record]) -> bool:
     return {record.get("experiment") for record in records} == {"throughput"}
 
 
-def times(record: Record, records: Sequence[Record], rule: str) -> float | None:
-    """Its end-to-end rate over that of the method whose `batch_rule` is "ed" or "full".
+def of_rule(record: Record, records: Sequence[Record], rule: str) -> Record:
+    """The method whose `batch_rule` is "ed" or "full", of which rates are multiples.
 
-    That is, of the first such method with as many new tokens.
+    That is, the first such method with as many new tokens; an empty record if none is.
     """
-    bases = [r for r in as_many_new(record, records) if r.get("batch_rule") == rule]
-    return ratio(record, bases[0], "output_tokens_per_s") if bases else None
+    known = as_many_new(record, records)
+    return next((r for r in known if r.get("batch_rule") == rule), {})
+
+
+def times(record: Record, records: Sequence[Record], rule: str) -> float | None:
+    """The `speedup` of a record over the method `of_rule`."""
+    return speedup(record, of_rule(record, records, rule))
 
 
 def is_sweep(records: Sequence[Record]) -> bool:

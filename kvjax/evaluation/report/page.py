@@ -17,7 +17,7 @@ from markdown_it import MarkdownIt
 from kvjax.evaluation import files
 from kvjax.evaluation.report import figures, groups, scatters, tables
 from kvjax.evaluation.report.groups import Quality, Throughput
-from kvjax.evaluation.report.records import Record
+from kvjax.evaluation.report.records import PROBES, Record
 from kvjax.evaluation.report.sources import Source
 from kvjax.types import UserError
 
@@ -38,6 +38,7 @@ _SUMMARY = (
     "prefill_tokens_per_s",
     "decode_tokens_per_s",
     "output_tokens_per_s",
+    *PROBES,
     "kv_bytes_peak_per_seq",
 )
 _SETTING = (
@@ -60,6 +61,7 @@ _LATEX = str.maketrans(
         "|": r"\textbar{}",
         "Δ": r"$\Delta$",
         "†": r"\textdagger{}",
+        "‡": r"\textdaggerdbl{}",
         **{sign: f"\\{sign}" for sign in "{}$&#%_"},
     }
 )
@@ -87,7 +89,8 @@ def summary(
       {"model", "device", "memory_bytes", "prompt_tokens", "max_new_tokens", "budgets",
       "seed", "full_cache": name or None, "methods": {name: {..., "tasks", "speedup",
       "kv_ratio"}}, "report", "pictures", "versions"}. `speedup` is end-to-end tokens/s
-      over the full cache's at as many new tokens, `kv_ratio` the same for KV bytes per
+      over the full cache's at as many new tokens, None where the probes beside both
+      differ by more than a tenth, `kv_ratio` the same for KV bytes per
       prompt, and `full_cache` the first one's name; of each task there are the score,
       among how many prompts, and its interval of 95%. What differs between records is
       a list. What is unknown is None, and so is what JSON cannot hold, and a budget of
@@ -102,7 +105,7 @@ def summary(
                 name: {key: task.get(key) for key in _TASK_SUMMARY}
                 for name, task in (record.get("tasks") or {}).items()
             },
-            "speedup": groups.ratio(record, full, "output_tokens_per_s"),
+            "speedup": groups.speedup(record, full),
             "kv_ratio": groups.ratio(record, full, "kv_bytes_peak_per_seq"),
         }
         for name, record, full in zip(names, records, fulls, strict=True)
@@ -164,16 +167,22 @@ def _kind(records: Sequence[Record]) -> str:
     return "sweep" if groups.is_sweep(records) else "run"
 
 
-def overview(records: Sequence[Record]) -> str:
+def overview(records: Sequence[Record], width: int | None = None) -> str:
     """The table that fits on a screen, in Markdown: of a sweep, the best methods.
 
     A second one where |kv| was searched.
+
+    Args:
+      records: of a run.
+      width: see `tables.markdown`.
     """
-    table, _ = _REPORTS[_kind(records)]
-    shown = tables.markdown(table(records))
+    kind = _kind(records)
+    table, _ = _REPORTS[kind]
+    shown = tables.markdown(table(records), width)
     if any(record.get("tried") for record in records):
-        shown += "\n\n" + tables.markdown(tables.search_table(records))
-    return shown + (tables.note(records) if groups.is_throughput(records) else "")
+        shown += "\n\n" + tables.markdown(tables.search_table(records), width)
+    shown += tables.note(records) if kind == "throughput" else ""
+    return shown + (tables.probe_note(records) if kind != "sweep" else "")
 
 
 def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathlib.Path:
@@ -208,6 +217,7 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
         several=len(groups.metrics_of(records)) > 1,
         sweep=kind == "sweep",
         timed=_timed(records),
+        probed=any(record.get(key) for record in records for key in PROBES),
         on_host=any(record.get("host_bytes_per_seq") for record in records),
     )
     with files.written(path) as partial:
@@ -288,12 +298,12 @@ def leaderboard(sources: Sequence[Source]) -> str:
     return _comparison(sources, qualities, speeds, None)
 
 
-def comparison_overview(sources: Sequence[Source]) -> str:
-    """The tables of scores and rates, in Markdown."""
+def comparison_overview(sources: Sequence[Source], width: int | None = None) -> str:
+    """The tables of scores and rates, in Markdown; `width` as in `tables.markdown`."""
     scores = [tables.score_table(group) for group in groups.quality_groups(sources)]
     speeds = groups.throughput_groups(sources)
-    rates = [overview(group.records) for group in speeds]
-    return "\n\n".join([*map(tables.markdown, scores), *rates])
+    rates = [overview(group.records, width) for group in speeds]
+    return "\n\n".join([*(tables.markdown(each, width) for each in scores), *rates])
 
 
 def _comparison(
@@ -382,6 +392,7 @@ def _latex_parts(
     for group in speeds:
         caption = f"Throughput of {group.model} on {group.device}."
         caption += " ".join(["", *tables.note(group.records).split()])
+        caption += " ".join(["", *tables.probe_note(group.records).split()])
         table = tables.throughput_table(group.records)
         yield tables.provenance(group), table, caption
 

@@ -35,6 +35,8 @@ file. What it may hold; a missing value counts as unknown and shows as "-":
                                 where there is no other
     output_tokens_per_s         end to end: generated tokens by total time
     predicted_tokens_per_s      the same, if the roofline were reached
+    probe_flops_per_s, probe_bytes_per_s    of a fixed product and a fixed copy beside
+                                its batches: how much of the machine was left for them
     prefill_roofline, decode_roofline    shares of the roofline's rates
     offload                     fields of `kvjax.Offload`; None for none
     kv_bytes_peak_per_seq       most bytes of KV cache that one prompt takes at any time
@@ -70,6 +72,7 @@ Record = dict[str, Any]
 Needed = Callable[[Record], Iterable[str]]  # the fields that a record has to have
 
 FORMAT = 2
+PROBES = "probe_flops_per_s", "probe_bytes_per_s"
 _BLOCK = 1 << 16  # bytes that are read from a file's end at a time
 SURVIVOR_PARTS = 64  # of a prompt, in a map of survivors
 

@@ -2,8 +2,10 @@
 
 import itertools
 import math
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +13,7 @@ import pandas as pd
 
 from kvjax.evaluation.report import groups
 from kvjax.evaluation.report.groups import Quality, series, spread, text
-from kvjax.evaluation.report.records import Record
+from kvjax.evaluation.report.records import PROBES, Record
 from kvjax.evaluation.report.sources import Source
 
 Columns = dict[str, Callable[[Record], str]]
@@ -22,6 +24,12 @@ _NOTE = f"""
 the growth of the process's resident memory is measured, with all that its allocator
 holds: freed blocks that it keeps and gaps between them, of which no plan knows. On a
 GPU or TPU it is the allocator's own peak."""
+_APART = "‡"
+_PROBE = f"""
+
+{_APART} Something else used the machine: a fixed product and a fixed copy (Probe) ran
+more than a tenth faster or slower beside this row than beside the row that it is
+compared with, the full cache or ED. So there is no ratio."""
 _LEFT = {"Method", "Engine", "Schedule", "Codec", "Batch (limited by)"}
 
 
@@ -43,37 +51,74 @@ class Table(NamedTuple):
     breaks: frozenset[int] = frozenset()
 
 
-def markdown(table: Table) -> str:
-    """The table in Markdown, its columns lined up for a terminal."""
+def markdown(table: Table, width: int | None = None) -> str:
+    """The table in Markdown, its columns lined up for a terminal.
+
+    Args:
+      table: what to show.
+      width: of the terminal, in characters. A table that is wider comes in parts, each
+        with the first column and as many others as fit, and cells of more than half the
+        width go on in the next line. None: as it is, in one part.
+    """
+    most = (width - len("|  |  |")) // 2 if width else sys.maxsize
+    head = _wrapped(table.head, most)
     rows = [
-        [f"**{cell}**" if (i, j) in table.bold else cell for j, cell in enumerate(row)]
+        _wrapped(row, most, {j for j in range(len(row)) if (i, j) in table.bold})
         for i, row in enumerate(table.rows)
     ]
-    lines = [[cell.replace("|", "\\|") for cell in row] for row in [table.head, *rows]]
+    lines = [*head, *itertools.chain(*rows)]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
-    left = [j in table.left for j in range(len(widths))]
-    rule = [
-        "-" * width if flush else "-" * (width - 1) + ":"
-        for width, flush in zip(widths, left, strict=True)
-    ]
 
-    def padded(row):
-        for cell, width, flush in zip(row, widths, left, strict=True):
-            yield cell.ljust(width) if flush else cell.rjust(width)
+    def padded(line, column):
+        cell, room = line[column], widths[column]
+        return cell.ljust(room) if column in table.left else cell.rjust(room)
 
-    shown = (lines[0], rule, *lines[1:])
-    return "\n".join("| " + " | ".join(padded(row)) + " |" for row in shown)
+    def rule(column):
+        return "-" * (widths[column] - 1) + ("-" if column in table.left else ":")
+
+    def drawn(lines, part):
+        rows = [[padded(line, column) for column in part] for line in lines]
+        return [row for row in rows if any(map(str.strip, row))]
+
+    parts = []
+    for part in _parts(widths, width or sys.maxsize):
+        cells = [*drawn(head, part), list(map(rule, part))]
+        cells += drawn(itertools.chain(*rows), part)
+        parts.append("\n".join(f"| {' | '.join(row)} |" for row in cells))
+    return "\n\n".join(parts)
 
 
-def show(page: str) -> None:
-    """Prints Markdown: drawn where somebody looks at a terminal, and else as it is."""
-    from rich.console import Console
-    from rich.markdown import Markdown
+def _wrapped(
+    row: Sequence[str], most: int, bold: Collection[int] = ()
+) -> list[tuple[str, ...]]:
+    """A row's lines, none of whose cells is longer than `most`."""
 
-    if sys.stdout.isatty():
-        Console().print(Markdown(page))
-    else:
-        print(page)
+    def pieces(column, cell):
+        marks = "**" if column in bold else ""
+        room = max(1, most - 2 * len(marks))
+        found = [cell] if len(cell) <= room else textwrap.wrap(cell, room)
+        return [f"{marks}{each}{marks}".replace("|", "\\|") for each in found]
+
+    cells = [pieces(column, cell) for column, cell in enumerate(row)]
+    return list(itertools.zip_longest(*cells, fillvalue=""))
+
+
+def _parts(widths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """The columns of each part: the first one, and as many of the others as fit."""
+    part, start = [0], widths[0] + len("|  |")
+    taken = start
+    for column, width in enumerate(widths[1:], 1):
+        taken += width + len(" | ")
+        if taken > most and len(part) > 1:
+            yield part
+            part, taken = [0], start + width + len(" | ")
+        part.append(column)
+    yield part
+
+
+def terminal_width() -> int | None:
+    """Characters in a line of the terminal; None where stdout is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 # --- numbers --------------------------------------------------------------------------
@@ -142,6 +187,35 @@ def note(records: Sequence[Record]) -> str:
     return _NOTE if any(map(_is_over, records)) else ""
 
 
+def _probes(records: Sequence[Record]) -> Columns:
+    """A column of probes where some were made; marked are those that differ."""
+    if all(record.get(key) is None for record in records for key in PROBES):
+        return {}
+
+    def shown(record):
+        product, copy = (record.get(key) for key in PROBES)
+        if product is None or copy is None:
+            return "-"
+        apart = any(groups.differs(record, base) for base in _bases(record, records))
+        mark = _APART if apart else ""
+        return f"{rate(product / 1e9)} / {rate(copy / 1e9)}{mark}"
+
+    return {"Probe GFLOP/s / GB/s": shown}
+
+
+def _bases(record: Record, records: Sequence[Record]) -> list[Record]:
+    """What a row's rate is compared with: the full cache, in throughput ED too."""
+    if not groups.is_throughput(records):
+        return [groups.full_cache(records)]
+    return [groups.of_rule(record, records, rule) for rule in ("ed", "full")]
+
+
+def probe_note(records: Sequence[Record]) -> str:
+    """A paragraph below a table of rates, if some cannot be compared."""
+    apart = (groups.differs(r, base) for r in records for base in _bases(r, records))
+    return _PROBE if any(apart) else ""
+
+
 def _task_score(task: Record) -> str:
     return number(task.get("score")) + between(task)
 
@@ -199,14 +273,15 @@ def run_table(records: Sequence[Record]) -> Table:
     full = groups.full_cache(records)
 
     def end_to_end(record):
-        times = groups.ratio(record, full, "output_tokens_per_s")
+        times = groups.speedup(record, full)
         shown = "" if times is None else f" ({times:.2f}x)"
         return rate(record.get("output_tokens_per_s")) + shown
 
     columns = _methods(records) | _cells("Batch (limited by)")
     columns[groups.score_of(records).column] = _score
     columns |= _cells("KL", "Top-1", "Prefill tok/s", "Decode tok/s")
-    columns |= {"End-to-end tok/s": end_to_end} | _cells("KV MB/prompt")
+    columns |= {"End-to-end tok/s": end_to_end} | _probes(records)
+    columns |= _cells("KV MB/prompt")
     if any(record.get("host_bytes_per_seq") for record in records):
         columns |= _cells("Host MB/prompt")
     return _table(records, columns, _row_names(records))
@@ -274,6 +349,7 @@ def throughput_table(records: Sequence[Record]) -> Table:
     columns |= _cells("of roofline", "Decode tok/s", "roofline", "End-to-end tok/s")
     columns["x ED"] = lambda r: number(groups.times(r, records, "ed"))
     columns["x FKV"] = lambda r: number(groups.times(r, records, "full"))
+    columns |= _probes(records)
     columns |= _cells("Predicted") | _scores(records)
     columns |= _cells("Planned MB", "Measured MB")
     return _table(records, columns, [text(r.get("method")) for r in records])
