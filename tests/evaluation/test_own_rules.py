@@ -79,7 +79,7 @@ SPEED = {
 
 
 LAST = {
-    "quality": ("Mine: TASK, 3 prompts at once", " (6 of 6)"),
+    "quality": ("Mine: my_rules:quiz, 3 prompts at once", " (6 of 6)"),
     "throughput": ("Mine, 4 new: 3 prompts at once", " (2 of 2)"),
 }
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "KVJAX_PROGRESS": ""}
