@@ -1,12 +1,14 @@
-"""Tokenizers of Hugging Face folders: chat templates, BOS, and the tokens that end."""
+"""Tokenizers of Hugging Face folders: ids, chat templates, BOS, the tokens that end."""
 
 import json
+import sys
 
 import jax.numpy as jnp
 import pytest
 import tokenizers
 from testing import checkpoints
 from testing.checkpoints import one_line, write_folder
+from testing.gguf_files import write_gguf
 
 import kvjax
 from kvjax.engine import api
@@ -58,6 +60,145 @@ def add_tokenizer(folder, *, bos=True, **config):
 def write(folder, name, value):
     text = value if isinstance(value, str) else json.dumps(value)
     (folder / name).write_text(text)
+
+
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CODE = "in 2023 it cost 650841823 euro;\n\nand (yes)  \n\n 202 caf\u00e9 \U0001f600 ."
+
+
+def trained(*splitters):
+    """Byte-level BPE of a few hundred tokens, split by these rules first."""
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(list(splitters))
+    core.decoder = tokenizers.decoders.ByteLevel()
+    learn = tokenizers.trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<|end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator([CODE] * 30, learn)
+    return core
+
+
+def bytes_of(use_regex):
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    return byte_level(add_prefix_space=False, use_regex=use_regex)
+
+
+def add_bpe(folder, core, whole=True, **config):
+    """The tokenizer in the files of GPT-2, and in tokenizer.json."""
+    said = json.loads(core.to_str())["model"]
+    write(folder, "vocab.json", said["vocab"])
+    write(folder, "merges.txt", "\n".join(map(" ".join, said["merges"])))
+    if whole:
+        core.save(str(folder / "tokenizer.json"))
+    ends = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|end|>")
+    write(folder, "tokenizer_config.json", ends | config)
+    return folder
+
+
+def ids_of(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("named", "family"),
+    [
+        ("GPT2Tokenizer", "llama"),  # Granite, SmolLM2
+        ("GPT2Tokenizer", "phi3"),  # Phi-4
+        ("GPT2Tokenizer", "opt"),
+        ("Qwen2Tokenizer", "llama"),
+        ("Qwen2Tokenizer", "qwen2"),
+        ("LlamaTokenizer", "llama"),
+        ("GemmaTokenizer", "gemma3_text"),
+        ("GPTNeoXTokenizer", "gpt_neox"),
+        ("PreTrainedTokenizerFast", "llama"),
+        ("NobodyKnowsTokenizer", "mistral"),
+        (None, "qwen2"),
+    ],
+)
+def test_ids_are_those_of_tokenizer_json(folder, named, family):
+    """Whatever the class in tokenizer_config.json makes of the vocabulary."""
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(CL100K), "isolated")
+    core = trained(split, bytes_of(use_regex=False))
+    add_bpe(folder, core, tokenizer_class=named)
+    write(folder, "config.json", {"model_type": family})
+    found = reader.from_folder(folder)
+    raw = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert ids_of(found, CODE) == raw.encode(CODE).ids
+    assert found.decode(ids_of(found, CODE)) == CODE
+    assert (found.bos_token, found.eos_token) == ("<|end|>", "<|end|>")
+
+
+def test_a_folder_and_a_gguf_file_have_the_same_ids(folder, tmp_path):
+    """SmolLM2's, whose folder names GPT-2's class, and whose digits stand alone."""
+    path = write_gguf(tmp_path / "m.gguf", checkpoints.tensors())
+    gguf = weights.load(path, cache_converted=False).tokenizer
+    add_bpe(folder, gguf.backend_tokenizer, tokenizer_class="GPT2Tokenizer")
+    write(folder, "config.json", {"model_type": "opt"})
+    for text in ("the  12 keys", "  12\n34", "x\n\n\ny 7 the"):
+        assert ids_of(reader.from_folder(folder), text) == ids_of(gguf, text)
+
+
+@pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0:DeprecationWarning")
+def test_without_tokenizer_json_the_class_decides(folder):
+    """As in OPT's folders, of which the class adds BOS too."""
+    core = trained(bytes_of(use_regex=True))
+    said = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True}
+    add_bpe(folder, core, whole=False, **said)
+    found = reader.from_folder(folder)
+    assert found(CODE)["input_ids"] == [found.bos_token_id, *core.encode(CODE).ids]
+
+
+def test_sentencepiece_alone_is_read_right_or_refused(folder):
+    """Spaces would be lost by some versions of transformers, for some classes."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    write(folder, "text", "\n".join([CODE, "def f(x):", "    return x"] * 9))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text"),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=9,
+    )
+    write(folder, "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"})
+    path = str(folder / "tokenizer.model")
+    own = sentencepiece.SentencePieceProcessor(model_file=path)
+    try:
+        found = reader.from_folder(folder)
+    except UserError as error:
+        assert "its tokens are not those of tokenizer.model" in str(error)
+    else:
+        assert ids_of(found, "  a b") == own.encode("  a b")
+
+
+def test_sentencepiece_has_to_be_there_for_its_file(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    write(folder, "tokenizer.model", "x")
+    with pytest.raises(UserError, match=r"sentencepiece.* tokenizer\.json among them"):
+        reader.from_folder(folder)
+
+
+def test_decoding_leaves_spaces_where_they_are(folder):
+    add_tokenizer(folder, clean_up_tokenization_spaces=True)
+    found = reader.from_folder(folder)
+    found.add_tokens([".", ","])
+    assert found.decode(found("hi , hi .")["input_ids"][1:]) == "hi , hi ."
+
+
+@pytest.mark.parametrize("config", [False, True, None])
+def test_tokenizer_json_says_whether_there_is_bos(folder, config):
+    said = {} if config is None else {"add_bos_token": config}
+    for bos in (True, False):
+        found = reader.from_folder(add_tokenizer(folder, bos=bos, **said))
+        assert found("hi")["input_ids"] == [BOS, HI][not bos :]
 
 
 NAMED = [{"name": "default", "template": CHAT}, {"name": "rag", "template": "rag"}]

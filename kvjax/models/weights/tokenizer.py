@@ -15,7 +15,10 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_FOLDER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+_WHOLE = "tokenizer.json"  # the tokenizer as it is, whatever its class
+_PIECES = "tokenizer.model"  # SentencePiece's own file
+_FOLDER_FILES = (_WHOLE, _PIECES, "tokenizer_config.json")
+_PROBES = "A b c.", "  def f(x):\n    return 12", "caf\u00e9 \U0001f600\t end \n"
 
 
 def from_gguf(fields: Mapping[str, Any], source: pathlib.Path, spec: ModelSpec):
@@ -104,24 +107,30 @@ def from_gguf(fields: Mapping[str, Any], source: pathlib.Path, spec: ModelSpec):
 
 
 def from_folder(path: pathlib.Path):
-    """The tokenizer of a Hugging Face folder, None where it has no tokenizer files.
+    """Returns the tokenizer of a Hugging Face folder, None without tokenizer files.
 
-    Its chat template is, in this order, that of chat_template.jinja, of
-    tokenizer_config.json (one, or several by name) or of chat_template.json. Whether
-    texts get a BOS token in front is for tokenizer.json to say.
+    tokenizer.json alone decides which tokens a text has, BOS and EOS included. The
+    class that tokenizer_config.json names does not: AutoTokenizer would build it by the
+    rules of the class, which differ from the file's (Phi-4, OLMo 2 and SmolLM2 name
+    GPT-2's).
+    Without tokenizer.json the class has to do; with tokenizer.model beside it,
+    SentencePiece itself is asked whether some texts come out right.
+
+    Decoding leaves spaces in front of punctuation where they are, whatever
+    `clean_up_tokenization_spaces` says: code would lose some.
+
+    The chat template is, in this order, that of chat_template.jinja, of
+    tokenizer_config.json (one, or several by name) or of chat_template.json.
 
     Raises:
-      UserError: files that cannot be read.
+      UserError: files that cannot be read, or from which transformers makes other
+        tokens than SentencePiece.
     """
     if not any((path / name).exists() for name in _FOLDER_FILES):
         return None
-    with _no_advice():
-        from transformers import AutoTokenizer
-
     try:
-        found = AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
+        found = restore(path) if (path / _WHOLE).exists() else _by_class(path)
+        found.clean_up_tokenization_spaces = False
         # transformers reads this file for processors of images only.
         template = path / "chat_template.json"
         if found.chat_template is None and template.exists():
@@ -132,13 +141,31 @@ def from_folder(path: pathlib.Path):
         text = str(error).strip().split("\n")[0]
         raise UserError(
             f"cannot read the tokenizer in {path} ({type(error).__name__}: {text}): "
-            "fetch its files again, or remove them to load the model without one"
+            f"fetch its files again, {_WHOLE} among them, or remove them to load the "
+            "model without one"
         ) from error
 
 
 def restore(folder: pathlib.Path):
-    """The tokenizer from the files that its `save_pretrained` wrote."""
+    """Returns the tokenizer of a folder with tokenizer.json, as that file has it."""
     return _fast_class().from_pretrained(folder, local_files_only=True)
+
+
+def _by_class(folder: pathlib.Path):
+    with _no_advice():
+        from transformers import AutoTokenizer
+
+    if pieces := (folder / _PIECES).exists():
+        from sentencepiece import SentencePieceProcessor
+    found = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    if pieces:
+        encode = SentencePieceProcessor(model_file=str(folder / _PIECES)).encode
+        for text in _PROBES:
+            if found(text, add_special_tokens=False)["input_ids"] != encode(text):
+                raise ValueError(f"its tokens are not those of {_PIECES}")
+    return found
 
 
 def _splitter(rule: str, source: pathlib.Path):
