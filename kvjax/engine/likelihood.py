@@ -21,7 +21,7 @@ class Likelihood(NamedTuple):
     """Of one continuation.
 
     Attributes:
-      logprob: natural logarithm of its probability, 0 for an empty one.
+      logprob: natural logarithm of its probability.
       greedy: whether each of its tokens was the likeliest.
     """
 
@@ -57,21 +57,18 @@ def likelihoods(
     Args:
       model: the model.
       config: what is kept of its KV cache.
-      pairs: token ids of a context, one or more, and of a continuation.
+      pairs: token ids of a context and of a continuation, one or more each.
       memory_bytes: see `kvjax.engine.planner.device_memory`.
       most: no more contexts are read at once.
       done: called with the number of pairs that were just finished.
 
     Raises:
-      UserError: an empty context; an id outside the vocabulary; a pair that exceeds
-        the model's context (the last token is not read and does not count); too little
-        memory for one row.
+      UserError: an empty context or continuation; an id outside the vocabulary; a pair
+        that exceeds the model's context (the last token is not read and does not
+        count); too little memory for one row.
     """
     _check(model, pairs)
-    found = {
-        i: Likelihood(0.0, True) for i, (_, given) in enumerate(pairs) if not given
-    }
-    done(len(found))
+    found: dict[int, Likelihood] = {}
     for job, contexts in _jobs(model, config, pairs):
         count = min(most or len(contexts), len(contexts))
         plan = plan_job(job, memory_bytes, count)
@@ -105,8 +102,7 @@ def _check(model: Model, pairs: Sequence[tuple[Tokens, Tokens]]) -> None:
     room = model.spec.context_length
     for index, (context, given) in enumerate(pairs):
         api.check_ids(model, f"context {index}", context)
-        if len(given):
-            api.check_ids(model, f"continuation {index}", given)
+        api.check_ids(model, f"continuation {index}", given)
         if len(context) + len(given) - 1 > room:
             raise UserError(
                 f"context {index} of {len(context)} tokens and its continuation of "
@@ -120,9 +116,8 @@ def _jobs(
 ) -> Iterator[tuple[Job, list[_Context]]]:
     """Contexts of like size with what is done to them, the largest first."""
     asked: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for index, (context, given) in enumerate(pairs):
-        if len(given):
-            asked[tuple(context)].append(index)
+    for index, (context, _) in enumerate(pairs):
+        asked[tuple(context)].append(index)
     groups = defaultdict(list)
     for tokens, indices in asked.items():
         width = _width(max(len(pairs[i][1]) for i in indices))

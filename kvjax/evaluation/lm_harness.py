@@ -237,6 +237,10 @@ class Requests:
 
         Context and continuation are tokenized as one text. A context that is too long
         loses its beginning.
+
+        Raises:
+          UserError: a continuation that adds no token to its context's, or more than
+            the model's context holds.
         """
         texts = [request.args for request in requests]
         pairs, cut = [], []
@@ -253,7 +257,15 @@ class Requests:
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """For (text,): its log-probability, in windows of the model's whole context."""
+        """For (text,): its log-probability, in windows of the model's whole context.
+
+        The prefix token stands in front of the text as the tokenizer gives it, so the
+        first window of a tokenizer that adds BOS begins with two, of which the second
+        is predicted too. An empty text has log-probability 0.
+
+        Raises:
+          UserError: a text that is not empty, but has no tokens.
+        """
         if self.config.policy and not self.config.schedule.evicts_in_decode:
             warn(
                 f"schedule {self.config.schedule.phases!r} compresses prompts, and "
@@ -264,6 +276,10 @@ class Requests:
         pairs, owners = [], []
         for owner, (text,) in enumerate(texts):
             tokens = self.tok_encode(text)
+            if text and not tokens:
+                raise UserError(
+                    f"text {text!r:.80} has no tokens to score: leave it out"
+                )
             cuts = likelihood.windows(tokens, self.prefix_token_id, self.max_length)
             pairs.extend(cuts)
             owners.extend([owner] * len(cuts))
@@ -323,16 +339,24 @@ class Requests:
         }
 
     def _encoded(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Both as token ids; white space between them belongs to the continuation."""
-        if not context:
+        """Both as token ids, split as the harness's own models split them.
+
+        White space between them belongs to the continuation. A token that spans both
+        counts as the context's.
+        """
+        if context:
+            head = self.tok_encode(context.rstrip())
+            given = self.tok_encode(context + continuation)[len(head) :]
+        else:
             given = self.tok_encode(continuation, add_special_tokens=False)
-            if given[:1] == [self.prefix_token_id]:
-                return given[:1], given[1:]
-            return [self.prefix_token_id], given
-        bare = context.rstrip()
-        continuation = context[len(bare) :] + continuation
-        head = self.tok_encode(bare)
-        given = self.tok_encode(bare + continuation)[len(head) :]
+            has_prefix = given[:1] == [self.prefix_token_id]
+            head, given = given[:has_prefix], given[has_prefix:]
+        if not given:
+            raise UserError(
+                f"continuation {continuation!r:.80} of a context that ends in "
+                f"{context[-40:]!r} has no token of its own to score: it is empty, or "
+                "one token spans both; begin it with a space, or leave it out"
+            )
         return head or [self.prefix_token_id], given
 
     def _shortened(
@@ -382,6 +406,7 @@ class Requests:
         ends = api.end_tokens(self.model)
         job = compiled.job_of(self.model, self.config, size, new, how, ends)
         job = dataclasses.replace(job, decode_chunk=min(new, _LOOK))
+        text = functools.partial(stop_texts.text_before, self.tokenizer, until)
         for chosen, result in runner.generate_batches(
             self.model.params,
             job,
@@ -393,8 +418,7 @@ class Requests:
             stop=functools.partial(stop_texts.stops, self.tokenizer, until),
         ):
             for place, tokens in zip(chosen, result.tokens, strict=True):
-                text = stop_texts.text_before(self.tokenizer, until, tokens)
-                yield rows[place], text
+                yield rows[place], text(prompts[rows[place]], tokens)
             bar.update(len(chosen))
             del result  # the next batch needs its state's room
 

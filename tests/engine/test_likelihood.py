@@ -2,11 +2,14 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
+import transformers
 from testing import asking
 from testing.asking import (
     CASES,
@@ -201,10 +204,54 @@ def test_context_and_continuation_are_encoded_together(model):
     assert with_bos._encoded("", "w3") == ([1], [7])
 
 
-def test_empty_continuation_is_certain(model):
-    asked = requests([("w1 w2", ""), ("w1", " w2")])
-    found = answering(model).loglikelihood(asked, disable_tqdm=True)
-    assert found[0] == (0.0, True) and found[1][0] < 0
+def merging(model):
+    """The model with a tokenizer that has "Answer" for "Ans" and "wer" together."""
+    merges = [("A", "n"), ("An", "s"), ("w", "e"), ("we", "r"), ("Ans", "wer")]
+    words = ["</s>", *"Answer: CD", *("".join(pair) for pair in merges)]
+    vocab = {word: index for index, word in enumerate(words)}
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    return model._replace(tokenizer=fast)
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation"),
+    [
+        ("Ans", "wer"),  # one token spans both
+        ("C: Ans", "wer"),
+        ("Ans", ""),
+        ("Ans", "z"),  # the tokenizer knows no z and leaves it out
+        ("", ""),
+        ("", "</s>"),  # the prefix token itself
+    ],
+)
+def test_no_score_is_made_of_no_token(model, context, continuation):
+    lm = answering(merging(model))
+    asked = requests([("Ans", "CD"), (context, continuation)])
+    told = f"continuation {continuation!r} of a context that ends in {context!r} has"
+    with pytest.raises(UserError, match=re.escape(told)):
+        lm.loglikelihood(asked, disable_tqdm=True)
+    with pytest.raises(UserError, match="text 'zz' has no tokens to score"):
+        lm.loglikelihood_rolling([Request(("zz",))], disable_tqdm=True)
+
+
+def test_what_one_token_spans_is_the_context_s(model):
+    lm = answering(merging(model))
+    assert lm._encoded("Ans", "werD") == ([12], [10])
+    assert lm._encoded("C: Ans ", "wer") == ([9, 7, 8, 12], [8, 14])
+
+
+@needs_harness
+@pytest.mark.parametrize("bos", [False, True])
+def test_pairs_are_split_as_the_harness_splits_them(model, bos):
+    from lm_eval.api.model import TemplateLM
+
+    texts = [("w1 w2", " w3"), ("w1 ", "w2 w3"), ("w1 w2", "x w3"), ("<bos> w1", " w2")]
+    lm = answering(model._replace(tokenizer=make_tokenizer(bos)))
+    lm.backend = "causal"
+    assert [lm._encoded(*pair) for pair in texts] == [
+        TemplateLM._encode_pair(lm, *pair) for pair in texts
+    ]
 
 
 def test_long_contexts_lose_their_beginning_and_a_warning_counts_them(model):
@@ -229,8 +276,10 @@ def test_likelihoods_refuse_what_does_not_fit(model):
         ask([((1,), (2,)), ((), (2,))])
     with pytest.raises(UserError, match=r"context 0 holds token 50: .* 0 to 49"):
         ask([((1, 50), (2,))])
+    with pytest.raises(UserError, match="continuation 0 is empty: it needs at least"):
+        ask([((1,), ()), ((1,), (2,))])
     with pytest.raises(UserError, match="continuation 1 holds token -1: ids"):
-        ask([((1,), ()), ((1,), (-1,))])
+        ask([((1,), (2,)), ((1,), (-1,))])
     with pytest.raises(UserError, match="256 tokens and one"):
         ask([((1,) * 250, (2,) * 8)])
     assert len(ask([((1,) * 250, (2,) * 7)])) == 1
@@ -277,3 +326,17 @@ def test_rolling_adds_up_the_windows(model):
     late = answering(small, "key_diff", "after_prefill")
     with pytest.warns(UserWarning, match="'after_prefill' compresses prompts"):
         late.loglikelihood_rolling(asked[1:], disable_tqdm=True)
+
+
+def test_rolling_reads_bos_twice(model):
+    """As the harness's own model: the prefix token, then what the tokenizer adds."""
+    with_bos = model._replace(tokenizer=make_tokenizer(bos=True))
+    text = words(8, 9)
+    asked = [Request((text,)), Request(("",))]
+    found = answering(with_bos).loglikelihood_rolling(asked, disable_tqdm=True)
+    whole = [1, 1, *ids(model, text)]
+    twice = judged(full_forward(model, whole)[:-1], whole[1:])[0]
+    once = judged(full_forward(model, whole[1:])[:-1], whole[2:])[0]
+    assert found[0] == pytest.approx(twice, abs=1e-3)
+    assert abs(twice - once) > 1
+    assert found[1] == pytest.approx(judged(full_forward(model, [1]), [1])[0], abs=1e-3)
