@@ -114,7 +114,7 @@ def _outcome(readings: layerwise.Readings, config: CacheConfig, tokens: Sequence
     run = readings.runner(job)
     state = runner.prefill_batch(run, [tokens], [0])
     kept = cache.kept_positions(layerwise.joined(state.cache))[0]
-    return kept, runner.decode_batch(run, state, 1)[1][0]
+    return kept, runner.decode_batch(run, state, [tokens])[1][0]
 
 
 def record(

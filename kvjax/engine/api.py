@@ -13,7 +13,7 @@ from kvjax.cache.codecs import Codec
 from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.offload import Offload
 from kvjax.cache.schedule import Schedule
-from kvjax.engine import compiled
+from kvjax.engine import compiled, stop_texts
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import Plan, device_memory, plan_job
 from kvjax.engine.runner import generate_batches
@@ -34,7 +34,8 @@ class Completion:
     """What the model made of one prompt.
 
     Attributes:
-      text: the new tokens as text, without special tokens; None without a tokenizer.
+      text: what the new tokens add to the prompt's text, a first space included, and
+        without special tokens; None without a tokenizer.
       tokens: the new token ids, the end token included if there was one.
       kept_positions: positions of the pairs in the cache at the end, in rising order,
         as `kept_positions[layer][head]`; prompt and new tokens count from 0. The last
@@ -167,7 +168,8 @@ def generate(
             kept = cache.kept_positions(result.state)
             for row, index in enumerate(rows):
                 drawn = result.tokens[row]
-                done[index] = Completion(_text(model, drawn), drawn, kept[row])
+                text = _text(model, tokens[index], drawn)
+                done[index] = Completion(text, drawn, kept[row])
             del result  # the next batch needs its state's room
     return [done[i] for i in range(len(tokens))]
 
@@ -349,7 +351,8 @@ def end_tokens(model: Model) -> tuple[int, ...]:
     return tuple(sorted(ends)) or NO_EOS
 
 
-def _text(model: Model, tokens: list[int]) -> str | None:
+def _text(model: Model, prompt: list[int], tokens: list[int]) -> str | None:
     if model.tokenizer is None:
         return None
-    return model.tokenizer.decode(tokens, skip_special_tokens=True)
+    how = {"skip_special_tokens": True}
+    return stop_texts.text_after(model.tokenizer, prompt, tokens, **how)

@@ -30,7 +30,7 @@ from kvjax.parallel import axes, meshes
 from kvjax.types import PyTree
 
 Prompts = Sequence[Sequence[int]]
-Stop = Callable[[list[int]], bool]
+Stop = Callable[[Sequence[int], list[int]], bool]
 
 
 class Prefilled(NamedTuple):
@@ -186,8 +186,8 @@ def run_batch(
       prompts: token ids per row; rows that are left over stay unused.
       prompt_ids: each prompt's number in the whole run, which seeds its sampling.
       seed: of the whole run.
-      stop: asked after every `job.decode_chunk` tokens whether a row's tokens so far
-        are all that is wanted of it.
+      stop: asked after every `job.decode_chunk` tokens, with a row's prompt and its new
+        tokens so far, whether these are all that is wanted of it.
 
     Raises:
       RuntimeError: the state ran out of slots.
@@ -196,7 +196,7 @@ def run_batch(
     pool = prefill_batch(runner, prompts, prompt_ids, seed)
     middle = time.perf_counter()
     reading = middle - start - (runner.compile_seconds - compiled_before)
-    pool, tokens = decode_batch(runner, pool, len(prompts), stop)
+    pool, tokens = decode_batch(runner, pool, prompts, stop)
     jax.block_until_ready(pool)
     end = time.perf_counter()
     return BatchResult(tokens, runner.finished(pool), reading, end - middle)
@@ -224,14 +224,14 @@ def _starts(job: Job) -> list[int]:
 
 
 def decode_batch(
-    runner: Runner, state: Any, rows: int, stop: Stop | None = None
+    runner: Runner, state: Any, prompts: Prompts, stop: Stop | None = None
 ) -> tuple[Any, list[list[int]]]:
-    """The state at the end, and the new tokens of the first `rows` rows."""
-    job = runner.job
+    """The state at the end, and the new tokens of the prompts' rows, the first ones."""
+    job, rows = runner.job, len(prompts)
     new = [[int(token)] for token in axes.to_host(state.token)[:rows]]
     left = job.max_new_tokens - 1
     while True:
-        state, going = _stopped(job, state, new, stop)
+        state, going = _stopped(job, state, prompts, new, stop)
         if not left or not going:
             return state, new
         limit = min(job.decode_chunk or left, left)
@@ -242,12 +242,12 @@ def decode_batch(
 
 
 def _stopped(
-    job: Job, state: Any, new: list[list[int]], stop: Stop | None
+    job: Job, state: Any, prompts: Prompts, new: list[list[int]], stop: Stop | None
 ) -> tuple[Any, bool]:
     """The state without the rows that nobody wants more of; whether any goes on."""
     done = axes.to_host(state.done).copy()
     if stop is not None:
-        done[: len(new)] |= [stop(tokens) for tokens in new]
+        done[: len(new)] |= [stop(*row) for row in zip(prompts, new, strict=True)]
         (marked,) = meshes.shard_rows(job.mesh, done)
         state = state.replace(done=marked)
     return state, not done.all()

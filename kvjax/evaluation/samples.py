@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.engine import api
-from kvjax.engine.stop_texts import ended
+from kvjax.engine.stop_texts import ended, text_after
 from kvjax.evaluation import tasks
 from kvjax.evaluation.config import Experiment, TaskRun
 from kvjax.evaluation.report.records import Record
@@ -199,8 +199,8 @@ def graded(
     if samples.task is None:
         return {"texts": None, "scores": None}
     stop, grade = samples.task.stop, samples.task.grade
-    decode = functools.partial(model.tokenizer.decode, skip_special_tokens=True)
-    texts = [decode(tokens) for tokens in _until_end(model, new)]
+    decode = functools.partial(text_after, model.tokenizer, skip_special_tokens=True)
+    texts = list(map(decode, samples.tokens(rows), _until_end(model, new)))
     scores = [
         grade(ended(text, stop), samples.examples[i])
         for i, text in zip(rows, texts, strict=True)

@@ -36,11 +36,11 @@ def answered(*answers):
 def test_what_follows_an_end_token_or_a_stop_text_is_not_graded(model):
     task = answered("w3", "w3", "w3")
     told = samples.graded(task, model, [0, 1, 2], [[2, 1, 3], [2, 3, 1], [2, 8, 3]])
-    assert told["texts"] == ["w2", "w2 w3", "w2 w8 w3"]
+    assert told["texts"] == [" w2", " w2 w3", " w2 w8 w3"]
     assert [score["said"] for score in told["scores"]] == [0, 1, 0]
     mixed = samples.mixed([task, answered("w4")])
     told = samples.mixed_graded(mixed, model, [0, 1], [[2, 1, 3], [4, 1]])
-    assert told == {"texts": ["w2", "w4"], "scores": [{"said": 0.0}, {"said": 1.0}]}
+    assert told == {"texts": [" w2", " w4"], "scores": [{"said": 0.0}, {"said": 1.0}]}
 
 
 def test_shares_have_wilson_s_interval():

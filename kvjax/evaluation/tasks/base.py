@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvjax.engine.stop_texts import text_after
 from kvjax.types import UserError, real_number, whole_number
 
 _GIVEN = ("tokenizer", "count", "seed")  # to every task, by whoever runs it
@@ -126,8 +127,9 @@ def encode(tokenizer: Any, task: Task, example: Example, room: int) -> Encoded:
     frame = len(_encoded(tokenizer, task, example, ""))
     kept = min(room - frame, len(ids) - 1)
     while kept > 0:
-        head, tail = ids[: (kept + 1) // 2], ids[len(ids) - kept // 2 :]
-        shorter = tokenizer.decode(head) + tokenizer.decode(tail)
+        rest = len(ids) - kept // 2  # where the tail begins
+        head = tokenizer.decode(ids[: (kept + 1) // 2])
+        shorter = head + text_after(tokenizer, ids[:rest], ids[rest:])
         tokens = _encoded(tokenizer, task, example, shorter)
         if len(tokens) <= room:
             return Encoded(tokens, len(whole) - len(tokens))
