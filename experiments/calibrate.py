@@ -1,28 +1,29 @@
 """Measures which share of a text's pairs each head of a model needs.
 
-    python experiments/calibrate.py --model=smollm2-135m-instruct \\
-        --texts='texts/*.txt,python' --ratios=0.5,0.25,0.125 --output=budgets.json
+    python experiments/calibrate.py --model=FOLDER --texts='texts/*.txt,python'
 
+The calibration is kept in the cache folder, where `budget="25%"` finds it for these
+weights; --output names a file instead, for `budgets.make("calibrated", path=FILE)`.
 Texts are cut out of files, and of the documentation of Python's standard library:
 --num_texts windows, as many of each source and from all over it. Prints how sizes
 spread over the heads and how far they depend on the texts, and as the last line on
-stdout one JSON object. --picture draws the shares beside the output.
+stdout one JSON object. --picture draws the shares beside the calibration.
 
 --fit_rounds moves pairs on, from there or from the calibration of --start, to the heads
 that miss them most under `retrieval_heads` (`kvjax.training.fit_heads`, where what
 --fit_even, --fit_chunk and --fit_passages say is told): every round of a ratio takes
 ten seconds a text, after four minutes of compiling. Rounds are kept in
-OUTPUT.rounds.jsonl, and the same command goes on after them.
+CALIBRATION.rounds.jsonl, and the same command goes on after them.
 """
 
 import dataclasses
 import glob
 import hashlib
-import itertools
 import json
 import pathlib
 
 import command_line
+import jax
 import numpy as np
 from absl import flags, logging
 
@@ -37,12 +38,19 @@ from kvjax.training import head_sizes
 from kvjax.types import UserError, real_number, whole_number
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "A name to load.")
-_DTYPE = flags.DEFINE_string("dtype", "float32", "Of the weights.")
-_TEXTS = flags.DEFINE_list("texts", [], "Sources: patterns of files, or python.")
+_DTYPE = flags.DEFINE_string(
+    "dtype",
+    None,
+    "Of the weights; by default bfloat16 where the machine multiplies that, "
+    "else float32.",
+)
+_TEXTS = flags.DEFINE_list("texts", ["python"], "Patterns of files, or python.")
 _HALF = flags.DEFINE_enum(
     "half", "all", ["all", "first", "second"], "Of each source's files, or topics."
 )
-_NUM_TEXTS = flags.DEFINE_integer("num_texts", 16, "Windows of all sources together.")
+_NUM_TEXTS = flags.DEFINE_integer(
+    "num_texts", calibration.NUM_TEXTS, "Windows of all sources together."
+)
 _TOKENS = flags.DEFINE_integer("tokens", 960, "Tokens of each window.")
 _RATIOS = flags.DEFINE_list("ratios", ["0.5", "0.25", "0.125"], "Kept of all pairs.")
 _TARGET = flags.DEFINE_string("target", "repetition", "What scores a pair.")
@@ -52,44 +60,51 @@ _EVEN = flags.DEFINE_float("fit_even", 0.35, "First sizes: 1 is all heads alike.
 _CHUNK = flags.DEFINE_integer("fit_chunk", 32, "Tokens read and dropped at a time.")
 _PASSAGES = flags.DEFINE_float("fit_passages", 0.02, "Weight of repeating passages.")
 _START = flags.DEFINE_string("start", None, "A calibration; nothing is measured then.")
-_OUTPUT = flags.DEFINE_string("output", None, "Where the JSON goes.")
-_PICTURE = flags.DEFINE_bool("picture", False, "Draw the shares, beside the output.")
+_OUTPUT = flags.DEFINE_string("output", None, "A file instead of the cache folder.")
+_PICTURE = flags.DEFINE_bool("picture", False, "Draw the shares, beside the file.")
 
 
 def main(_):
     logging.set_verbosity(logging.WARNING)  # checkpoint libraries are talkative
-    if not _OUTPUT.value:
-        raise UserError("--output is missing: name the file for the calibration")
-    output = pathlib.Path(_OUTPUT.value)
-    if output.is_dir() or not output.absolute().parent.is_dir():
+    output = _OUTPUT.value and pathlib.Path(_OUTPUT.value)
+    if output and (output.is_dir() or not output.absolute().parent.is_dir()):
         raise UserError(f"--output={output}: name a file in a folder that is there")
     if _START.value and not _FIT.value:
         raise UserError("--start goes with --fit_rounds: say how many")
     ratios = [real_number("--ratios", _number(ratio)) for ratio in _RATIOS.value]
     texts = windows(_TEXTS.value, _HALF.value, _NUM_TEXTS.value)
     start = calibrations.Calibration.load(_START.value) if _START.value else None
-    model = kvjax.load(_MODEL.value, _DTYPE.value)
-    made, told = provenance()["provenance"], {"calibration": str(output)}
+    dtype = _DTYPE.value or multiplied_dtype()
+    model = kvjax.load(_MODEL.value, dtype)
+    made, told = provenance()["provenance"], {}
+    versions = ", ".join(f"{name} {v}" for name, v in made["versions"].items())
+    how_made = {"made_by": f"{made['command']}; {versions}"}
     if start is None:
         how = _TARGET.value, _TOKENS.value, _FLOOR.value
         measured = calibration.measure(model, texts, ratios, *how)
-        found = calibrations.average(measured)
+        found = dataclasses.replace(calibrations.average(measured), **how_made)
         told["stability"] = stability_of(measured)
+        if not output:
+            calibrations.keep(found)
     else:
         found = start
     if _FIT.value:
+        how_made |= {"target": calibrations.LOSS}
+    output = output or calibrations.kept_path(dataclasses.replace(found, **how_made))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if _FIT.value:
         asked = {"texts": _TEXTS.value, "half": _HALF.value, "num_texts": len(texts)}
-        asked |= {"dtype": _DTYPE.value}
+        asked |= {"dtype": dtype}
         how = {"even": _EVEN.value, "chunk": _CHUNK.value, "passages": _PASSAGES.value}
         path = output.absolute().with_suffix(".rounds.jsonl")
         given = model, texts, found, ratios, _FIT.value
         with files.locked(path.parent, f"{path.name}.lock"):
             found, every = fitted(*given, path, asked, **how)
         told["fitted"] = every
-    versions = ", ".join(f"{name} {v}" for name, v in made["versions"].items())
-    found = dataclasses.replace(found, made_by=f"{made['command']}; {versions}")
+    found = dataclasses.replace(found, **how_made)
     found.save(output)
-    told |= {"model": found.model, "target": found.target, "sizes": sizes_of(found)}
+    told |= {"calibration": str(output), "model": found.model}
+    told |= {"target": found.target, "sizes": sizes_of(found)}
     told |= {"num_texts": found.num_texts, "accuracy": found.accuracy} | made
     if _PICTURE.value:
         told["picture"] = str(output.with_suffix(".png"))
@@ -145,28 +160,23 @@ def windows(sources, half, count):
     with a word.
     """
     if not sources:
-        raise UserError("--texts is missing: name files by a pattern, or python")
+        raise UserError("--texts is empty: name files by a pattern, or python")
     whole_number("--num_texts", count, len(sources))
     found = []
     for index, source in enumerate(sources):
         documents = documents_of(source)
         middle = len(documents) // 2
         parts = {"first": slice(middle), "second": slice(middle, None)}
-        text = " " + "\n\n".join(documents[parts.get(half, slice(None))])
         wanted = (count + len(sources) - 1 - index) // len(sources)
-        cuts = [len(text) * i // wanted for i in range(wanted + 1)]
-        found += [
-            text[start:end].partition(" ")[2] for start, end in itertools.pairwise(cuts)
-        ]
+        some = documents[parts.get(half, slice(None))]
+        found += calibration.windows(some, wanted)
     return found
 
 
 def documents_of(source):
     """A source's texts, in the order of their names."""
     if source == "python":
-        from pydoc_data.topics import topics
-
-        return [topics[name] for name in sorted(topics)]
+        return calibration.python_documentation()
     paths = sorted(glob.glob(source, recursive=True))
     if not paths:
         raise UserError(f"--texts={source}: there is no such file")
@@ -246,6 +256,17 @@ def picture(found):
     panels[0].set_ylabel("layer")
     figure.colorbar(shown, ax=list(panels), label="share of the head's pairs kept")
     return figure
+
+
+def multiplied_dtype():
+    """bfloat16 where the machine multiplies it in one instruction, else float32."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":  # see docs/decisions.md: only matrix units are faster
+        file = pathlib.Path("/proc/cpuinfo")
+        native = file.exists() and "amx_bf16" in file.read_text()
+    else:  # GPUs from Ampere on, and every TPU
+        native = float(getattr(device, "compute_capability", "8")) >= 8
+    return "bfloat16" if native else "float32"
 
 
 def _number(text):

@@ -120,6 +120,9 @@ class ModelSpec:
         dense.
       ff_groups: equal parts that the 2 F of `gate_up` come in, each its gate's and
         then its up's; as many as devices split them.
+      fingerprint: of the weights that were loaded with it, see
+        `kvjax.models.fingerprints`; empty for a shape alone. Not part of the shape:
+        specs that differ in it are equal, and share programs.
     """
 
     name: str
@@ -154,6 +157,7 @@ class ModelSpec:
     experts: int = 0
     experts_per_token: int = 0
     ff_groups: int = 1
+    fingerprint: str = dataclasses.field(default="", compare=False)
 
     def sliding_window(self, layer: int) -> int:
         """Tokens that a layer's queries see; 0 for all."""

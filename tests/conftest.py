@@ -21,6 +21,7 @@ from testing import array_hints
 install_import_hook("kvjax", f"{array_hints.__name__}.check")
 
 import kvjax
+from kvjax.cache import calibrations
 from kvjax.engine import compiled
 from kvjax.evaluation import roofline
 from kvjax.models import decoder
@@ -29,7 +30,7 @@ from kvjax.types import Model, ModelSpec, UserError
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-_TESTS = itertools.count(1)
+_TESTS, _FOLDERS = itertools.count(1), itertools.count()
 
 
 def often(cases, chosen, others="slow", several=False, rarely=()):
@@ -128,6 +129,14 @@ def _programs_go_with_their_module():
     """Thousands of small executables in one process exhaust its memory maps."""
     yield
     compiled.clear()
+
+
+@pytest.fixture(autouse=True)
+def own_calibrations(monkeypatch, tmp_path_factory):
+    """A folder for each test: not the user's, nor that of another test."""
+    folder = tmp_path_factory.getbasetemp() / f"calibrations{next(_FOLDERS)}"
+    monkeypatch.setattr(calibrations, "own_folder", lambda: folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,16 @@ MAY = {  # from the ground up: a room imports itself and those named here
     "messages": set(),
     "registry": {"types"},
     "tracing": set(),
+    "folders": set(),
     "parallel": {"types", "messages", "tracing"},
     "pallas": {"types"},
     "policies": {"types", "registry"},
     "attention": {"types", "messages", "registry", "tracing", "pallas"},
-    "models": {"types", "messages", "parallel"},
-    "cache": {"types", "messages", "registry", "parallel", "policies", "attention"},
+    "models": {"types", "messages", "folders", "parallel"},
+    "cache": {
+        *("types", "messages", "registry", "folders", "parallel", "policies"),
+        "attention",
+    },
     "engine": {
         *("types", "messages", "registry", "parallel", "policies", "attention"),
         *("cache", "models"),

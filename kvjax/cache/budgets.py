@@ -20,6 +20,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.cache import parts
+from kvjax.cache.schedule import Schedule
+from kvjax.policies import Policy
 from kvjax.registry import Registry
 from kvjax.types import ModelSpec, UserError, real_number, whole_number
 
@@ -41,6 +43,8 @@ class BudgetRule(NamedTuple):
         known.
       of_length: (tokens of the prompts to come) -> the rule that knows it; None where
         it does not matter, or was told before.
+      of_policy: (policy, schedule, mean) -> the policy with what the rule needs of it,
+        and the rule for the two; None where it does not matter, or was told before.
     """
 
     name: str
@@ -49,6 +53,9 @@ class BudgetRule(NamedTuple):
     reallocate: Callable[[np.ndarray, int], Sequence[int]] | None = None
     smallest: Callable[[int], int] | None = None
     of_length: Callable[[int], "BudgetRule"] | None = None
+    of_policy: Callable[[Policy, Schedule, int], tuple[Policy, "BudgetRule"]] | None = (
+        None
+    )
 
     def __repr__(self) -> str:
         return f"BudgetRule({self.name!r})"

@@ -1,55 +1,69 @@
 """Budget rules that share out pairs by what heads needed on a calibration's texts."""
 
 import functools
+import itertools
 import os
 
+from kvjax import policies
 from kvjax.cache import budgets, calibrations
+from kvjax.cache.schedule import Schedule
 from kvjax.types import UserError, real_number, whole_number
+
+_SOME = 8  # pairs that a head keeps at least, beyond pinned ones
 
 
 def calibrated(
     length: int | None = None,
-    path: str | None = None,
-    floor: int = calibrations.FLOOR,
+    path: calibrations.Given = None,
+    floor: int | None = None,
     multiple: int | None = None,
     among: str = "heads",
-    even: float = 0.0,
-    target: str = "repetition",
+    even: float | None = None,
+    target: str | None = None,
 ) -> budgets.BudgetRule:
     """Every head keeps the share that it needed on the calibration's texts.
 
-    Sinks and newest pairs are part of these shares (`calibrations.SINKS`, `NEWEST`),
-    and heads that keep little rest on them: use a rule that keeps them, as in
-    `policies.protect(rule, 4, 16)`. Compiling takes the longer the more sizes there
-    are, so they are multiples of a large number.
+    This is what a share such as `budget="25%"` does where a calibration of the model's
+    weights is known. The first 4 and the newest 16 pairs are part of these shares, and
+    heads that keep little rest on them: without a `floor`, the policy pins these pairs,
+    and `floor` and `even` are chosen for the policy and the schedule. With a `floor`
+    the rule is its sizes alone: pin these pairs by `policies.protect(policy, 4, 16)`.
+
+    Compiling takes the longer the more sizes there are, so they are multiples of a
+    large number.
 
     Args:
       length: tokens of the prompts to come: the mean over it is the ratio, and no head
         keeps more. None is what `make_config` is told.
-      path: of a calibration, see `calibrations.Calibration.save`; None is the one that
-        comes with the package for the model.
-      floor: pairs that every head keeps, or the mean if that is less.
+      path: of a calibration, see `calibrations.Calibration.save`, or the calibration
+        itself; None is the one that is known for the model's weights: the user's own,
+        which `kvjax.calibrate` leaves, or the package's.
+      floor: pairs that every head keeps, or the mean if that is less. None is as many
+        as the policy's pinned pairs and the schedule's evictions need; where the mean
+        is less, all heads keep alike.
       multiple: of which sizes are multiples, see `calibrations.Calibration.sizes`; None
         is the largest power of two up to half of the mean, 8 at least.
       among, even: what shares out pairs, and how far all keep alike, see
-        `calibrations.Calibration.sizes`.
-      target: which of the package's calibrations: by `repetition`, or by `loss`, whose
-        sizes go with `policies.retrieval_heads` (`kvjax.training.fit_heads`); `even` of
-        0.15 finds more of what stood somewhere, 0 predicts best.
+        `calibrations.Calibration.sizes`. `even=None` is `Policy.even` where `floor` is
+        None too, and 0 elsewhere.
+      target: which of the calibrations that are known: by `repetition`, by `attention`,
+        or by `loss`, whose sizes go with `policies.retrieval_heads`
+        (`kvjax.training.fit_heads`); `even` of 0.15 finds more of what stood somewhere,
+        0 predicts best. None is any but `loss`.
 
     Raises:
       UserError: an option out of range; from `allocate`, a file or a model that does
-        not fit, a mean above the length.
+        not fit, no calibration of the model's weights, a mean above the length.
     """
     return _rule("calibrated", length, path, floor, multiple, among, even, target)
 
 
 def ada(
     length: int | None = None,
-    path: str | None = None,
-    floor: int = calibrations.FLOOR,
+    path: calibrations.Given = None,
+    floor: int | None = None,
     multiple: int | None = None,
-    even: float = 0.0,
+    even: float | None = None,
 ) -> budgets.BudgetRule:
     """Every layer keeps the mean, and its heads share that out by what they needed.
 
@@ -70,27 +84,25 @@ def ada(
 
 
 def _rule(
-    name, length, path, floor, multiple, among, even, target="repetition"
+    name, length, path, floor, multiple, among, even, target=None
 ) -> budgets.BudgetRule:
     """The rule of checked options."""
-    if not isinstance(path, str | os.PathLike | None):
+    if not isinstance(path, calibrations.Calibration | str | os.PathLike | None):
         raise UserError(f"{name}(path) is {path!r}: give a calibration's file")
-    if path is not None and target != "repetition":
+    if path is not None and target is not None:
         raise UserError(f"{name}(target={target!r}) is of no file: give path or target")
     if length is not None:
         length = whole_number(f"{name}(length)", length, 1)
+    if floor is not None:
+        floor = whole_number(f"{name}(floor)", floor, 1)
     if multiple is not None:
         multiple = whole_number(f"{name}(multiple)", multiple, 1)
-    return _made(
-        name,
-        length,
-        path,
-        whole_number(f"{name}(floor)", floor, 1),
-        multiple,
-        calibrations.checked_among(among),
-        real_number(f"{name}(even)", even, 0, 1),
-        calibrations.checked_target(target),
-    )
+    if even is not None:
+        even = real_number(f"{name}(even)", even, 0, 1)
+    if target is not None:
+        target = calibrations.checked_target(target)
+    among = calibrations.checked_among(among)
+    return _made(name, length, path, floor, multiple, among, even, target)
 
 
 @functools.cache
@@ -99,17 +111,40 @@ def _made(
 ) -> budgets.BudgetRule:
     """One rule for one set of options: another one would be compiled anew."""
 
+    made = functools.partial(_made, name, multiple=multiple, among=among, target=target)
+
     def allocate(spec, mean):
-        found = calibrations.of_model(spec.name, path, target)
+        found = calibrations.of_model(spec, path, target)
         step = multiple or max(1 << (max(mean // 2, 1).bit_length() - 1), 8)
-        how = {"length": length, "floor": min(floor, mean), "multiple": step}
-        return found.sizes(spec, mean, **how, among=among, even=even).tolist()
+        least = min(floor or calibrations.FLOOR, mean)
+        how = {"length": length, "floor": least, "multiple": step}
+        return found.sizes(spec, mean, **how, among=among, even=even or 0.0).tolist()
 
     def of_length(length):
-        return _made(name, length, path, floor, multiple, among, even, target)
+        return made(length=length, path=path, floor=floor, even=even)
 
-    asks = of_length if length is None else None
-    return budgets.BudgetRule(name, allocate, of_length=asks)
+    def of_policy(policy, schedule, mean):
+        pinned = policies.protect(policy, calibrations.SINKS, calibrations.NEWEST)
+        least = _least(pinned, schedule)
+        if mean < least:  # too few to share out
+            return policy, budgets.uniform()
+        part = policy.even if even is None else even
+        return pinned, made(length=length, path=path, floor=least, even=part)
+
+    return budgets.BudgetRule(
+        name,
+        allocate,
+        of_length=of_length if length is None else None,
+        of_policy=of_policy if floor is None else None,
+    )
+
+
+def _least(policy: policies.Policy, schedule: Schedule) -> int:
+    """The fewest pairs of a head under which policy and schedule can work."""
+    for size in itertools.count(calibrations.FLOOR, _SOME):
+        evict = schedule.of_budget(size).evict_size * schedule.evicts_again
+        if size >= max(policy.num_pinned + evict + _SOME, 2 * evict):
+            return size
 
 
 budgets.register("calibrated", calibrated)

@@ -9,15 +9,20 @@
       |   average          over the texts, with a floor
       v
     Calibration        saved, loaded, and asked for whole sizes
+      |   keep             in the user's folder
+      v
+    find               what was measured on a model's weights, by their fingerprint
 
 Nothing here runs a model.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
 import pathlib
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,17 +30,21 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from kvjax.cache.apportion import apportion, proportional
+from kvjax.folders import cache_dir
 from kvjax.types import ModelSpec, UserError, real_number, whole_number
 
 Rows = tuple[tuple[float, ...], ...]  # [L][K]
 SINKS, NEWEST = 4, 16  # pairs at a text's ends that always count as kept
 FLOOR = 32  # pairs that every head keeps, unless somebody says otherwise
 AMONG = ("heads", "layers", "heads of each layer")  # what shares out pairs
-_SHIPPED = {  # by what pairs were scored by; `loss`: see `kvjax.training.fit_heads`
+LOSS = "loss"  # the target of sizes that `kvjax.training.fit_heads` has moved
+TARGETS = "repetition", "attention", LOSS
+_SHIPPED = {  # by target
     "repetition": pathlib.Path(__file__).with_name("calibrated"),
-    "loss": pathlib.Path(__file__).with_name("fitted"),
+    LOSS: pathlib.Path(__file__).with_name("fitted"),
 }
 _FORMAT = 1
+_OPTIONAL = {"made_by", "similarity", "float16"}
 _GRAIN = 10_000  # shares are whole numbers of these parts
 
 
@@ -45,7 +54,7 @@ class Calibration:
 
     Attributes:
       model: the name in its spec.
-      fingerprint: of its weights, see `kvjax.engine.calibration.fingerprint`.
+      fingerprint: of its weights, see `kvjax.models.fingerprints`.
       target: what pairs were scored by, of `kvjax.engine.calibration.TARGETS`; `loss`
         where sizes came of `kvjax.training.fit_heads`.
       num_texts, tokens: how many texts it was measured on, and of how many tokens.
@@ -57,6 +66,8 @@ class Calibration:
       similarity: of every layer [L], the cosine of the residual stream before and after
         its attention, mean over the texts' tokens; empty where nobody measured it.
       made_by: how, in words.
+      float16: the fingerprint of the same weights loaded as float16; empty where nobody
+        has worked it out.
 
     Raises:
       UserError: a field of another type, shape or range.
@@ -72,9 +83,10 @@ class Calibration:
     shares: tuple[Rows, ...]
     similarity: tuple[float, ...] = ()
     made_by: str = ""
+    float16: str = ""
 
     def __post_init__(self):
-        for name in ("model", "fingerprint", "target", "made_by"):
+        for name in ("model", "fingerprint", "target", "made_by", "float16"):
             if not isinstance(getattr(self, name), str):
                 raise UserError(f"{name} is {getattr(self, name)!r}: give a text")
         whole_number("num_texts", self.num_texts, 1)
@@ -109,26 +121,37 @@ class Calibration:
         """K."""
         return len(self.shares[0][0])
 
-    def check(self, spec: ModelSpec, fingerprint: str | None = None) -> None:
-        """Raises UserError unless it was measured on this model.
+    def fits(self, spec: ModelSpec) -> bool:
+        """Whether it was measured on the weights of a spec, whatever their name.
 
-        Args:
-          spec: the model's shape; its name, layers and KV heads have to be the same.
-          fingerprint: of the model's weights, which have to be the same too; None where
-            nobody has them.
+        Of a shape alone, which has no weights, the name has to be the same.
         """
-        mine = self.model, self.num_layers, self.num_kv_heads
-        if mine != (spec.name, spec.num_layers, spec.num_kv_heads):
-            raise UserError(
-                f"a calibration of {self.model!r} ({self.num_layers} layers of "
-                f"{self.num_kv_heads} KV heads) does not fit {spec.name!r} "
-                f"({spec.num_layers} of {spec.num_kv_heads}): calibrate that model"
-            )
-        if fingerprint not in (None, self.fingerprint):
+        if spec.fingerprint:
+            same = spec.fingerprint in (self.fingerprint, self.float16)
+        else:
+            same = spec.name == self.model
+        return same and self._has_heads_of(spec)
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises UserError unless it `fits`."""
+        if self.fits(spec):
+            return
+        if spec.fingerprint and self._has_heads_of(spec):
             raise UserError(
                 f"a calibration of {self.model!r} was made with other weights "
-                f"({self.fingerprint}, not {fingerprint}): calibrate these"
+                f"({self.fingerprint}) than {spec.name!r} has ({spec.fingerprint}): "
+                "calibrate these with kvjax.calibrate"
             )
+        raise UserError(
+            f"a calibration of {self.model!r} ({self.num_layers} layers of "
+            f"{self.num_kv_heads} KV heads) does not fit {spec.name!r} "
+            f"({spec.num_layers} of {spec.num_kv_heads}): calibrate that model with "
+            "kvjax.calibrate"
+        )
+
+    def _has_heads_of(self, spec: ModelSpec) -> bool:
+        mine = self.num_layers, self.num_kv_heads
+        return mine == (spec.num_layers, spec.num_kv_heads)
 
     def shares_at(self, ratio: float) -> Float[np.ndarray, "L K"]:
         """The shares at any ratio above 0, up to 1, float64; their mean is the ratio.
@@ -220,8 +243,11 @@ class Calibration:
         text = head.removesuffix("\n}") + f',\n "similarity": {similarity}'
         text += ',\n "shares": {\n'
         text += "\n  ],\n".join(blocks) + "\n  ]\n }\n}\n"
+        path = pathlib.Path(path)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            pathlib.Path(path).write_text(text, encoding="utf-8")
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
         except OSError as error:
             raise UserError(
                 f"{os.fspath(path)} cannot be written: {error.strerror}; name another "
@@ -245,25 +271,96 @@ class Calibration:
         except (UnicodeDecodeError, UserError) as error:
             why = str(error)
         raise UserError(
-            f"calibration {os.fspath(path)}: {why}; make it with "
-            "experiments/calibrate.py"
+            f"calibration {os.fspath(path)}: {why}; make it with kvjax.calibrate"
         )
 
 
+Given = Calibration | str | os.PathLike | None
+
+
 def of_model(
-    name: str, path: str | os.PathLike | None = None, target: str = "repetition"
+    spec: ModelSpec, given: Given = None, target: str | None = None
 ) -> Calibration:
-    """What a file holds, or without one what comes with the package for a model.
+    """The calibration of a model's weights.
+
+    Args:
+      spec: of the model.
+      given: a calibration or the path of one; None for what `find` finds.
+      target: see `find`.
 
     Raises:
-      UserError: a file that cannot be read; no calibration of that model.
+      UserError: a file that cannot be read, or that is of another model or of other
+        weights; no calibration is known.
     """
-    return Calibration.load(path) if path else shipped(name, target)
+    if given is None:
+        found = find(spec, target)
+        if found is None:
+            raise UserError(
+                f"no calibration {f'by {target} ' if target else ''}of the weights of "
+                f"{spec.name} is known: make it once with kvjax.calibrate(model)"
+            )
+        return found
+    found = given if isinstance(given, Calibration) else Calibration.load(given)
+    found.check(spec)
+    return found
 
 
-def shipped_names(target: str = "repetition") -> tuple[str, ...]:
-    """The models whose calibrations by this target come with the package."""
-    return tuple(sorted(path.stem for path in _SHIPPED[target].glob("*.json")))
+def find(spec: ModelSpec, target: str | None = None) -> Calibration | None:
+    """The calibration of these weights by a target; None where nobody has made it.
+
+    Looks through the user's folder, the newest first, and then through what comes with
+    the package. Warns of files that cannot be read.
+
+    Args:
+      spec: whose fingerprint it goes by, see `Calibration.fits`.
+      target: one of `TARGETS`; None is any but `loss`, whose sizes are for one policy.
+    """
+    changed = lambda path: path.stat().st_mtime_ns
+    own = sorted(own_folder().glob("*.json"), key=changed, reverse=True)
+    came = (path for at in _SHIPPED.values() for path in sorted(at.glob("*.json")))
+    for path in (*own, *came):
+        try:
+            found = _loaded(path, changed(path))
+        except UserError as error:
+            warnings.warn(f"{error}, or delete it", stacklevel=2)
+            continue
+        wanted = found.target == target if target else found.target != LOSS
+        if wanted and found.fits(spec):
+            return found
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _loaded(path: pathlib.Path, changed: int) -> Calibration:
+    return Calibration.load(path)
+
+
+def own_folder() -> pathlib.Path:
+    """The user's calibrations: `calibrations` in the cache folder ($KVJAX_CACHE)."""
+    return cache_dir() / "calibrations"
+
+
+def kept_path(found: Calibration) -> pathlib.Path:
+    """Where `keep` puts a calibration: another one of its weights and target goes."""
+    name = f"{found.model[:64]}-{found.target}-{found.fingerprint}.json"
+    return own_folder() / name
+
+
+def keep(found: Calibration) -> None:
+    """Puts it into the user's folder, where `find` looks.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
+    path = kept_path(found)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{path.parent} cannot be made: {error.strerror}; name another folder by "
+            "KVJAX_CACHE"
+        ) from None
+    found.save(path)
 
 
 def shipped(name: str, target: str = "repetition") -> Calibration:
@@ -272,18 +369,19 @@ def shipped(name: str, target: str = "repetition") -> Calibration:
     Raises:
       UserError: there is none.
     """
-    if name not in (names := shipped_names(checked_target(target))):
+    folder = _SHIPPED.get(checked_target(target))
+    if folder is None or not (path := folder / f"{name}.json").is_file():
         raise UserError(
-            f"no calibration of {name!r} by {target} comes with kvjax, only of "
-            f"{', '.join(names)}: make one with experiments/calibrate.py"
+            f"no calibration of {name!r} by {target} comes with kvjax: make one with "
+            "kvjax.calibrate(model)"
         )
-    return Calibration.load(_SHIPPED[target] / f"{name}.json")
+    return Calibration.load(path)
 
 
 def checked_target(target: Any) -> str:
-    """`target`; UserError unless calibrations by it come with the package."""
-    if target not in _SHIPPED:
-        raise UserError(f"target is {target!r:.80}: use one of {tuple(_SHIPPED)}")
+    """`target`; UserError unless it is one of `TARGETS`."""
+    if target not in TARGETS:
+        raise UserError(f"target is {target!r:.80}: use one of {TARGETS}")
     return target
 
 
@@ -296,6 +394,7 @@ class Measured(NamedTuple):
       shares: [N, R, L, K] of N texts and R ratios.
       similarity: [N, L], see `Calibration`.
       accuracy: [N], see `Calibration`.
+      float16: see `Calibration`.
     """
 
     model: str
@@ -307,6 +406,7 @@ class Measured(NamedTuple):
     shares: Float[np.ndarray, "N R L K"]
     similarity: Float[np.ndarray, "N L"]
     accuracy: np.ndarray
+    float16: str = ""
 
 
 def kept_shares(
@@ -343,6 +443,7 @@ def average(measured: Measured) -> Calibration:
             for mean, ratio in zip(means, measured.ratios, strict=True)
         ),
         similarity=_tuples(np.mean(measured.similarity, 0, np.float64).round(4)),
+        float16=measured.float16,
     )
 
 
@@ -446,7 +547,7 @@ def _fields(found: Any) -> dict[str, Any]:
     if found.pop("format", None) != _FORMAT:
         raise UserError(f"its format is not {_FORMAT}")
     names = {field.name for field in dataclasses.fields(Calibration)} - {"ratios"}
-    if lacking := sorted(names - {"made_by", "similarity"} - set(found)):
+    if lacking := sorted(names - _OPTIONAL - set(found)):
         raise UserError(f"it has no {', '.join(lacking)}")
     if unknown := sorted(set(found) - names):
         raise UserError(f"it has an unknown field {unknown[0]!r}")

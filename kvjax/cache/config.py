@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.attention import backends
-from kvjax.cache import budgets, codecs, layouts, parts, sizing
+from kvjax.cache import budgets, calibrations, codecs, layouts, parts, sizing
 from kvjax.cache import offload as offloading
 from kvjax.cache.schedule import Schedule
 from kvjax.policies import base, checks
@@ -208,7 +208,7 @@ def make_config(
     budget: int | str | Sequence[int | Sequence[int]] | None,
     schedule: Schedule | str | None = None,
     *,
-    budget_rule: budgets.BudgetRule | str | None = None,
+    budget_rule: budgets.BudgetRule | calibrations.Calibration | str | None = None,
     length: int | None = None,
     codec: codecs.Codec | str = codecs.identity,
     layout: layouts.Layout | str = layouts.DEFAULT,
@@ -225,10 +225,10 @@ def make_config(
       schedule: one, or the name of its phases; None is Batch-Max's Algorithm 1, or the
         full cache without a policy.
       budget_rule: shares out `budget`, then the mean, between layers, see
-        `kvjax.cache.budgets`, or its name; None is the same for all, but for a share:
-        of that heads keep what they need where a calibration of the model comes with
-        the package, as evenly as `Policy.even` says, see
-        `kvjax.cache.by_need.calibrated`, and the policy pins the first 4 and the
+        `kvjax.cache.budgets`, or its name, or what `kvjax.calibrate` returned; None is
+        the same for all, but for a share: of that heads keep what they need where a
+        calibration of the model's weights is known, as evenly as `Policy.even` says,
+        see `kvjax.cache.by_need.calibrated`, and the policy pins the first 4 and the
         newest 16 pairs.
       length: tokens of the prompts to come, of which a budget may be a share, and
         which some budget rules ask for.
@@ -273,8 +273,10 @@ def make_config(
     if isinstance(budget, str):
         given, budget = budget, sizing.share_of(spec, budget, length)
         if budget_rule is None:
-            policy, budget_rule = sizing.by_heads(spec, policy, schedule, given, length)
-    rule, per_layer = sizing.of_layers(spec, budget, budget_rule, schedule, length)
+            budget_rule = sizing.by_heads(spec, policy, given)
+    policy, rule, per_layer = sizing.of_layers(
+        spec, policy, budget, budget_rule, schedule, length
+    )
     possible = budgets.possible(rule, per_layer)
     schedule = schedule.of_budget(min(possible))
     later = possible - parts.different(per_layer)

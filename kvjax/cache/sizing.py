@@ -1,6 +1,5 @@
 """How a budget becomes sizes: shares of a prompt, rules, and what is too small."""
 
-import math
 import re
 from collections.abc import Sequence
 
@@ -17,18 +16,17 @@ _GIVE = (
     "give pairs per head as one int, or for every layer one int or one per head, or a "
     "share of the prompt such as '25%'"
 )
-_EVICT = 16  # pairs that an eviction of small heads drops, see `Schedule.of_budget`
-_SOME = 8  # pairs that a head keeps at least, beyond pinned ones
 
 
 def of_layers(
     spec: ModelSpec,
+    policy: policies.Policy,
     budget: int | Sequence[int | Sequence[int]],
-    rule: budgets.BudgetRule | str | None,
+    rule: budgets.BudgetRule | calibrations.Calibration | str | None,
     schedule: Schedule,
     length: int | None,
-) -> tuple[budgets.BudgetRule, tuple[parts.Sizes, ...]]:
-    """The rule that shares out a budget, and the sizes that it begins with.
+) -> tuple[policies.Policy, budgets.BudgetRule, tuple[parts.Sizes, ...]]:
+    """The policy as the budget rule needs it, the rule, and the sizes to begin with.
 
     Raises:
       UserError: no whole numbers, or other than one per layer or head; a rule beside
@@ -37,14 +35,18 @@ def of_layers(
     """
     if isinstance(budget, int | np.integer) and not isinstance(budget, bool):
         budget = int(budget)
+        if isinstance(rule, calibrations.Calibration):
+            rule = by_need.calibrated(path=rule)
         rule = budgets.for_prompts(budgets.make(rule or "uniform"), length)
+        if rule.of_policy:
+            policy, rule = rule.of_policy(policy, schedule, budget)
         if rule.reallocate and schedule.evicts_in_prefill:
             raise UserError(
                 f"budget rule {rule.name!r} changes sizes once the prompt is in, where "
                 f"the schedule {schedule.phases!r} no longer has all its pairs: use "
                 "'after_prefill' or 'decode_only'"
             )
-        return rule, budgets.allocated(rule, spec, budget)
+        return policy, rule, budgets.allocated(rule, spec, budget)
     if not np.iterable(budget):
         raise UserError(f"budget is {budget!r}: {_GIVE}")
     budget = tuple(_layer_sizes(spec, sizes) for sizes in budget)
@@ -58,7 +60,7 @@ def of_layers(
             f"{len(budget)} budgets for the {spec.num_layers} layers of {spec.name}: "
             "give one int, or one per layer"
         )
-    return budgets.explicit(budget), budget
+    return policy, budgets.explicit(budget), budget
 
 
 def share(budget: str) -> float:
@@ -125,37 +127,20 @@ def within_windows(
 
 
 def by_heads(
-    spec: ModelSpec,
-    policy: policies.Policy,
-    schedule: Schedule,
-    budget: str,
-    length: int,
-) -> tuple[policies.Policy, budgets.BudgetRule]:
-    """Sizes by head where they are known for the model, else all alike.
-
-    A calibration counts a text's first and newest pairs as kept, so the rule pins them:
-    a small head without them makes more harm than large ones mend.
-    """
+    spec: ModelSpec, policy: policies.Policy, budget: str
+) -> budgets.BudgetRule:
+    """Sizes by head where they are known for the model's weights, else all alike."""
     if policy.needs_all_heads:
-        return policy, budgets.uniform()
-    if spec.name not in calibrations.shipped_names():
-        warn(
-            f"budget {budget!r} keeps the same in every head, as no calibration of "
-            f"{spec.name} comes with kvjax. Heads that keep what they need find more: "
-            "experiments/calibrate.py measures it, and "
-            "budget_rule=budgets.make('calibrated', path=...) takes it; "
-            "budget_rule='uniform' says that this is meant",
-        )
-        return policy, budgets.uniform()
-    pinned = policies.protect(policy, calibrations.SINKS, calibrations.NEWEST)
-    chunk = schedule.prefill_chunk if schedule.evicts_in_prefill else None
-    evict = schedule.evict_size or chunk or _EVICT
-    evict *= schedule.evicts_again
-    least = max(pinned.num_pinned + evict + _SOME, 2 * evict)
-    floor = max(calibrations.FLOOR, math.ceil(least / _SOME) * _SOME)
-    if share_of(spec, budget, length) < floor:  # too few to share out
-        return policy, budgets.uniform()
-    return pinned, by_need.calibrated(length, floor=floor, even=policy.even)
+        return budgets.uniform()
+    if calibrations.find(spec):
+        return by_need.calibrated()
+    warn(
+        f"budget {budget!r} keeps the same in every head, as no calibration of the "
+        f"weights of {spec.name} is known. Heads that keep what they need find more: "
+        "kvjax.calibrate(model) measures it once, and the same budget takes it from "
+        "then on; budget_rule='uniform' says that this is meant",
+    )
+    return budgets.uniform()
 
 
 def _layer_sizes(spec: ModelSpec, given: int | Sequence[int]) -> parts.Sizes:

@@ -29,7 +29,7 @@ def squeeze(
     p: float = 0.35,
     least: int = 1,
     source: str = "prompts",
-    path: str | None = None,
+    path: calibrations.Given = None,
     capped: bool = False,
     length: int | None = None,
 ) -> budgets.BudgetRule:
@@ -58,8 +58,9 @@ def squeeze(
       least: pairs per head that G3 keeps at least, such as a policy's pinned pairs and
         some more.
       source: whose cosines: the `prompts`' own, or a `calibration`'s.
-      path: of the calibration, see `calibrations.Calibration.save`; None is the one
-        that comes with the package for the model.
+      path: of the calibration, or the calibration itself, see
+        `kvjax.cache.by_need.calibrated`; None is the one that is known for the model's
+        weights.
       capped: no layer keeps more than `length`, and G3 shares what that leaves over,
         which is not in the paper.
       length: tokens of the prompts to come, of `capped` alone. None is what
@@ -79,7 +80,7 @@ def squeeze(
         )
     if source not in SOURCES:
         raise UserError(f"squeeze(source={source!r:.80}): use one of {SOURCES}")
-    if not isinstance(path, str | os.PathLike | None):
+    if not isinstance(path, calibrations.Calibration | str | os.PathLike | None):
         raise UserError(f"squeeze(path) is {path!r}: give a calibration's file")
     if path is not None and source != "calibration":
         raise UserError(f"squeeze(path={path!r}) goes with source='calibration'")
@@ -125,14 +126,13 @@ def _squeeze(
     )
 
 
-def _calibrated(spec: ModelSpec, path: str | os.PathLike | None) -> np.ndarray:
+def _calibrated(spec: ModelSpec, path: calibrations.Given) -> np.ndarray:
     """A calibration's cosines, float64[L]."""
-    found = calibrations.of_model(spec.name, path)
-    found.check(spec)
+    found = calibrations.of_model(spec, path)
     if not found.similarity:
         raise UserError(
             f"the calibration of {found.model!r} has no similarity of layers, which "
-            "squeeze needs: make it anew with experiments/calibrate.py"
+            "squeeze needs: make it anew with kvjax.calibrate"
         )
     return np.asarray(found.similarity, np.float64)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvjax import cache, messages
 from kvjax.cache.budgets import BudgetRule
+from kvjax.cache.calibrations import Calibration
 from kvjax.cache.codecs import Codec
 from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.offload import Offload
@@ -19,7 +20,7 @@ from kvjax.engine.planner import Plan, device_memory, plan_job
 from kvjax.engine.runner import generate_batches
 from kvjax.engine.sampling import Sampling
 from kvjax.engine.steps import NO_EOS
-from kvjax.models import placement, weights
+from kvjax.models import fingerprints, placement, weights
 from kvjax.parallel import axes, meshes
 from kvjax.policies import Policy
 from kvjax.types import Model, ModelSpec, UserError, whole_number
@@ -74,7 +75,7 @@ def generate(
     truncate: str = "error",
     memory_gb: float | None = None,
     codec: Codec | str = "identity",
-    budget_rule: BudgetRule | str | None = None,
+    budget_rule: BudgetRule | Calibration | str | None = None,
     implementation: str | None = None,
     eviction: str = "in_place",
     offload: Offload | int | None = None,
@@ -106,10 +107,10 @@ def generate(
         cache.
       budget: |kv|, pairs per head: an int for all, or for every layer an int or one per
         head; or a share of the longest prompt, as "25%", of which heads keep what they
-        need where that is known for the model, first and newest pairs among it. Layers
-        with a sliding window never take more than it and one block of tokens; of a
-        share, or with a budget rule, the rest goes to the other layers. The full cache
-        pays no heed to it.
+        need where that is known for the model's weights (`kvjax.calibrate` finds it
+        out), first and newest pairs among it. Layers with a sliding window never take
+        more than it and one block of tokens; of a share, or with a budget rule, the
+        rest goes to the other layers. The full cache pays no heed to it.
       schedule: when pairs go, or the name of its phases; None is Batch-Max's
         Algorithm 1.
       max_new_tokens: most tokens per completion.
@@ -123,8 +124,8 @@ def generate(
       memory_gb: see `kvjax.engine.planner.device_memory`.
       codec: how pairs are stored, of `kvjax.cache.codecs`, or its name.
       budget_rule: shares out `budget`, then the mean, between layers and heads, of
-        `kvjax.cache.budgets`, or its name ("squeeze", "pyramid"); None is the same for
-        all, or as above for a share.
+        `kvjax.cache.budgets`, or its name ("squeeze", "pyramid"), or what
+        `kvjax.calibrate` returned; None is the same for all, or as above for a share.
       implementation: which attention runs, see `kvjax.attention.backends`; None is the
         best there is.
       eviction: how a layer makes room, see `kvjax.cache.CacheConfig`: new pairs move
@@ -157,7 +158,7 @@ def generate(
     seed = whole_number("seed", seed, 0, _SEEDS)
     tokens = _fitted(model, tokenize(model, prompts), new, truncate)
     longest = max(map(len, tokens))
-    config = _config(model.spec, policy, budget, schedule, how | {"length": longest})
+    config = _config(model, policy, budget, schedule, how | {"length": longest})
     prompt = compiled.bucket(model.spec, config, longest, new)
     eos = NO_EOS if ignore_eos else end_tokens(model)
     job = compiled.job_of(model, config, prompt, new, sampling, eos)
@@ -214,7 +215,7 @@ def plan(
     longest = spec.context_length - new if prompt_tokens is None else prompt_tokens
     longest = whole_number("prompt_tokens", longest, 1)
     options = {"length": longest} | options
-    config = _config(spec, policy, budget, schedule, options)
+    config = _config(model, policy, budget, schedule, options)
     prompt = compiled.bucket(spec, config, longest, new)
     if isinstance(model, Model):
         job = compiled.job_of(model, config, prompt, new)
@@ -228,8 +229,12 @@ def plan(
         return plan_job(job, device_memory(memory_gb), most, say)
 
 
-def _config(spec: ModelSpec, policy, budget, schedule, options) -> CacheConfig:
-    """What is kept; the full cache pays no heed to a budget, nor to its rule."""
+def _config(model: Model | ModelSpec, policy, budget, schedule, options) -> CacheConfig:
+    """What is kept; the full cache pays no heed to a budget, nor to its rule.
+
+    A model's weights may be others than it was loaded with: their fingerprint counts.
+    """
+    spec = fingerprints.marked(model) if isinstance(model, Model) else model
     if policy is None:
         budget, options = None, options | {"budget_rule": None}
     return make_config(spec, policy, budget, schedule, **options)

@@ -7,8 +7,9 @@ which share of them is whose.
 """
 
 import functools
-import hashlib
+import itertools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -25,9 +26,11 @@ from kvjax.cache import calibrations, squeeze
 from kvjax.cache.calibrations import FLOOR, NEWEST, SINKS, Calibration, Measured
 from kvjax.engine import api, compiled
 from kvjax.models import decoder, placement
+from kvjax.models.fingerprints import fingerprint
 from kvjax.parallel import axes, meshes
 from kvjax.types import Model, ModelSpec, PyTree, Scoring, UserError, whole_number
 
+NUM_TEXTS = 16  # windows of Python's documentation, where nobody gives texts
 INSTRUCTION = "\n\nRepeat the previous context exactly.\n\n"
 _PIECE = 128  # queries at a time: their weights are all that is ever held
 _WEIGHTS = frozenset({"attn_weights"})
@@ -61,7 +64,7 @@ TARGETS = {"repetition": _repetition, "attention": _attention}
 
 def calibrate(
     model: Model,
-    texts: Sequence[api.Prompt],
+    texts: Sequence[api.Prompt] | None = None,
     ratios: Sequence[float] = (0.5, 0.25, 0.125),
     *,
     target: str = "repetition",
@@ -69,7 +72,12 @@ def calibrate(
     floor: int = FLOOR,
     show_progress: bool | None = None,
 ) -> Calibration:
-    """Which share of a text's pairs each head needs, on the mean of some texts.
+    """Measures which share of a text's pairs each head needs, and keeps it.
+
+    From then on a share such as `budget="25%"` is shared out by it, wherever these
+    weights are loaded: they are known by their fingerprint. It is kept as a file in
+    `calibrations` of the cache folder ($KVJAX_CACHE), where another calibration of the
+    same weights by the same target takes its place.
 
     For every text and ratio one threshold over all layers and heads keeps exactly the
     ratio of all pairs: a head's share is what is kept of its own. The first 4 and the
@@ -79,7 +87,8 @@ def calibrate(
     Args:
       model: from `kvjax.load`.
       texts: texts or token ids, of `tokens` tokens or more each; eight that are like
-        those to come do.
+        those to come do. None is 16 windows of the documentation that comes with
+        Python.
       ratios: pairs kept of all pairs, falling, between 1 and 0.
       target: what makes a pair worth keeping: `repetition`, being looked at when the
         text is repeated; `attention`, being looked at while it is read.
@@ -87,13 +96,41 @@ def calibrate(
       floor: pairs of a text that every head keeps at every ratio.
       show_progress: see `kvjax.messages.progress`.
 
+    Returns:
+      What was measured: also a `budget_rule`, and `save` writes it elsewhere.
+
     Raises:
       UserError: a text that is too short, tokens that exceed the model's context, a
         ratio too small for `floor`, an unknown target, a model without tokenizer whose
         text is to be repeated. All before anything is compiled.
     """
+    if texts is None:
+        texts = windows(python_documentation(), NUM_TEXTS)
     given = model, texts, ratios, target, tokens, floor, show_progress
-    return calibrations.average(measure(*given))
+    found = calibrations.average(measure(*given))
+    try:
+        calibrations.keep(found)
+    except UserError as error:
+        warnings.warn(
+            f"the calibration is only returned, not kept: {error}", stacklevel=2
+        )
+    return found
+
+
+def python_documentation() -> list[str]:
+    """The topics of Python's own reference, in the order of their names."""
+    from pydoc_data.topics import topics
+
+    return [topics[name] for name in sorted(topics)]
+
+
+def windows(documents: Sequence[str], count: int) -> list[str]:
+    """Texts of about equal length from all over documents; each begins with a word."""
+    text = " " + "\n\n".join(documents)
+    cuts = [len(text) * i // count for i in range(count + 1)]
+    return [
+        text[start:end].partition(" ")[2] for start, end in itertools.pairwise(cuts)
+    ]
 
 
 def measure(
@@ -105,7 +142,7 @@ def measure(
     floor: int,
     show_progress: bool | None = None,
 ) -> Measured:
-    """What `calibrate` averages: the shares of each text by itself.
+    """What `calibrate` averages: the shares of each text by itself. Keeps nothing.
 
     Args, raises: see `calibrate`, whose defaults are nobody else's.
     """
@@ -135,6 +172,7 @@ def measure(
         shares=np.asarray(shares),
         similarity=np.asarray([found.similarity for found in every]),
         accuracy=np.asarray([found.accuracy for found in every]),
+        float16=fingerprint(model, rounded_to=jnp.dtype(jnp.float16)),
     )
 
 
@@ -309,17 +347,3 @@ def _accuracy(
     likeliest = lambda some: jnp.argmax(decoder.logits(params, some, spec), axis=-1)
     found = lax.map(likeliest, cut).reshape(-1)[:count]
     return jnp.mean(found == tokens[0, first + 1 : last])
-
-
-def fingerprint(model: Model) -> str:
-    """16 hexadecimal digits that tell a model's weights from another's.
-
-    Of the embedding's first row, and of the first columns of the first and last layer's
-    `qkv`, as bfloat16, so that it does not depend on the dtype that was loaded.
-    """
-    layers = model.params["layers"]
-    columns = (layer["qkv"][:, 0] for layer in (layers[0], layers[-1]))
-    digest = hashlib.sha256()
-    for some in (model.params["embed"][0], *columns):
-        digest.update(axes.to_host(some.astype(jnp.bfloat16)).tobytes())
-    return digest.hexdigest()[:16]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import parts
+from kvjax.cache.config import CacheConfig
 from kvjax.engine import compiled
 from kvjax.engine.compiled import Job, Programs
 from kvjax.messages import Say, silent
@@ -104,7 +105,7 @@ def plan_job(
             limit, batch = why, most
     while batch > 0:
         planned = dataclasses.replace(job, batch=batch)
-        say(f"compiling for a batch of {batch}", 0)
+        say(f"compiling for a batch of {batch}{_price(job.config)}", 0)
         try:
             peaks = phase_bytes(planned)
         except jax.errors.JaxRuntimeError as error:
@@ -316,6 +317,25 @@ def _estimate(job: Job, batch: int) -> dict[str, int]:
     more = {phase: weights + before[phase] - after[phase] for phase in before}
     more["compact"] = more["prefill"] + before["decode"] - after["decode"]
     return {phase: peak + more[phase] for phase, peak in _probed(short).items()}
+
+
+def _price(config: CacheConfig) -> str:
+    """What compiling costs where heads differ: a part, and above all another shape.
+
+    Seconds of reading and decoding of SmolLM2 on a Xeon, see docs/decisions.md.
+    """
+    if not config.budget or len(parts.different(config.budget)) == 1:
+        return ""
+    shapes = [
+        (parts.size_of(sizes, heads), heads and len(heads))
+        for sizes in config.budget
+        for heads in parts.of_sizes(sizes)
+    ]
+    seconds = len(shapes) + 2.5 * len(set(shapes))
+    return (
+        f": heads of {len(parts.different(config.budget))} sizes, about {seconds:.0f} "
+        "s of CPU time unless cached"
+    )
 
 
 def _largest_layers(job: Job, count: int) -> Job:

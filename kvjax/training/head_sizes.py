@@ -31,13 +31,11 @@ from kvjax.cache import calibrations, parts
 from kvjax.cache.apportion import proportional
 from kvjax.cache.calibrations import NEWEST, SINKS, Calibration
 from kvjax.engine import api, compiled
-from kvjax.engine.calibration import fingerprint
-from kvjax.models import decoder
+from kvjax.models import decoder, fingerprints
 from kvjax.training import streaming
 from kvjax.training.streaming import Reader
 from kvjax.types import Model, ModelSpec, PyTree, UserError, real_number, whole_number
 
-TARGET = "loss"  # of the calibrations that come of it
 PASSAGES, PASSAGE = 5, 48  # how many are repeated, and of how many tokens
 PROMPTING = 12  # a passage's first tokens, from which the rest has to follow
 INSTRUCTION = "\n\nRepeat parts of the previous context exactly.\n\n"
@@ -132,7 +130,8 @@ def fit_heads(
         the model's context with the passages, an option out of range, a ratio or a
         floor that leaves nothing to move; a model without a tokenizer.
     """
-    calibration.check(model.spec, fingerprint(model))
+    spec = fingerprints.marked(model)
+    calibration.check(spec)
     ratios = calibrations.checked_ratios(
         calibration.ratios if ratios is None else ratios
     )
@@ -143,7 +142,7 @@ def fit_heads(
     whole_number("rounds", rounds, 1)
     length, shares = calibration.tokens, []
     how = {"length": length, "floor": floor, "even": even}
-    sizes = (calibration.sizes(model.spec, mean, **how) for mean in means)
+    sizes = (calibration.sizes(spec, mean, **how) for mean in means)
     firsts = [found.astype(np.float64) for found in sizes]
     read = excerpts(model, texts, length, seed, chunk)
     compiled.keep_compiled()
@@ -162,7 +161,7 @@ def fit_heads(
             )
     return dataclasses.replace(
         calibration,
-        target=TARGET,
+        target=calibrations.LOSS,
         num_texts=len(read),
         ratios=ratios,
         shares=tuple(shares),

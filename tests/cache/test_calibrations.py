@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from kvjax.cache.calibrations import Calibration, Measured
 
 RNG = np.random.default_rng(0)
 SPEC = tiny_spec()
+MINE = "0123456789abcdef"
 HALF = ((0.9, 0.5), (0.4, 0.2))
 EIGHTH = ((0.3, 0.1), (0.05, 0.05))
 
@@ -21,7 +23,7 @@ EIGHTH = ((0.3, 0.1), (0.05, 0.05))
 def calibration(**changes):
     fields = {
         "model": "tiny",
-        "fingerprint": "0123456789abcdef",
+        "fingerprint": MINE,
         "target": "repetition",
         "num_texts": 3,
         "tokens": 960,
@@ -289,21 +291,86 @@ def test_no_such_sizes(mean, changes, words):
 
 
 @pytest.mark.parametrize(
-    ("spec", "weights", "words"),
+    ("changes", "words"),
     [
-        (tiny_spec(name="other"), None, "'tiny' .* does not fit 'other'"),
-        (tiny_spec(num_layers=3), None, r"2 layers of 2 .* \(3 of 2\)"),
-        (tiny_spec(num_kv_heads=3), None, "2 of 3"),
-        (SPEC, "0" * 16, "other weights"),
+        ({"name": "other"}, "'tiny' .* does not fit 'other'"),
+        ({"num_layers": 3}, r"2 layers of 2 .* \(3 of 2\)"),
+        ({"num_kv_heads": 3}, "2 of 3"),
+        ({"fingerprint": "0" * 16}, r"other weights \(0123\w+\) than 'tiny' has \(000"),
+        ({"fingerprint": MINE, "num_layers": 3}, r"\(3 of 2\)"),
     ],
 )
-def test_another_model(spec, weights, words):
-    calibration().check(SPEC, "0123456789abcdef")
-    with pytest.raises(UserError, match=words):
-        calibration().check(spec, weights)
-    if weights is None:
-        with pytest.raises(UserError, match=words):
-            calibration().sizes(spec, 64, length=960)
+def test_another_model(changes, words):
+    for use in (Calibration.check, lambda *of: Calibration.sizes(*of, 64, length=960)):
+        with pytest.raises(UserError, match=f"{words}.*kvjax.calibrate"):
+            use(calibration(), tiny_spec(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"fingerprint": MINE}, {"fingerprint": "f16", "name": "9d2c1f0a"}]
+)
+def test_the_same_model(changes):
+    """By its weights, whatever their name; by its name where nobody has weights."""
+    calibration(float16="f16").check(tiny_spec(**changes))
+
+
+# --- The user's folder ----------------------------------------------------------------
+
+
+def test_what_is_kept_is_found_by_its_weights(own_calibrations):
+    spec = tiny_spec(name="renamed", fingerprint=MINE)
+    assert calibrations.find(spec) is None
+    calibrations.keep(calibration(fingerprint="0" * 16))
+    assert calibrations.find(spec) is None
+    calibrations.keep(calibration())
+    assert calibrations.find(spec) == calibration()
+    assert calibrations.find(SPEC) is not None  # by its name: it has no weights
+    assert calibrations.find(tiny_spec(fingerprint="1" * 16)) is None
+
+
+def test_the_newest_is_found(own_calibrations):
+    """One of the same target takes the other's place; another target stands beside."""
+    first, again = calibration(), calibration(made_by="again")
+    other, moved = calibration(target="attention"), calibration(target="loss")
+    for age, found in ((3, first), (2, again), (1, moved), (4, other)):
+        calibrations.keep(found)
+        path = calibrations.kept_path(found)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    assert len(list(own_calibrations.iterdir())) == 3
+    assert calibrations.find(SPEC) == again  # sizes by loss are for one policy
+    assert calibrations.find(SPEC, "attention") == other
+    assert calibrations.find(SPEC, "loss") == moved
+    os.utime(calibrations.kept_path(other), (1e9, 1e9))
+    assert calibrations.find(SPEC) == other
+
+
+def test_a_damaged_file_is_passed_over(own_calibrations):
+    calibrations.keep(calibration())
+    broken = own_calibrations / "a.json"
+    broken.write_text("{")
+    with pytest.warns(UserWarning, match=r"a\.json: no JSON, .*, or delete it"):
+        assert calibrations.find(SPEC) == calibration()
+
+
+def test_the_user_s_own_goes_before_the_package_s(own_calibrations):
+    came = calibrations.shipped("smollm2-135m-instruct")
+    spec = tiny_spec(num_layers=30, num_kv_heads=3, fingerprint=came.fingerprint)
+    assert calibrations.find(spec) == came
+    mine = dataclasses.replace(came, model="mine", made_by="me")
+    calibrations.keep(mine)
+    assert calibrations.find(spec) == mine
+
+
+def test_the_folder_follows_the_cache_s(monkeypatch, tmp_path):
+    monkeypatch.undo()  # of the folder that every test has
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+    assert calibrations.own_folder() == tmp_path / "calibrations"
+
+
+def test_a_folder_that_cannot_be_made(own_calibrations):
+    own_calibrations.write_text("a file")
+    with pytest.raises(UserError, match=r"cannot be made: File exists; .*KVJAX_CACHE"):
+        calibrations.keep(calibration())
 
 
 # --- Files ----------------------------------------------------------------------------
@@ -398,7 +465,7 @@ def refused(path, words):
         Calibration.load(path)
     line = str(caught.value)
     assert line.startswith(f"calibration {path}: ") and words in line, line
-    assert "\n" not in line and "experiments/calibrate.py" in line
+    assert "\n" not in line and line.endswith("make it with kvjax.calibrate")
 
 
 def test_files_from_before_layers_were_compared(tmp_path):
@@ -406,6 +473,7 @@ def test_files_from_before_layers_were_compared(tmp_path):
     calibration().save(path)
     told = json.loads(path.read_text(encoding="utf-8"))
     told.pop("similarity")
+    told.pop("float16")
     path.write_text(json.dumps(told), encoding="utf-8")
     assert Calibration.load(path) == calibration(similarity=())
 
@@ -421,7 +489,7 @@ def test_shipped():
     assert found.ratios == (0.5, 0.25, 0.125) and found.num_texts == 16
     sizes = np.sort(np.ravel(found.shares[1])) * found.tokens
     assert sizes[0] >= 32 and sizes[-1] > 800 and np.median(sizes) < 240
-    with pytest.raises(UserError, match=r"no calibration of 'gpt'.*smollm2-135m-inst"):
+    with pytest.raises(UserError, match=r"no calibration of 'gpt'.*kvjax.calibrate"):
         calibrations.shipped("gpt")
 
 

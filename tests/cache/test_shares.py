@@ -77,7 +77,8 @@ def test_a_share_is_uniform_where_heads_may_not_differ():
 
 
 def test_other_models_are_told_the_command(tiny):
-    with pytest.warns(UserWarning, match=r"no calibration of tiny.*calibrate\.py"):
+    words = r"no calibration of the weights of tiny .*kvjax\.calibrate\(model\)"
+    with pytest.warns(UserWarning, match=words):
         made = config("50%", spec=tiny.spec, length=64)
     assert made.budget == (32, 32)
     prompts = [[1, 2, 3] * 20, [4] * 30]
@@ -89,16 +90,70 @@ def test_other_models_are_told_the_command(tiny):
     assert plan.job.config.budget == (30, 30)
 
 
+def own(**changes):
+    """A calibration of the tiny model, by its name."""
+    fields = {
+        "model": "tiny",
+        "fingerprint": "1" * 16,
+        "ratios": (0.5,),
+        "shares": (((0.25, 0.75), (0.625, 0.375)),),
+        "similarity": (),
+    }
+    return dataclasses.replace(calibrations.shipped(NAME), **(fields | changes))
+
+
+@pytest.mark.parametrize("policy", ["key_diff", "retrieval_heads", "snapkv"])
+@pytest.mark.parametrize("percent", ["50%", "25%", "12.5%"])
+def test_a_path_is_a_share(tmp_path, policy, percent):
+    """A file of the user's gives what the same calibration of the package does."""
+    path, shipped = tmp_path / "mine.json", calibrations.shipped(NAME)
+    shipped.save(path)
+    spec = dataclasses.replace(SPEC, fingerprint=shipped.fingerprint)
+    how = {"policy": getattr(policies, policy)(), "length": 1000, "spec": spec}
+    expected = config(percent, **how)
+    assert expected.policy.name.startswith("protect(") and len(set(expected.budget)) > 1
+    for rule in (
+        budgets.make("calibrated", path=str(path)),
+        budgets.make("calibrated", path=path, target=None),
+        shipped,
+    ):
+        made = config(percent, budget_rule=rule, **how)
+        assert made.budget == expected.budget and made.policy == expected.policy
+        assert made.schedule == expected.schedule
+        pairs = round(float(percent[:-1]) * 10)
+        assert config(pairs, budget_rule=rule, **how).budget == expected.budget
+
+
+def test_a_floor_leaves_the_policy_alone():
+    made = config(250, length=1000, budget_rule=budgets.make("calibrated", floor=40))
+    assert made.policy == policies.key_diff() and sizes(made).min() == 40
+    rule = budgets.make("calibrated", floor=40)
+    heads = config(250, policies.retrieval_heads(), length=1000, budget_rule=rule)
+    assert heads.budget == made.budget  # nor does it ask how even
+
+
+def test_weights_that_were_calibrated(tiny, own_calibrations):
+    """Found by them, not by a name; others of the same name and shape are refused."""
+    spec = dataclasses.replace(tiny.spec, name="renamed", fingerprint="1" * 16)
+    calibrations.keep(own())
+    made = config("50%", spec=spec, length=200)
+    assert made.budget_rule.name == "calibrated"
+    expected = own().sizes(spec, 100, length=200, floor=48, multiple=32)
+    assert made.budget == tuple(map(tuple, expected.tolist()))
+    others = dataclasses.replace(tiny.spec, fingerprint="2" * 16)
+    with pytest.warns(UserWarning, match="no calibration of the weights of tiny"):
+        assert config("50%", spec=others, length=200).budget == (100, 100)
+    path = calibrations.kept_path(own())
+    for given in (own(), budgets.make("calibrated", path=path)):
+        with pytest.raises(UserError, match=r"other weights .1111\w+. .*2222"):
+            config("50%", spec=others, length=200, budget_rule=given)
+    with pytest.raises(UserError, match=r"no calibration of the .* kvjax\.calibrate"):
+        config("50%", spec=others, length=200, budget_rule="ada")
+
+
 def test_a_rule_from_a_file(tiny, tmp_path):
     """As a config names it."""
-    mine = dataclasses.replace(
-        calibrations.shipped(NAME),
-        model="tiny",
-        ratios=(0.5,),
-        shares=(((0.25, 0.75), (0.625, 0.375)),),
-        similarity=(),
-    )
-    mine.save(tmp_path / "mine.json")
+    own().save(tmp_path / "mine.json")
     path = str(tmp_path / "mine.json")
     named = rule("calibrated", length=64, path=path, floor=8, multiple=8)
     made = config(32, spec=tiny.spec, budget_rule=named)
@@ -162,7 +217,7 @@ def test_options_refused(name, options, words):
 
 
 def test_calibrations_by_other_targets():
-    """Those that come with the package are by one of two; a file says its own."""
+    """Those that are known are by one of three; a file says its own."""
     by_loss, by_need = (
         config(250, budget_rule=rule("calibrated", target=target)).budget
         for target in ("loss", "repetition")
@@ -172,7 +227,9 @@ def test_calibrations_by_other_targets():
         rule("calibrated", target="mass")
     with pytest.raises(UserError, match=r"target='loss'\) is of no file: give path or"):
         rule("calibrated", target="loss", path="mine.json")
-    with pytest.raises(UserError, match="no calibration of 'tiny' by loss comes with"):
+    with pytest.raises(
+        UserError, match="no calibration by loss of the weights of tiny"
+    ):
         config(250, spec=tiny_spec(), budget_rule=rule("calibrated", target="loss"))
 
 

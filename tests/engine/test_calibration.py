@@ -1,11 +1,14 @@
 """Scores of pairs by a decoder in NumPy; what is read, and every slip told early."""
 
+import dataclasses
+import hashlib
 import json
 import os
 import pathlib
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,9 +17,10 @@ from testing import oracle, prose
 
 import kvjax
 from kvjax import UserError
-from kvjax.cache import calibrations
+from kvjax.cache import budgets, calibrations, parts
 from kvjax.engine import calibration
-from kvjax.models import placement
+from kvjax.models import fingerprints, placement
+from kvjax.models.fingerprints import fingerprint
 from kvjax.parallel import meshes
 from kvjax.types import Model
 
@@ -97,7 +101,7 @@ def test_over_a_mesh(model, asked):
     np.testing.assert_allclose(two.scores, one.scores, rtol=1e-4)
     np.testing.assert_allclose(two.similarity, one.similarity, rtol=1e-4)
     assert two.accuracy == one.accuracy
-    assert calibration.fingerprint(parted) == calibration.fingerprint(model)
+    assert fingerprint(parted) == fingerprint(model)
 
 
 def test_calibrated(model):
@@ -118,7 +122,63 @@ def test_calibrated(model):
     for ratio, rows in zip(found.ratios, found.shares, strict=True):
         assert np.mean(rows) == pytest.approx(ratio, abs=1e-9)
         assert np.min(rows) >= 25 / TOKENS
-    found.check(model.spec, calibration.fingerprint(model))
+    found.check(fingerprints.marked(model))
+
+
+def test_weights_that_were_calibrated(model, tmp_path):
+    """`calibrate`, then a share: for these weights, and for no others of their name."""
+    other = model._replace(
+        params=model.params | {"embed": model.params["embed"] * 1.1},
+        spec=fingerprints.marked(model),  # of what it was made of
+    )
+    renamed = model._replace(spec=dataclasses.replace(model.spec, name="9d2c1f0a"))
+    prompts = [TEXTS[0][:700]]
+    how = {"policy": "key_diff", "budget": "50%", "max_new_tokens": 2}
+    with pytest.warns(UserWarning, match="no calibration of the weights of reader"):
+        assert sizes_of(kvjax.plan(model, prompt_tokens=128, **how)) == {64}
+    found = kvjax.calibrate(model, TEXTS, RATIOS, tokens=TOKENS, floor=25)
+    expected = found.sizes(model.spec, 64, length=128, floor=48, multiple=32)
+    for each in (model, renamed):
+        plan = kvjax.plan(each, prompt_tokens=128, **how)
+        assert sizes_of(plan) == set(expected.flat) and len(sizes_of(plan)) > 1
+    (done,) = kvjax.generate(renamed, prompts, **how)
+    kept = {len(head) for layer in done.kept_positions for head in layer}
+    assert len(kept) > 1
+    assert 0 in done.kept_positions[0][0] and 3 in done.kept_positions[1][1]
+    with pytest.warns(UserWarning, match="no calibration of the weights of reader"):
+        assert sizes_of(kvjax.plan(other, prompt_tokens=128, **how)) == {64}
+    found.save(tmp_path / "mine.json")
+    for rule in (found, budgets.make("calibrated", path=tmp_path / "mine.json")):
+        told = how | {"budget_rule": rule}
+        for use in (
+            lambda told: kvjax.plan(other, prompt_tokens=128, **told),
+            lambda told: kvjax.generate(other, prompts, **told),
+        ):
+            with pytest.raises(UserError, match=r"made with other weights .*calibrate"):
+                use(told)
+
+
+def sizes_of(plan):
+    return parts.different(plan.job.config.budget)
+
+
+def test_python_s_documentation_where_nobody_gives_texts(model, monkeypatch):
+    asked = []
+    monkeypatch.setattr(calibration, "measure", lambda *given: asked.append(given))
+    monkeypatch.setattr(calibrations, "average", lambda found: None)
+    monkeypatch.setattr(calibrations, "keep", lambda found: None)
+    kvjax.calibrate(model)
+    _, texts, *_ = asked[0]
+    assert len(texts) == 16 and min(map(len, texts)) > 10_000
+    assert "assert" in texts[0]
+
+
+def test_a_calibration_that_cannot_be_kept(tiny, own_calibrations):
+    own_calibrations.write_text("no folder")
+    texts = np.random.default_rng(0).integers(0, 50, (1, 64)).tolist()
+    given = {"target": "attention", "tokens": 64}
+    with pytest.warns(UserWarning, match="only returned, not kept: .* KVJAX_CACHE"):
+        assert kvjax.calibrate(tiny, texts, (0.5,), **given).num_texts == 1
 
 
 def test_ids_need_no_tokenizer(tiny):
@@ -128,15 +188,33 @@ def test_ids_need_no_tokenizer(tiny):
     assert found.num_layers == found.num_kv_heads == 2
 
 
-def test_bfloat16_is_the_same_model(tiny):
-    halves = {"embed": tiny.params["embed"].astype(jnp.bfloat16)}
-    assert calibration.fingerprint(
-        tiny._replace(params=tiny.params | halves)
-    ) == calibration.fingerprint(tiny)
-    others = {"embed": tiny.params["embed"] * 1.1}
-    assert calibration.fingerprint(
-        tiny._replace(params=tiny.params | others)
-    ) != calibration.fingerprint(tiny)
+def test_16_bits_are_the_same_model(tiny):
+    """bfloat16 has the same fingerprint; float16 the one that calibrations say too."""
+    halves = lambda kind: {"embed": tiny.params["embed"].astype(kind)}
+    of = lambda embed: fingerprint(tiny._replace(params=tiny.params | embed))
+    assert of(halves(jnp.bfloat16)) == fingerprint(tiny)
+    half = tiny._replace(
+        params=jax.tree.map(lambda leaf: leaf.astype(jnp.float16), tiny.params)
+    )
+    assert fingerprint(half) == fingerprint(tiny, jnp.float16) != fingerprint(tiny)
+    assert of({"embed": tiny.params["embed"] * 1.1}) != fingerprint(tiny)
+    texts = np.random.default_rng(0).integers(0, 50, (1, 64)).tolist()
+    kvjax.calibrate(tiny, texts, (0.5,), target="attention", tokens=64)
+    assert calibrations.find(fingerprints.marked(half))
+
+
+def test_the_fingerprint_of_an_oracle(tiny):
+    """Of the numbers themselves, hashed here."""
+    layers, digest = tiny.params["layers"], hashlib.sha256()
+    for some in (
+        np.asarray(tiny.params["embed"])[0],
+        np.asarray(layers[0]["qkv"])[:, 0],
+        np.asarray(layers[1]["qkv"])[:, 0],
+    ):
+        bits = some.view(np.uint32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to even
+        digest.update(rounded.astype(np.uint16).tobytes())
+    assert fingerprint(tiny) == digest.hexdigest()[:16]
 
 
 @pytest.mark.parametrize(
@@ -186,9 +264,8 @@ def command(folder, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "--output is missing"),
         (["--output=a/b.json"], "--output=a/b.json: name a file in a folder"),
-        (["--output=b.json"], "--texts is missing"),
+        (["--output=b.json", "--texts="], "--texts is empty"),
         (["--output=b.json", "--texts=no*.txt"], "--texts=no*.txt: there is no such"),
         (["--output=b.json", "--texts=python", "--ratios=x"], "--ratios is 'x'"),
         (["--output=b.json", "--half=third"], "--half=third"),
@@ -219,8 +296,9 @@ def test_command(tmp_path, smollm2):
     assert (tmp_path / told["picture"]).read_bytes()[:4] == b"\x89PNG"
     found = calibrations.Calibration.load(tmp_path / told["calibration"])
     assert found.ratios == (0.5, 0.25) and "--num_texts=3" in found.made_by
-    found.check(smollm2.spec, calibration.fingerprint(smollm2))
+    assert smollm2.spec.fingerprint == found.fingerprint
     shipped = calibrations.shipped(found.model)
-    shipped.check(smollm2.spec, calibration.fingerprint(smollm2))
+    shipped.check(smollm2.spec)
+    assert shipped.float16 == found.float16
     alike = np.corrcoef(np.ravel(shipped.shares[1]), np.ravel(found.shares[1]))[0, 1]
     assert alike > 0.7

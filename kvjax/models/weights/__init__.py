@@ -5,7 +5,7 @@ hub          models known by name: fetched once, verified at every load; and the
 gguf         llama.cpp's files, dequantised
 safetensors  Hugging Face folders
 pack         both of them into the layout of `kvjax.models.decoder`
-param_cache  the cache folder, and the ready-made copies in it
+param_cache  ready-made copies in the cache folder
 tokenizer    tokenizers from either source
 """
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax import messages
-from kvjax.models import decoder, placement, presets
+from kvjax.models import decoder, fingerprints, placement, presets
 from kvjax.models.weights import gguf, hub, pack, param_cache, safetensors
 from kvjax.parallel import meshes
 from kvjax.types import Model, UserError, whole_number
@@ -80,6 +80,7 @@ def load(
         say(f"loading {asked}", 0)
         model = load_placed(asked, dtype, context, placed, cache_converted)
         _warn_of_nan(model)
+        model = model._replace(spec=fingerprints.marked(model))
     if mesh:
         over = meshes.mesh(mesh, model.spec.num_kv_heads)
         model = model._replace(spec=placement.fitted(model.spec, over))

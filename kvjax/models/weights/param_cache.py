@@ -1,4 +1,4 @@
-"""The cache folder, and the ready-made copies of checkpoints in it.
+"""Ready-made copies of checkpoints in the cache folder.
 
 A copy is a folder `<name>-<dtype>-<key>` with
 
@@ -17,7 +17,6 @@ short is never taken for a copy; `files.json` catches damage after that.
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
 import shutil
 import tempfile
@@ -30,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import messages
+from kvjax.folders import cache_dir
 from kvjax.models import decoder
 from kvjax.models.weights import tokenizer as tokenizers
 from kvjax.models.weights.pack import Placement, check_room
@@ -45,14 +45,6 @@ _IN_FLIGHT = 1 << 26  # bytes read or written at once, besides one array
 
 class _UnusableCopy(Exception):
     """A copy that cannot be used; the message says what is wrong with it."""
-
-
-def cache_dir() -> pathlib.Path:
-    """$KVJAX_CACHE, else `kvjax` in $XDG_CACHE_HOME, else `~/.cache/kvjax`."""
-    if own := os.environ.get("KVJAX_CACHE"):
-        return pathlib.Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(base).expanduser() / "kvjax"
 
 
 def identity(files: Sequence[pathlib.Path]) -> str:
