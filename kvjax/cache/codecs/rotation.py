@@ -13,6 +13,7 @@ from kvjax.cache.codecs.rounding import fitted
 from kvjax.types import PyTree, UserError
 
 _PALEY = {12: 11, 20: 19}  # orders that are no power of two, and their primes
+_DRAWS = 256  # of signs, to choose from
 
 
 def rotated(codec: Codec | str = "int4") -> Codec:
@@ -22,6 +23,8 @@ def rotated(codec: Codec | str = "int4") -> Codec:
 
     with H a Hadamard matrix over sqrt(D), which makes D small channels of a large one.
     What sets the scales shrinks, and turning back leaves the error's norm as it is.
+    The rows of H have random signs, the same in every head and every run: without them
+    an offset that all channels share would become a single large one.
 
     Attention turns its queries alike and its outputs back, q H (k H)^T = q k^T. To turn
     pairs back, for policies that look at them, costs D D multiplications for each.
@@ -62,9 +65,12 @@ def int2_rotated(group: int | None = 32, symmetric: bool = False) -> Codec:
 
 @functools.cache
 def hadamard(order: int) -> Float[np.ndarray, "D D"]:
-    """float32, orthonormal: entries +-1 / sqrt(order).
+    """float32, orthonormal: entries +-1 / sqrt(order), rows of fixed random signs.
 
-    Sylvester's doubling of 1, or of Paley's matrices of order 12 and 20.
+    Sylvester's doubling of 1, or of Paley's matrices of order 12 and 20. These have a
+    column, or nearly one, that adds up all channels; the signs leave none, as in the
+    randomized Hadamard matrices of QuaRot and QuIP# (Tseng et al. 2024, arXiv
+    2402.04396, section 3).
 
     Raises:
       UserError: an order that is neither 2^n, 12 2^n nor 20 2^n.
@@ -79,7 +85,17 @@ def hadamard(order: int) -> Float[np.ndarray, "D D"]:
     matrix = _paley(_PALEY[base]) if base > 1 else np.ones((1, 1))
     while len(matrix) < order:
         matrix = np.kron([[1, 1], [1, -1]], matrix)
-    return (matrix / np.sqrt(order)).astype(np.float32)
+    return (_signs(matrix)[:, None] * matrix / np.sqrt(order)).astype(np.float32)
+
+
+def _signs(matrix: Float[np.ndarray, "D D"]) -> Float[np.ndarray, " D"]:
+    """Of random ones those under which the matrix spreads an offset most evenly.
+
+    `RandomState` because NumPy never changes the numbers that it draws.
+    """
+    drawn = np.random.RandomState(0).choice([-1.0, 1.0], (_DRAWS, len(matrix)))
+    largest = np.abs(drawn @ matrix).max(axis=1)
+    return drawn[largest.argmin()]
 
 
 def _paley(prime: int) -> Float[np.ndarray, "D D"]:

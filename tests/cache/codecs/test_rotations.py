@@ -53,6 +53,33 @@ def test_a_large_channel_no_longer_takes_all_steps(bits):
     assert errors[1] < 0.7 * errors[0]
 
 
+@pytest.mark.parametrize("depth", [64, 80, 96, 128, 256])
+def test_no_column_adds_up_all_channels(depth):
+    """Else an offset that channels share would be sqrt(depth) times as large there."""
+    sums = np.ones(depth) @ rotation.hadamard(depth)
+    assert np.abs(sums).max() < 2.5
+    assert np.sum(sums**2) == pytest.approx(depth, rel=1e-5)
+
+
+@pytest.mark.parametrize("bits", ["int4", "int2"])
+def test_an_offset_loses_no_more_than_gaussian_values(bits):
+    """Its channels are turned into values of many sizes, as Gaussian ones are."""
+    noise = np.random.default_rng(2).normal(size=(1, 2, 200, 64)).astype(np.float32)
+    tensor = codecs.make(f"{bits}_rotated").key
+    both_ways = jax.jit(lambda x: tensor.decode(tensor.encode(x), jnp.dtype("float32")))
+
+    def lost(x):
+        return np.mean((np.asarray(both_ways(x)) - x) ** 2) / np.mean(x**2)
+
+    for offset in (1, 3, 10):
+        assert lost(noise + offset) < 1.05 * lost(noise)
+
+
+def test_signs_are_the_same_in_every_run():
+    signs = rotation.hadamard(64)[:8, 0] > 0
+    assert signs.tolist() == [False, True, True, True, False, True, True, False]
+
+
 def test_names_agree():
     assert codecs.rotated("int4") == codecs.int4_rotated()
     assert codecs.rotated(codecs.int4(16, False)) == codecs.int4_rotated(16, False)
