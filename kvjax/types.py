@@ -96,7 +96,8 @@ class ModelSpec:
 
     Attributes:
       positions: `rotary`, or `learned`, added to the embeddings.
-      rotary_dim: leading channels of a head that rotate; None for all.
+      rotary_dim: leading channels of a head that rotate; None for all. Of an odd number
+        one more does, by that number's frequencies, as in transformers.
       rope: scaling of the rotary frequencies.
       sliding_windows: tokens that each layer's queries see, themselves included; 0
         for all, empty for all in all layers.

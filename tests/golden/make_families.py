@@ -246,6 +246,8 @@ CASES: dict[str, tuple[str, dict]] = {
         },
     ),
     "gpt_neox": ("GPTNeoX", {**NEOX, "rotary_pct": 0.25, "rotary_emb_base": 500.0}),
+    # 5 channels of 16: transformers rotates 6, by the frequencies of 5.
+    "gpt_neox_odd": ("GPTNeoX", {**NEOX, "rotary_pct": 0.3125}),
     "gpt_neox_serial": (
         "GPTNeoX",
         {**NEOX, "rotary_pct": 1.0, "use_parallel_residual": False},

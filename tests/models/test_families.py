@@ -201,9 +201,20 @@ def test_only_what_rotates_needs_even_heads():
 
 def spec_of(name, **changes):
     """The spec of a golden file whose config says other things."""
-    config = json.loads(str(np.load(file_of(name))["config"])) | changes
-    family = FAMILIES[config["architectures"][0]]
-    return family.spec_from_hf(Config(config, "tiny"), "tiny")
+    return spec_from(config_of(name) | changes)
+
+
+def config_of(name):
+    return json.loads(str(np.load(file_of(name))["config"]))
+
+
+def spec_from(values):
+    """The spec of a config.json, all of whose attributes are understood."""
+    config = Config(values, "tiny")
+    config.ignore("model_type")
+    spec = FAMILIES[values["architectures"][0]].spec_from_hf(config, "tiny")
+    config.finish()
+    return spec
 
 
 def scaled(kind, **said):
@@ -237,18 +248,91 @@ def test_yarn_without_a_factor_is_by_the_two_lengths():
 
 
 def test_what_is_absent_is_what_transformers_has():
-    data = json.loads(str(np.load(file_of("gemma2"))["config"]))
+    data = config_of("gemma2")
     assert data["attn_logit_softcapping"] and data["final_logit_softcapping"]
     spec = spec_of("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
     assert (spec.attention_softcap, spec.logit_softcap) == (0, 0)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         del data[key]
-    spec = FAMILIES["Gemma2ForCausalLM"].spec_from_hf(Config(data, "tiny"), "tiny")
+    spec = spec_from(data)
     assert (spec.attention_softcap, spec.logit_softcap) == (50, 30)
-    data = json.loads(str(np.load(file_of("phi3_longrope"))["config"]))
+    data = config_of("phi3_longrope")
     del data["original_max_position_embeddings"]
-    spec = FAMILIES["Phi3ForCausalLM"].spec_from_hf(Config(data, "tiny"), "tiny")
-    assert spec.rope.original == 4096
+    assert spec_from(data).rope.original == 4096
+
+
+WINDOWS = {"use_sliding_window": True, "max_window_layers": 1, "layer_types": None}
+
+
+@pytest.mark.filterwarnings("default")  # transformers' own
+@pytest.mark.parametrize("name", [file.stem for file in FILES])
+def test_what_is_absent_is_what_transformers_fills_in(tmp_path, name):
+    """Every attribute in turn: refused, or as in the whole file that transformers has.
+
+    But for one that transformers 5 neither saves nor reads from its own folders:
+    GPT-NeoX's rotary_pct, beside the factor that says the same.
+    """
+    transformers = pytest.importorskip("transformers")
+    given, read = config_of(name), []
+    if "use_sliding_window" in given:
+        given |= WINDOWS
+    for key in given.keys() - {"architectures", "model_type", "rotary_pct"}:
+        part = {k: value for k, value in given.items() if k != key}
+        (tmp_path / "config.json").write_text(json.dumps(part))
+        try:
+            ours = spec_from(part)
+        except UserError:
+            continue
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+        assert ours == spec_from(theirs | {"architectures": given["architectures"]}), (
+            key
+        )
+        read.append(key)
+    assert len(read) > len(given) / 2
+
+
+def test_windows_of_which_no_size_is_given():
+    """Of transformers' 4,096; null is no window, and so is one that is not used."""
+    data = config_of("qwen2_window") | WINDOWS
+    del data["sliding_window"]
+    assert spec_from(data).sliding_windows == (0, 4096)
+    assert spec_from(data | {"sliding_window": None}).sliding_windows == ()
+    assert spec_from(data | {"use_sliding_window": False}).sliding_windows == ()
+
+
+FULL, LOCAL = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "wrong"),
+    [
+        ("llama_bias", [FULL, FULL], [FULL, LOCAL]),
+        ("opt", [FULL, FULL], [LOCAL, LOCAL]),
+        ("falcon_7b", [FULL, FULL], [LOCAL, LOCAL]),
+        ("gpt_neox", [FULL, FULL], [LOCAL, LOCAL]),
+        ("mistral_window", [LOCAL, LOCAL], [FULL, FULL]),
+        ("mistral_full", [FULL, FULL], [LOCAL, FULL]),
+        ("mixtral_window", [LOCAL, LOCAL], [FULL, LOCAL]),
+        ("phi3_window", [LOCAL, LOCAL], [FULL, LOCAL]),
+        ("qwen2", [FULL, FULL], [LOCAL, LOCAL]),
+    ],
+)
+def test_kinds_of_layers_that_repeat_what_others_say(name, kinds, wrong):
+    assert spec_of(name, layer_types=kinds) == spec_of(name, layer_types=None)
+    with pytest.raises(UserError, match=r"layer_types = .* by its other attributes"):
+        spec_of(name, layer_types=wrong)
+
+
+@pytest.mark.parametrize("name", ["llama_bias", "opt", "gemma3_text"])
+def test_attributes_that_change_no_logits(name):
+    """Those of sampling, which transformers drops, and of all its configurations."""
+    transformers = pytest.importorskip("transformers")
+    sampling = transformers.GenerationConfig._get_default_generation_params()
+    everywhere = transformers.PreTrainedConfig().to_dict()
+    shaping = {"is_encoder_decoder", "architectures", "transformers_version"}
+    said = dict.fromkeys((everywhere.keys() | sampling.keys()) - shaping, "said")
+    assert len(said) > 30
+    assert spec_of(name, **(said | config_of(name))) == spec_of(name)
 
 
 def test_phi_4_mini_says_what_others_do_not(tmp_path):
@@ -283,7 +367,14 @@ def test_phi_4_mini_says_what_others_do_not(tmp_path):
             scaled("longrope", long_factor=[1.0, 2.0]),
             r"long_factor = \[1\.0, 2\.0\]: .* a list of 4 numbers",
         ),
-        ("llama_bias", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "turns 12"),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "turns 12"),
+        (
+            "phi3_longrope",
+            scaled("longrope", partial_rotary_factor=0.4),
+            "turns 3 channels: .* a part of the 8, even in longrope",
+        ),
+        ("llama_bias", {"partial_rotary_factor": 0.5}, r"0\.5, which transformers ign"),
+        ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "vLLM does not"),
         ("qwen2_window", {"sliding_window": "8"}, "sliding_window = '8'"),
         (
             "qwen2_window",

@@ -101,9 +101,14 @@ def test_tensors_of_many_blocks(tmp_path, tensors, whole, monkeypatch):
         ({"num_key_value_heads": 3}, "3 KV heads for 4 query heads"),
         ({"num_attention_heads": "4"}, "num_attention_heads = '4'"),
         ({"hidden_size": ...}, "has no hidden_size"),
-        ({"architectures": ["BertModel"]}, r"\['BertModel'\]: kvjax knows Falcon"),
-        ({"architectures": ["MistralForCausalLM"]}, "model_type = 'llama'"),
-        ({"model_type": "mistral"}, "model_type = 'mistral'"),
+        ({"architectures": ["BertModel"]}, r"\['BertModel'\] .*: kvjax knows Falc"),
+        ({"architectures": ["MistralForCausalLM"]}, "model_type = 'llama' .* two fam"),
+        ({"model_type": "mistral"}, "model_type = 'mistral' in config.json, which are"),
+        (
+            {"architectures": ..., "model_type": "gpt2"},
+            "model_type 'gpt2' .* knows Fal",
+        ),
+        ({"architectures": None, "model_type": ...}, "architectures None and model_ty"),
         ({"num_hidden_layers": 3}, r"lacks 9 tensors, model\.layers\.2"),
         ({"num_hidden_layers": 1}, "has 9 tensors that"),
         ({"tie_word_embeddings": False}, r"lacks 1 tensors, lm_head\.weight"),
@@ -132,6 +137,11 @@ def test_neutral_config_is_accepted(tmp_path, tensors):
     plain = weights.load(write_folder(tmp_path / "plain", tensors)).spec
     path = write_folder(tmp_path / "folder", tensors, **changes)
     assert weights.load(path).spec == dataclasses.replace(plain, name="folder")
+
+
+def test_a_model_type_does_without_architectures(tmp_path, tensors, whole):
+    path = write_folder(tmp_path / "a", tensors, architectures=..., model_type="llama")
+    assert_same_params(weights.load(path).params, whole, rtol=0)
 
 
 def test_a_head_beside_a_tied_embedding(tmp_path, tensors):

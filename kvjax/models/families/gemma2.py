@@ -1,13 +1,13 @@
 """Gemma 2: norms around both halves of a layer, capped scores, local layers."""
 
-from kvjax.models.families.hf_config import Config
+from kvjax.models.families.hf_config import FULL, SLIDING, Config
 from kvjax.models.families.names import Names, usual
 from kvjax.types import ModelSpec
 
 
 def spec_from_hf(config: Config, name: str) -> ModelSpec:
-    for key, cap in (("attn", 50.0), ("final", 30.0)):
-        config.values.setdefault(f"{key}_logit_softcapping", cap)  # null is none
+    config.absent(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+    config.absent(max_position_embeddings=8192)
     fields = shared(config, every=2)
     cap = config.number("attn_logit_softcapping", 0.0)
     return ModelSpec(
@@ -20,23 +20,19 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
 
 def shared(config: Config, every: int) -> dict:
     """What Gemma 2 and 3 have in common; one layer in `every` sees all tokens."""
-    config.values.setdefault("tie_word_embeddings", True)
-    config.values.setdefault("head_dim", 256)
+    config.absent(tie_word_embeddings=True, head_dim=256, num_key_value_heads=4)
     fields = config.shape()
     config.only(hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh")
     config.only(attention_bias=False, use_bidirectional_attention=False)
     size = config.size("sliding_window", 4096)
     config.only(sliding_window_size=size)
-    kinds = config.layer_types(fields["num_layers"]) or [
-        "sliding_attention" if (i + 1) % every else "full_attention"
-        for i in range(fields["num_layers"])
-    ]
-    windows = tuple(size if kind == "sliding_attention" else 0 for kind in kinds)
+    layers = fields["num_layers"]
+    usual = [SLIDING if (i + 1) % every else FULL for i in range(layers)]
     return fields | {
         "norm": "rms_offset",
         "norm_placement": "sandwich",
         "activation": "gelu_tanh",
-        "sliding_windows": windows,
+        "sliding_windows": config.windows(layers, size, usual),
         "query_scale": config.number("query_pre_attn_scalar", 256) ** -0.5,
         "logit_softcap": float(config.number("final_logit_softcapping", 0.0)),
         "embed_scale": fields["model_dim"] ** 0.5,

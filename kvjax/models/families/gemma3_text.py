@@ -21,9 +21,10 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
         if rest.pop("rope_type", "default") != "default" or rest:
             raise config.unsupported("sliding_attention", nested)
         config.values["rope_parameters"] = rope["full_attention"]
+    config.absent(max_position_embeddings=131_072)
     fields = gemma2.shared(config, every=pattern)
     # Of these checkpoints it is that of after the scaling.
-    fields["context_length"] = config.size("max_position_embeddings", 2048)
+    fields["context_length"] = config.size("max_position_embeddings")
     return ModelSpec(
         name,
         **fields,

@@ -22,7 +22,7 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
     return ModelSpec(
         name,
         **shape,
-        **config.rope(shape["head_dim"], theta=base),
+        **config.rope(shape["head_dim"], theta=base, partial=True),
         norm="layer",
         norm_placement="parallel_two" if parallel else "pre",
         activation=activation,

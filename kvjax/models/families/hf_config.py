@@ -1,52 +1,115 @@
 """Hugging Face's config.json, read strictly: what we do not understand is an error."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax.types import RopeScaling, UserError
 
 _REQUIRED = object()
-# No bearing on the forward pass.
+# No bearing on the forward pass: training, sampling, and how transformers runs a model.
 HARMLESS = frozenset(
     {
+        "activation_dropout",
         "architectures",
+        "assistant_confidence_threshold",
+        "assistant_lookbehind",
         "attention_dropout",
         "attention_probs_dropout_prob",
+        "attn_pdrop",
         "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
         "bos_token_id",
         "cache_implementation",
+        "chunk_size_feed_forward",
         "classifier_dropout",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
         "dropout",
         "dtype",
+        "early_stopping",
         "embd_pdrop",
+        "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty",
         "eos_token_id",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "gradient_checkpointing",
         "hidden_dropout",
         "hidden_dropout_prob",
+        "id2label",
         "ignore_keys_at_rope_validation",
         "init_std",
         "initializer_range",
+        "is_decoder",
         "is_llama_config",
+        "label2id",
+        "language",
         "layerdrop",
+        "length_penalty",
+        "license",
         "max_length",
         "max_sequence_length",
+        "max_window_layers",
+        "min_length",
+        "model_max_length",
+        "name_or_path",
+        "neftune_noise_alpha",
+        "no_repeat_ngram_size",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "num_beam_groups",
+        "num_beams",
+        "num_labels",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
         "output_router_logits",
+        "output_scores",
         "pad_token_id",
         "prefix",
+        "problem_type",
+        "remove_invalid_values",
+        "repetition_penalty",
         "resid_pdrop",
+        "return_dict",
+        "return_dict_in_generate",
         "router_aux_loss_coef",
         "router_jitter_noise",
         "sep_token_id",
+        "seq_length",
+        "suppress_tokens",
+        "target_lookbehind",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
         "tokenizer_class",
+        "top_k",
+        "top_p",
         "torch_dtype",
+        "torchscript",
         "transformers.js_config",
         "transformers_version",
+        "typical_p",
         "unk_token_id",
         "unsloth_fixed",
         "unsloth_version",
+        "use_bfloat16",
         "use_cache",
+        "use_flash_attention_2",
+        "use_flash_attn",
+        "use_return_dict",
         "_attn_implementation",
         "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "_commit_hash",
+        "_flash_attn_2_enabled",
         "_name_or_path",
     }
 )
@@ -57,7 +120,7 @@ _ROPE_COMMON = {
     "type",
     "original_max_position_embeddings",
 }
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 _ROPE_KEYS = {
     "default": (),
     "dynamic": ("factor",),  # plain as far as max_position_embeddings, our limit
@@ -120,16 +183,32 @@ class Config:
             raise self.unsupported(key, value)
         return value
 
-    def layer_types(self, layers: int) -> list[str] | None:
-        """What each layer's queries see, `_LAYER_TYPES`; None where it is not said."""
-        kinds = self.get("layer_types", None)
-        if kinds is None:
-            return None
-        known = isinstance(kinds, list) and all(kind in _LAYER_TYPES for kind in kinds)
+    def windows(
+        self, layers: int, size: int, usual: Sequence[str] = ()
+    ) -> tuple[int, ...]:
+        """The window of each layer; empty where none has one.
+
+        Args:
+          layers: how many there are.
+          size: tokens that a layer with a window sees; 0 is no window.
+          usual: the kinds of layers (`LAYER_TYPES`) that `layer_types` may replace.
+            Empty for families whose layers are alike: they may only repeat it.
+        """
+        alike = [SLIDING if size else FULL] * layers
+        kinds = self.get("layer_types", usual or alike)
+        known = isinstance(kinds, list) and all(kind in LAYER_TYPES for kind in kinds)
         if not known or len(kinds) != layers:
-            remedy = f"it must be a list of {layers} of {', '.join(_LAYER_TYPES)}"
+            remedy = f"it must be a list of {layers} of {', '.join(LAYER_TYPES)}"
             raise self.error(f"has layer_types = {kinds!r:.80}", remedy)
-        return kinds
+        if kinds != alike and not (usual and size):
+            what = f"has layer_types = {kinds!r:.80}, but by its other attributes all"
+            raise self.error(f"{what} are {alike[0]}", "correct those that are wrong")
+        sizes = tuple(size if kind == SLIDING else 0 for kind in kinds)
+        return sizes if any(sizes) else ()
+
+    def absent(self, **usual: Any) -> None:
+        """What attributes are that the file lacks; null stays null."""
+        self.values = usual | self.values
 
     def flag(self, key: str, default: bool = False) -> bool:
         return bool(self.get(key, default))
@@ -147,7 +226,12 @@ class Config:
         self._known.update(keys)
 
     def finish(self) -> None:
-        """Raises UserError for attributes that nobody has asked for."""
+        """Raises UserError for attributes that nobody has asked for.
+
+        Families without windows do not ask for `layer_types`, which may say so.
+        """
+        if "layer_types" not in self._known:
+            self.windows(self.size("num_hidden_layers"), 0)
         for key, value in self.values.items():
             if key not in self._known and value:
                 raise self.unsupported(key, value)
@@ -194,20 +278,40 @@ class Config:
         factor = self._positive(said, "factor", trained / original)
         return max(trained, int(original * factor))
 
-    def rope(self, head_dim: int, theta: float = 10_000.0) -> dict[str, Any]:
+    def rope(
+        self, head_dim: int, theta: float = 10_000.0, partial: bool = False
+    ) -> dict[str, Any]:
         """`rope_theta`, `rope` and `rotary_dim` of `ModelSpec`.
 
         transformers 5 nests them in `rope_parameters`; earlier ones have `rope_theta`
         and, for scaled positions, `rope_scaling`.
+
+        Args:
+          head_dim: channels of a head.
+          theta: the base, where none is given.
+          partial: whether heads of this family may rotate in part. Of others
+            transformers rotates all channels, whatever `partial_rotary_factor` says,
+            and vLLM that part: which one a model was trained with is not known.
         """
         theta = self.number("rope_theta", theta)
         part = self.number("partial_rotary_factor", 1.0)
         kind, said = self._rope_said()
         theta = self._positive(said, "rope_theta", theta)
-        turning = int(head_dim * self._positive(said, "partial_rotary_factor", part))
-        if turning != head_dim and (turning % 2 or not 0 < turning < head_dim):
+        part = self._positive(said, "partial_rotary_factor", part)
+        turning = int(head_dim * part)
+        if turning != head_dim and not partial:
+            raise self.error(
+                f"has partial_rotary_factor = {part}, which transformers ignores in "
+                "this family and vLLM does not",
+                "remove it if all channels of a head rotate, else use another "
+                "checkpoint",
+            )
+        odd = turning % 2 and kind in ("yarn", "longrope")  # transformers fails too
+        if turning != head_dim and (odd or not 0 < turning < head_dim):
             what = f"has a partial_rotary_factor that turns {turning} channels"
-            raise self.error(what, f"it must be an even part of the {head_dim}")
+            raise self.error(
+                what, f"it must be a part of the {head_dim}, even in {kind}"
+            )
         return {
             "rope_theta": theta,
             "rope": self._scaling(kind, said, turning),

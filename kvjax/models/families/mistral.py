@@ -6,15 +6,16 @@ from kvjax.types import ModelSpec
 
 
 def spec_from_hf(config: Config, name: str) -> ModelSpec:
+    config.absent(max_position_embeddings=131_072, num_key_value_heads=8)
+    config.absent(sliding_window=4096)  # null is none
     shape = config.shape()
     config.only(hidden_act="silu")
-    absent = "sliding_window" not in config.values
-    window = 4096 if absent else config.size("sliding_window", 0, least=0)
+    window = config.size("sliding_window", 0, least=0)
     return ModelSpec(
         name,
         **shape,
         **config.rope(shape["head_dim"]),
-        sliding_windows=(window,) * shape["num_layers"] if window else (),
+        sliding_windows=config.windows(shape["num_layers"], window),
     )
 
 

@@ -6,6 +6,8 @@ from kvjax.types import ModelSpec
 
 
 def spec_from_hf(config: Config, name: str) -> ModelSpec:
+    config.absent(max_position_embeddings=131_072, num_key_value_heads=8)
+    config.absent(rms_norm_eps=1e-5)
     shape = config.shape()
     config.only(hidden_act="silu")
     window = config.size("sliding_window", 0, least=0)
@@ -18,7 +20,7 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
         name,
         **shape,
         **config.rope(shape["head_dim"], theta=1e6),
-        sliding_windows=(window,) * shape["num_layers"] if window else (),
+        sliding_windows=config.windows(shape["num_layers"], window),
         experts=experts,
         experts_per_token=chosen,
     )

@@ -12,7 +12,8 @@ from kvjax.types import ModelSpec
 
 
 def spec_from_hf(config: Config, name: str) -> ModelSpec:
-    config.values.setdefault("original_max_position_embeddings", 4096)
+    config.absent(max_position_embeddings=4096, rms_norm_eps=1e-5)
+    config.absent(original_max_position_embeddings=4096)
     shape = config.shape()
     config.only(hidden_act="silu", full_attn_mod=1, interpolate_factor=1)
     window = config.size("sliding_window", 0, least=0)
@@ -22,8 +23,8 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
     return ModelSpec(
         name,
         **shape,
-        **config.rope(shape["head_dim"]),
-        sliding_windows=(window,) * shape["num_layers"] if window else (),
+        **config.rope(shape["head_dim"], partial=True),
+        sliding_windows=config.windows(shape["num_layers"], window),
     )
 
 

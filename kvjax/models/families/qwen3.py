@@ -7,7 +7,8 @@ from kvjax.types import ModelSpec
 
 
 def spec_from_hf(config: Config, name: str) -> ModelSpec:
-    config.values.setdefault("head_dim", 128)
+    config.absent(max_position_embeddings=32_768, num_key_value_heads=32)
+    config.absent(head_dim=128)
     shape = config.shape()
     config.only(hidden_act="silu")
     return ModelSpec(

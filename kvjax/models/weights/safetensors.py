@@ -4,6 +4,7 @@ import json
 import math
 import pathlib
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -149,19 +150,37 @@ def _equal(left: Tensor, right: Tensor) -> bool:
 
 def _spec(path: pathlib.Path, context: int | None) -> tuple[ModelSpec, Names]:
     values = _json(path / "config.json", "give the folder of a whole checkpoint")
-    architectures = values.get("architectures") or ["LlamaForCausalLM"]
-    if len(architectures) != 1 or architectures[0] not in FAMILIES:
-        raise UserError(
-            f"{path} has architectures {architectures}: kvjax knows "
-            + ", ".join(sorted(FAMILIES))
-        )
-    family = FAMILIES[architectures[0]]
+    family = _family(values, path)
     config = Config(values, path, context)
-    config.only(model_type=family.__name__.rsplit(".", 1)[-1])
+    config.ignore("model_type")
     spec = family.spec_from_hf(config, path.resolve().name)
     config.finish()
     pack.check_heads(spec, path)
     return spec, family.tensor_names(spec)
+
+
+def _family(values: dict[str, Any], path: pathlib.Path) -> ModuleType:
+    """The family that `architectures` names, or else `model_type`.
+
+    Raises:
+      UserError: neither names one that is known, or they name two.
+    """
+    named, kind = values.get("architectures"), values.get("model_type")
+    types = {family.__name__.rsplit(".", 1)[-1]: family for family in FAMILIES.values()}
+    if not named and kind in types:
+        return types[kind]
+    if not named or len(named) != 1 or named[0] not in FAMILIES:
+        raise UserError(
+            f"{path} has architectures {named} and model_type {kind!r} in config.json: "
+            f"kvjax knows {', '.join(sorted(FAMILIES))}"
+        )
+    family = FAMILIES[named[0]]
+    if kind and types.get(kind) is not family:
+        raise UserError(
+            f"{path} has architectures {named} and model_type = {kind!r} in "
+            "config.json, which are two families: correct the one that is wrong"
+        )
+    return family
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
