@@ -53,6 +53,12 @@ class Plan:
     def batch(self) -> int:
         return self.job.batch
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that the context holds beside the new ones."""
+        room = self.job.spec.context_length - self.job.max_new_tokens
+        return min(self.job.max_prompt_len, room)
+
     def __repr__(self) -> str:
         job, gigabytes = self.job, lambda count: f"{count / 1e9:.3g} GB"
         beside = (
@@ -60,7 +66,7 @@ class Plan:
         )
         return (
             f"Plan(batch of {self.batch} for {job.spec.name}, prompts of up to "
-            f"{job.max_prompt_len:,} tokens and {job.max_new_tokens:,} new: "
+            f"{self.longest_prompt:,} tokens and {job.max_new_tokens:,} new: "
             f"{gigabytes(self.peak_bytes)} of {gigabytes(self.memory_bytes)}, of it "
             f"weights {gigabytes(self.weights_bytes)} and KV state "
             f"{self.row_bytes / 1e6:.3g} MB per prompt{beside}; limited by "

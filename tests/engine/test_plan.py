@@ -8,7 +8,7 @@ from conftest import often, tiny_spec
 from kvjax import Schedule, UserError, plan, policies
 from kvjax.attention import reference
 from kvjax.cache.config import make_config
-from kvjax.engine import planner
+from kvjax.engine import compiled, planner
 from kvjax.engine.compiled import Job, bucket
 from kvjax.engine.planner import (
     phase_bytes,
@@ -95,6 +95,20 @@ def test_a_model_is_planned_as_it_would_run(tiny, capsys):
     assert "compiling for a batch of" in capsys.readouterr().err
     told = repr(found)
     assert len(told) < 300 and f"batch of {found.batch} for tiny" in told
+
+
+@pytest.mark.parametrize("schedule", ["prefill_and_decode", "after_prefill"])
+def test_the_longest_prompt_is_one_that_generate_takes(tiny, schedule):
+    """And it runs in the batch that was planned."""
+    how = {"policy": "h2o", "budget": 64, "schedule": schedule, "max_batch": 2}
+    found = plan(tiny, max_new_tokens=16, prompt_tokens=240, **how)
+    room = tiny.spec.context_length - 16
+    assert found.longest_prompt == room
+    assert f"prompts of up to {room} tokens and 16 new" in repr(found)
+    shared = compiled.bucket(tiny.spec, found.job.config, found.longest_prompt, 16)
+    assert shared == found.job.max_prompt_len
+    with pytest.raises(UserError, match=f"a prompt of {room + 1} tokens and 16 new"):
+        compiled.bucket(tiny.spec, found.job.config, room + 1, 16)
 
 
 def test_prompts_limit_the_batch():
