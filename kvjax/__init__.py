@@ -6,6 +6,8 @@ done = kvjax.generate(
 )
 """
 
+import importlib
+
 from kvjax import cache, policies
 from kvjax.cache.offload import Offload
 from kvjax.cache.schedule import Schedule
@@ -34,3 +36,10 @@ __all__ = [
     "plan",
     "policies",
 ]
+
+
+def __getattr__(name: str):
+    """Imports `kvjax.evaluation` and `kvjax.training` when they are first used."""
+    if name in ("evaluation", "training"):
+        return importlib.import_module(f"kvjax.{name}")
+    raise AttributeError(f"module 'kvjax' has no attribute {name!r}")

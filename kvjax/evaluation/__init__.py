@@ -1,0 +1,3 @@
+"""Experiments: tasks, one resumable loop over methods and measurements, reports."""
+
+from kvjax.evaluation import tasks as tasks
