@@ -12,9 +12,11 @@ import difflib
 import importlib
 from collections.abc import Callable
 
-from kvjax.evaluation.tasks.base import Task
+from kvjax.evaluation.tasks.base import Example, Task
 from kvjax.registry import Registry
 from kvjax.types import UserError
+
+__all__ = ["MODULES", "Example", "Task", "get", "names", "register"]
 
 _registry = Registry("task", Task)  # of the user's own
 
