@@ -22,7 +22,6 @@ import json
 import math
 import os
 import pathlib
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ from jaxtyping import Float, Int
 
 from kvjax.cache.apportion import apportion, proportional
 from kvjax.folders import cache_dir
+from kvjax.messages import warn
 from kvjax.types import ModelSpec, UserError, real_number, whole_number
 
 Rows = tuple[tuple[float, ...], ...]  # [L][K]
@@ -322,7 +322,7 @@ def find(spec: ModelSpec, target: str | None = None) -> Calibration | None:
         try:
             found = _loaded(path, changed(path))
         except UserError as error:
-            warnings.warn(f"{error}, or delete it", stacklevel=2)
+            warn(f"{error}, or delete it")
             continue
         wanted = found.target == target if target else found.target != LOSS
         if wanted and found.fits(spec):

@@ -9,7 +9,6 @@ which share of them is whose.
 import functools
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -111,9 +110,7 @@ def calibrate(
     try:
         calibrations.keep(found)
     except UserError as error:
-        warnings.warn(
-            f"the calibration is only returned, not kept: {error}", stacklevel=2
-        )
+        messages.warn(f"the calibration is only returned, not kept: {error}")
     return found
 
 
