@@ -326,9 +326,10 @@ def _estimate(job: Job, batch: int) -> dict[str, int]:
 
 
 def _price(config: CacheConfig) -> str:
-    """What compiling costs where heads differ: a part, and above all another shape.
+    """Says what compiling costs where heads differ, which takes minutes.
 
-    Seconds of reading and decoding of SmolLM2 on a Xeon, see docs/decisions.md.
+    XLA compiles equal kernels once, so a part costs less than another shape. Seconds
+    are those of SmolLM2's programs to read and decode, on a Xeon of 2023.
     """
     if not config.budget or len(parts.different(config.budget)) == 1:
         return ""

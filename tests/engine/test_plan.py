@@ -111,6 +111,16 @@ def test_the_longest_prompt_is_one_that_generate_takes(tiny, schedule):
         compiled.bucket(tiny.spec, found.job.config, room + 1, 16)
 
 
+def test_compiling_heads_of_many_sizes_is_told_beforehand(tiny):
+    """Parts, and shapes, by hand: three parts of three; four, two of them alike."""
+    price = lambda budget: planner._price(
+        make_config(tiny.spec, "key_diff", budget, "after_prefill")
+    )
+    assert price(64) == price((64, 64)) == ""
+    assert price(((64, 96), 128)).startswith(": heads of 3 sizes, about 10 s of CPU")
+    assert price(((64, 96), (96, 64))).startswith(": heads of 2 sizes, about 9 s of")
+
+
 def test_prompts_limit_the_batch():
     found = planned(256, BATCH_MAX, policies.recency(), 10**9, max_batch=3)
     assert (found.batch, found.limited_by) == (3, "prompts")

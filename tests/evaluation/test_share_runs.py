@@ -155,7 +155,7 @@ def test_a_share_is_of_the_run_s_longest_prompt(folder):
     assert need["budget_rule"] == "calibrated(path=mine.json)"
     own = calibrations.Calibration.load("mine.json")
     spec = tiny_model().spec
-    sizes = own.sizes(spec, 72, length=120, multiple=32)
+    sizes = own.sizes(spec, 72, length=120, floor=40, multiple=32)
     assert need["sizes"] == sizes.tolist() and np.ptp(sizes)
     told = [need[f"{which}_slots"] for which in ("mean", "smallest", "largest")]
     assert told == [72, sizes.min(), sizes.max()]
