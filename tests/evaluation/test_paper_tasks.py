@@ -14,7 +14,7 @@ import pytest
 from kvjax.engine.stop_texts import ended
 from kvjax.evaluation import tasks
 from kvjax.evaluation.tasks import bbh, data
-from kvjax.evaluation.tasks.base import Task
+from kvjax.evaluation.tasks.base import Task, encode
 from kvjax.registry import Registry
 from kvjax.types import UserError
 
@@ -132,7 +132,9 @@ def made(name, folder):
     return folder(f"{name}/train.json", list(map(ROWS[name], range(9, 15))))
 
 
-@pytest.fixture(params=["gsm8k", "bbh", "bbh/snarks", "xsum", "multi_news", *ROWS])
+@pytest.fixture(
+    params=["gsm8k", "gsm8k/chat", "bbh", "bbh/snarks", "xsum", "multi_news", *ROWS]
+)
 def task_with_data(request, folder):
     name = request.param
     where = made(name, folder) if name in ROWS else real(name.partition("/")[0])
@@ -201,6 +203,41 @@ def test_gsm8k_shows_worked_train_rows(shots):
     fewer = ask("gsm8k", 1, where, shots=shots // 2)[0]
     assert whole(example).startswith("\n\nQuestion: ".join(shown[: shots // 2]))
     assert fewer.name == example.name
+
+
+class Conversation:
+    """A tokenizer whose tokens are the bytes of the messages that it was given."""
+
+    chat_template = "yes"
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        assert add_generation_prompt and not tokenize
+        return json.dumps(messages)
+
+    def __call__(self, text, add_special_tokens, verbose):
+        return {"input_ids": text.encode()}
+
+    def decode(self, ids):
+        return bytes(ids).decode()
+
+
+def test_gsm8k_shows_worked_train_rows_as_turns(folder):
+    rows = [{"question": f"{i} + 1?", "answer": f"<<{i}+1=9>>9\n#### 9"} for i in "135"]
+    folder("gsm8k/train.jsonl", rows[:2])
+    where, tokenizer = folder("gsm8k/test.jsonl", rows[2:]), Conversation()
+    (example,) = ask("gsm8k/chat", 1, where, shots=2)
+    task, order = tasks.get("gsm8k/chat"), [asked for asked, _ in example.turns]
+    assert sorted(order) == ["1 + 1?", "3 + 1?"]
+    said = [("user", order[0]), ("assistant", "9\n#### 9")]
+    said += [("user", order[1]), ("assistant", "9\n#### 9"), ("user", "5 + 1?")]
+    whole = encode(tokenizer, task, example, 999)
+    told = json.loads(bytes(whole.tokens))
+    assert told == [{"role": role, "content": text} for role, text in said]
+    shorter = encode(tokenizer, task, example, len(whole.tokens) - 2)
+    assert json.loads(bytes(shorter.tokens))[:4] == told[:4] and shorter.cut == 2
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template to put them into"):
+        encode(tokenizer, task, example, 999)
 
 
 def test_gsm8k_grades_its_own_solutions_right():

@@ -20,6 +20,8 @@ class Example:
       prompt: what the model is asked, shots included; without a chat template.
       answers: the references. How several count is the metric's business.
       primer: opens the model's answer; what is generated follows it.
+      turns: earlier turns of the conversation, each what was asked and answered; of a
+        task that asks in a chat template.
       details: numbers to group by in tables and pictures (`depth`, `length`).
     """
 
@@ -28,6 +30,7 @@ class Example:
     answers: tuple[str, ...]
     primer: str = ""
     details: tuple[tuple[str, float], ...] = ()
+    turns: tuple[tuple[str, str], ...] = ()
 
 
 class Task(NamedTuple):
@@ -113,10 +116,11 @@ def encode(tokenizer: Any, task: Task, example: Example, room: int) -> Encoded:
 
     A prompt that is too long loses tokens in its middle, so that instructions at its
     beginning and the question at its end stay (LongBench, Bai et al. 2023, section
-    4.1). The chat template and the primer are never cut.
+    4.1). The chat template, earlier turns and the primer are never cut.
 
     Raises:
-      UserError: `room` does not even hold the template and the primer.
+      UserError: `room` does not even hold what is never cut; earlier turns, and a
+        tokenizer without a chat template to put them into.
     """
     whole = _encoded(tokenizer, task, example, example.prompt)
     if len(whole) <= room:
@@ -135,8 +139,9 @@ def encode(tokenizer: Any, task: Task, example: Example, room: int) -> Encoded:
             return Encoded(tokens, len(whole) - len(tokens))
         kept -= len(tokens) - room  # decoding and encoding again may add a few
     raise UserError(
-        f"{room} tokens cannot hold a prompt of {task.name}: its chat template and "
-        f"primer alone take {frame}; use a model with a longer context"
+        f"{room} tokens cannot hold a prompt of {task.name}: its chat template, "
+        f"earlier turns and primer alone take {frame}; use a model with a longer "
+        "context"
     )
 
 
@@ -144,9 +149,20 @@ def _encoded(
     tokenizer: Any, task: Task, example: Example, prompt: str
 ) -> tuple[int, ...]:
     chat = task.chat and getattr(tokenizer, "chat_template", None)
+    if example.turns and not chat:
+        raise UserError(
+            f"task {task.name} asks in turns of a conversation, and the model's "
+            "tokenizer has no chat template to put them into: use another task, or a "
+            "model tuned to converse"
+        )
     if chat:  # the template writes the special tokens itself
+        said = [
+            {"role": role, "content": text}
+            for turn in example.turns
+            for role, text in zip(("user", "assistant"), turn, strict=True)
+        ]
         prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
+            [*said, {"role": "user", "content": prompt}],
             tokenize=False,
             add_generation_prompt=True,
         )

@@ -1,5 +1,6 @@
 """Prompts that show a few solved rows before they ask about another."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ class Form(NamedTuple):
       head: opens the prompt.
       between: follows every shot.
       gap: stands between primer and answer in a shot; a model writes it itself.
+      turns: whether each shot is a turn of a conversation, not a part of the prompt.
     """
 
     question: Callable[[data.Row], str]
@@ -28,11 +30,17 @@ class Form(NamedTuple):
     head: str = ""
     between: str = "\n\n"
     gap: str = " "
+    turns: bool = False
 
     def shot(self, row: data.Row) -> str:
         """A solved row."""
+        asked, answer = self.turn(row)
+        return asked + self.primer + self.gap + answer + self.between
+
+    def turn(self, row: data.Row) -> tuple[str, str]:
+        """What is asked about a row, and a shot's answer."""
         answer = self.shown(row) if self.shown else self.answers(row)[0]
-        return self.question(row) + self.primer + self.gap + answer + self.between
+        return self.question(row), answer
 
 
 def examples_of(
@@ -53,10 +61,13 @@ def examples_of(
         shots: int = default,
     ) -> list[Example]:
         asked = data.draw(data.rows(source, split, data_dir), count, seed, source.name)
-        prompt = form.head + _shots(source, form, shots, seed, data_dir)
-        return [
+        shown = _shots(source, shots, seed, data_dir)
+        turns = tuple(map(form.turn, shown)) if form.turns else ()
+        prompt = form.head + "".join(map(form.shot, () if turns else shown))
+        made = (
             example(f"{source.name}/{split}/{i}", prompt, row, form) for i, row in asked
-        ]
+        )
+        return [dataclasses.replace(each, turns=turns) for each in made]
 
     return examples
 
@@ -70,10 +81,10 @@ def example(name: str, shots: str, row: data.Row, form: Form) -> Example:
 
 
 def _shots(
-    source: data.Source, form: Form, count: int, seed: int, data_dir: str | None
-) -> str:
+    source: data.Source, count: int, seed: int, data_dir: str | None
+) -> list[data.Row]:
     if not count:
-        return ""
+        return []
     train = data.rows(source, "train", data_dir)
     drawn = data.draw(train, count, (seed, 1), f"{source.name}'s train split")
-    return "".join(form.shot(row) for _, row in drawn)
+    return [row for _, row in drawn]

@@ -1,5 +1,7 @@
 """GSM8K: grade-school mathematics with a chain of thought (Cobbe et al. 2021)."""
 
+import re
+
 from kvjax.evaluation import metrics
 from kvjax.evaluation.tasks import data
 from kvjax.evaluation.tasks.base import Example, Task
@@ -11,19 +13,26 @@ def grade(text: str, example: Example) -> dict[str, float]:
     return {"exact_match": metrics.number_match(text, example.answers)}
 
 
+_SOURCE = data.Source("gsm8k", ("openai/gsm8k", "main"), "gsm8k")
 _FORM = Form(
     question=lambda row: f"Question: {row['question']}\n",
     primer="Answer:",
     answers=lambda row: (row["answer"].rpartition("####")[2].strip(),),
     shown=lambda row: row["answer"],
 )
+_CALCULATOR = re.compile("<<.*?>>")  # what the authors' models compute with
+_TURNS = Form(
+    question=lambda row: row["question"],
+    primer="",
+    answers=_FORM.answers,
+    shown=lambda row: _CALCULATOR.sub("", row["answer"]),
+    turns=True,
+)
 
 TASKS = {
     "gsm8k": Task(
         "gsm8k",
-        examples_of(
-            data.Source("gsm8k", ("openai/gsm8k", "main"), "gsm8k"), _FORM, shots=8
-        ),
+        examples_of(_SOURCE, _FORM, shots=8),
         grade,
         "exact_match",
         256,
@@ -31,5 +40,15 @@ TASKS = {
         "as in GEAR (Kang et al. 2024); `shots=16` as in Batch-Max",
         stop=("Question:",),
         chat=False,
-    )
+    ),
+    "gsm8k/chat": Task(
+        "gsm8k/chat",
+        examples_of(_SOURCE, _TURNS, shots=4),
+        grade,
+        "exact_match",
+        400,
+        "the same rows as turns of a conversation, for models tuned to converse: a "
+        "row's question, and as what was said to it its answer, without the marks for "
+        "a calculator",
+    ),
 }
