@@ -67,6 +67,28 @@ def uniform() -> BudgetRule:
     return BudgetRule("uniform", lambda spec, mean: (mean,) * spec.num_layers)
 
 
+@functools.cache
+def proportional(length: int | None = None) -> BudgetRule:
+    """Every head keeps the same share of the pairs that its full cache would keep.
+
+    Layers with a sliding window keep less than the others, by the ratio of what queries
+    see; without windows all layers keep the mean.
+
+    Args:
+      length: tokens of the prompts to come. None is what `make_config` is told.
+    """
+    if length is not None:
+        length = whole_number("proportional(length)", length, 1)
+
+    def allocate(spec, mean):
+        windows = map(spec.sliding_window, range(spec.num_layers))
+        seen = np.array([min(window or length, length) for window in windows])
+        return largest_remainders(mean * seen / seen.mean())
+
+    of_length = proportional if length is None else None
+    return BudgetRule("proportional", allocate, of_length=of_length)
+
+
 def explicit(sizes: Sequence[int | Sequence[int]]) -> BudgetRule:
     """Sizes that somebody has worked out already, per layer or per layer and head.
 
@@ -125,6 +147,7 @@ _REGISTRY = Registry("budget rule")
 register, names = _REGISTRY.register, _REGISTRY.names
 register("uniform", uniform)
 register("explicit", explicit)
+register("proportional", proportional)
 register("pyramid", pyramid)
 
 

@@ -129,18 +129,20 @@ def within_windows(
 def by_heads(
     spec: ModelSpec, policy: policies.Policy, budget: str
 ) -> budgets.BudgetRule:
-    """Sizes by head where they are known for the model's weights, else all alike."""
+    """Sizes by head where they are known for the model's weights, else by layer."""
+    windows = any(spec.sliding_windows)
+    same_share = budgets.proportional() if windows else budgets.uniform()
     if policy.needs_all_heads:
-        return budgets.uniform()
+        return same_share
     if calibrations.find(spec):
         return by_need.calibrated()
     warn(
-        f"budget {budget!r} keeps the same in every head, as no calibration of the "
-        f"weights of {spec.name} is known. Heads that keep what they need find more: "
-        "kvjax.calibrate(model) measures it once, and the same budget takes it from "
-        "then on; budget_rule='uniform' says that this is meant",
+        f"budget {budget!r} keeps the same share in every head, as no calibration of "
+        f"the weights of {spec.name} is known. Heads that keep what they need find "
+        "more: kvjax.calibrate(model) measures it once, and the same budget takes it "
+        f"from then on; budget_rule={same_share.name!r} says that this is meant",
     )
-    return budgets.uniform()
+    return same_share
 
 
 def _layer_sizes(spec: ModelSpec, given: int | Sequence[int]) -> parts.Sizes:

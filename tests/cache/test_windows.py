@@ -292,8 +292,13 @@ def test_a_mean_goes_to_the_layers_without_a_window():
     assert made(20, budget_rule="uniform").budget == (14, 27, 19)
     assert made(20, budget_rule="uniform", length=24).budget == (14, 24, 19)
     assert made((20, 20, 9)).budget == (14, 20, 9)
-    pairs = 40 + 6 + 11  # that the full cache keeps of 40 tokens
-    assert sum(made("50%", length=40, budget_rule="uniform").budget) == pairs // 2 + 2
+    pairs = 40 + 6 + 11  # that the full cache keeps of 40 tokens: a mean of 19
+    even = made("100%", length=40, budget_rule="uniform")
+    assert even.budget == (14, 24, 19) and sum(even.budget) == pairs
+    same_share = made("50%", length=400, budget_rule="proportional")
+    assert same_share.budget == (3, 201, 6)  # 210 pairs as 6 to 400 to 11
+    with pytest.warns(UserWarning, match="budget_rule='proportional'"):
+        assert made("50%", length=400) == same_share
 
 
 def test_short_texts_take_no_more_than_they_need():
