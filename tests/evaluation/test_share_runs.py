@@ -230,6 +230,26 @@ def test_some_ways_to_share_out():
         get_config("25,head")
 
 
+def test_one_thing_changed_at_a_time():
+    """`configs/reasoning.py`: every row keeps its share, in all heads what it pins."""
+    shipped = calibrations.__file__.replace("calibrations.py", "calibrated")
+    get_config = load_config("reasoning.py")
+    fields = get_config(f"{shipped}/smollm2-135m-instruct.json").to_dict()
+    experiment = from_config(fields, {})
+    experiment.check()
+    full, *methods = experiment.methods
+    assert full.policy is None and len(methods) == 14
+    spec = tiny_spec(num_layers=30, num_kv_heads=3, name="smollm2-135m-instruct")
+    for method in methods:
+        heads = np.array(method.cache_config(spec, 600).head_budgets(spec))
+        assert heads.mean() == (300 if method.name.endswith("50") else 150)
+        assert heads.min() >= sum(method.pinned) + 16
+    some = get_config("mine.json,key_diff_pinned,full").methods
+    assert [each["name"] for each in some][0] == "Full cache" and len(some) == 3
+    with pytest.raises(OSError, match="no calibration: write reasoning.py:FILE"):
+        get_config()
+
+
 @pytest.mark.parametrize("name", ["heads.py", "equal_bytes.py"])
 def test_other_lengths_are_of_prompts_and_texts(name):
     """With shorter texts, their share would be larger than the prompts'."""
