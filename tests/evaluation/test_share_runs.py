@@ -245,7 +245,7 @@ def test_one_thing_changed_at_a_time():
         assert heads.mean() == (300 if method.name.endswith("50") else 150)
         assert heads.min() >= sum(method.pinned) + 16
     some = get_config("mine.json,key_diff_pinned,full").methods
-    assert [each["name"] for each in some][0] == "Full cache" and len(some) == 3
+    assert some[0]["name"] == "Full cache" and len(some) == 3
     with pytest.raises(OSError, match="no calibration: write reasoning.py:FILE"):
         get_config()
 
