@@ -246,7 +246,7 @@ def test_one_thing_changed_at_a_time():
         assert heads.min() >= sum(method.pinned) + 16
     some = get_config("mine.json,key_diff_pinned,full").methods
     assert some[0]["name"] == "Full cache" and len(some) == 3
-    with pytest.raises(OSError, match="no calibration: write reasoning.py:FILE"):
+    with pytest.raises(OSError, match=r"no calibration: write reasoning\.py:FILE"):
         get_config()
 
 
