@@ -36,7 +36,8 @@ def test_code_of_the_first_pages(page, smollm2, monkeypatch):
             assert 32 <= len(completion.tokens) <= 64
             assert len(completion.kept_positions) == 4
             kept = completion.kept_positions[3][1]
-            assert 400 < len(kept) <= 512 < 850 < kept[-1]
+            most = 512 + 32  # what is decoded comes on top after the prompt
+            assert 400 < len(kept) <= most < 850 < kept[-1]
 
 
 def test_code_of_a_policy_alone(capsys):

@@ -289,6 +289,7 @@ def test_command(tmp_path, smollm2):
     done = command(
         *(tmp_path, "--texts=*.txt,python", "--num_texts=3", "--tokens=160"),
         *("--ratios=0.5,0.25", "--output=found.json", "--picture"),
+        "--dtype=float32",  # whose roundings to 16 bits are those of the file
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])

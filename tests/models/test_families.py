@@ -172,7 +172,7 @@ def test_a_shorter_context_of_learned_positions(tmp_path):
     model = kvjax.load(written(file_of("opt"), tmp_path), context=20)
     assert model.spec.context_length == 20
     assert model.params["positions"].shape[0] == 20
-    with pytest.raises(UserError, match=r"exceed the context of .* 20 tokens"):
+    with pytest.raises(UserError, match=r"exceeds the context of .* 20 tokens"):
         kvjax.generate(model, [[3] * 17], max_new_tokens=4)
 
 
