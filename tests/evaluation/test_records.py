@@ -9,6 +9,7 @@ import pytest
 from testing.records import FULL, RECORDS
 
 import kvjax
+from kvjax.cache.schedule import PHASES
 from kvjax.evaluation.report.records import (
     FORMAT,
     append_record,
@@ -78,7 +79,6 @@ def test_a_record_says_how_it_was_made(monkeypatch):
     assert made["versions"]["jax"] == jax.__version__
 
 
-SCHEDULES = "none", "prefill_and_decode", "after_prefill", "decode_only"
 OLD = {  # a line of the first format
     "method": "key_diff, 50%",
     "label": "key_diff",
@@ -170,6 +170,6 @@ def test_a_devices_lines_say_of_which_run_they_are(path):
 def test_committed_records_come_in_the_words_of_today(path):
     for record in read_records(path):
         assert record["format"] == FORMAT and "score" in record
-        assert record["schedule"] in SCHEDULES
+        assert record["schedule"] in PHASES
         assert not set(record) & {"accuracy", "batch", "group", "label", "kind", "rope"}
         assert record["provenance"]["versions"]
