@@ -26,8 +26,8 @@ import racing
 from absl import flags
 
 from kvjax.cache import codecs
-from kvjax.cache.config import make_config
 from kvjax.cache.schedule import Schedule
+from kvjax.cache.spec import make_spec
 from kvjax.models import decoder
 
 FLAGS = flags.FLAGS
@@ -84,7 +84,7 @@ def spec():
 
 def way(codec, batch):
     schedule = Schedule("prefill_and_decode", FLAGS.steps, FLAGS.steps)
-    config = make_config(spec(), FLAGS.policy, FLAGS.slots, schedule, codec=codec)
+    config = make_spec(spec(), FLAGS.policy, FLAGS.slots, schedule, codec=codec)
 
     def make():
         params = decoder.random_params(spec(), jax.random.key(0), dtype())

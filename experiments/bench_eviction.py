@@ -30,8 +30,8 @@ import racing
 from absl import flags
 
 from kvjax import cache, policies
-from kvjax.cache.config import make_config
 from kvjax.cache.schedule import Schedule
+from kvjax.cache.spec import make_spec
 from kvjax.engine import steps
 from kvjax.models import decoder
 from kvjax.types import UserError
@@ -84,7 +84,7 @@ def reading():
 
 def config_of(first_chunk="remainder", **options):
     """Batch-Max by one of the forms."""
-    return make_config(
+    return make_spec(
         SPEC,
         policies.average_attention(),
         FLAGS.slots,

@@ -27,8 +27,8 @@ from absl import flags
 
 from kvjax import policies
 from kvjax.cache import by_need, calibrations, parts
-from kvjax.cache.config import make_config
 from kvjax.cache.schedule import Schedule
+from kvjax.cache.spec import make_spec
 from kvjax.models import decoder
 from kvjax.types import UserError
 
@@ -75,7 +75,7 @@ def config_of(multiple):
     schedule = Schedule(FLAGS.phases, FLAGS.steps, FLAGS.steps)
     floor = max(rule.num_pinned + 8, FLAGS.steps) + FLAGS.steps
     how = functools.partial(by_need.calibrated, FLAGS.length, floor=floor)
-    return make_config(
+    return make_spec(
         spec(),
         *(rule, FLAGS.slots, schedule),
         budget_rule=multiple and how(multiple=multiple),

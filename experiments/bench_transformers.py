@@ -112,7 +112,7 @@ def race(case: Case, ours, baseline) -> dict[str, Any]:
 def kvjax_side(baseline: baselines.Baseline):
     """Our side; imported here because the worker's environment need not have JAX."""
     import kvjax
-    from kvjax.cache.config import make_config
+    from kvjax.cache.spec import make_spec
     from kvjax.engine import runner
     from kvjax.engine.compiled import Job
     from kvjax.evaluation.tasks import text
@@ -121,7 +121,7 @@ def kvjax_side(baseline: baselines.Baseline):
     model = kvjax.load(FLAGS.model)
     baseline.load(hub.fetch(FLAGS.model))
     full = kvjax.Schedule("none", prefill_chunk=FLAGS.prefill_chunk)
-    config = make_config(model.spec, None, None, full)
+    config = make_spec(model.spec, None, None, full)
     words = model.tokenizer(text.haystack(), verbose=False)["input_ids"]
 
     class Ours:

@@ -30,8 +30,8 @@ from device_runs import (
 from device_sizes import Absent, Asked, Row, Sizes
 
 import kvjax
-from kvjax.cache.config import make_config
 from kvjax.cache.schedule import Schedule
+from kvjax.cache.spec import make_spec
 from kvjax.engine import memory, planner, runner
 from kvjax.engine.compiled import Job
 from kvjax.evaluation import roofline
@@ -237,6 +237,6 @@ def _job(method: str, sizes: Sizes) -> Job:
     spec = presets.spec(sizes.model)
     rows, prompt, new, budget = sizes.planned
     policy, phases, times = KEPT[method]
-    config = make_config(spec, policy, policy and budget, Schedule(phases))
+    config = make_spec(spec, policy, policy and budget, Schedule(phases))
     job = Job(spec, config, rows, prompt, new, sizes.dtype)
     return dataclasses.replace(job, prefill_batch=rows // times if times > 1 else None)

@@ -12,8 +12,8 @@ from gallery_words import Shape
 from tqdm import tqdm
 
 from kvjax import cache, policies
-from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.schedule import Schedule
+from kvjax.cache.spec import CacheSpec, make_spec
 from kvjax.engine import api, compiled, layerwise, runner
 from kvjax.evaluation.tasks import needle
 from kvjax.evaluation.tasks.text import haystack
@@ -86,7 +86,7 @@ def readings_of(
 ) -> Iterable[dict[str, tuple[list[list[np.ndarray]], list[int]]]]:
     """For every policy and schedule, what it keeps of the prompt, and what follows."""
     configs = [
-        [make_config(model.spec, policy, BUDGET, schedule) for schedule in _schedules()]
+        [make_spec(model.spec, policy, BUDGET, schedule) for schedule in _schedules()]
         for policy in members
     ]
     readings = layerwise.Readings(model, [each for pair in configs for each in pair])
@@ -99,7 +99,7 @@ def readings_of(
 
 def full_cache(model: Any, tokens: Sequence[int]) -> list[int]:
     """What follows if nothing goes."""
-    config = make_config(model.spec, None, None, Schedule("none", BLOCK))
+    config = make_spec(model.spec, None, None, Schedule("none", BLOCK))
     return _outcome(layerwise.Readings(model, [config]), config, tokens)[1]
 
 
@@ -107,7 +107,7 @@ def _schedules() -> list[Schedule]:
     return [Schedule(phases, BLOCK, BLOCK) for phases in SCHEDULES]
 
 
-def _outcome(readings: layerwise.Readings, config: CacheConfig, tokens: Sequence[int]):
+def _outcome(readings: layerwise.Readings, config: CacheSpec, tokens: Sequence[int]):
     """The positions kept of the prompt, by layer and head, and the tokens after it."""
     ends, model = api.end_tokens(readings.model), readings.model
     job = compiled.job_of(model, config, len(tokens), NEW, eos=ends)

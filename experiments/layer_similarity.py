@@ -99,7 +99,7 @@ def similarities(model, prompt) -> np.ndarray:
 @functools.partial(jax.jit, static_argnames="spec")
 def _similarities(params, tokens, *, spec):
     length, seen = tokens.shape[1], []
-    full = cache.make_config(spec, None, None)
+    full = cache.make_spec(spec, None, None)
     dtype = params["embed"].dtype
     state = cache.init(spec, full, 1, (length,) * spec.num_layers, dtype)
     n = jnp.full((1,), length, jnp.int32)
@@ -211,7 +211,7 @@ def cost(model, rule: budgets.BudgetRule, prompt, repeats: int) -> dict:
 def _prefill(model, rule: budgets.BudgetRule, prompt):
     """A call that reads the prompt and returns the seconds it took."""
     schedule = kvjax.Schedule("after_prefill")
-    config = cache.make_config(model.spec, "recency", 64, schedule, budget_rule=rule)
+    config = cache.make_spec(model.spec, "recency", 64, schedule, budget_rule=rule)
     length = compiled.bucket(model.spec, config, len(prompt), 1)
     job = compiled.job_of(model, config, length, 1)
     tokens = np.zeros((1, length), np.int32)

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from memory_table import Asked, Columns, Part, Rows
 
-from kvjax.cache.config import make_config
 from kvjax.cache.offload import Offload
+from kvjax.cache.spec import make_spec
 from kvjax.evaluation import arithmetic, roofline
 from kvjax.models import presets
 
@@ -28,7 +28,7 @@ def kcache(asked: Asked) -> Part:
     for (prompt, batch), published in KCACHE.items():
         for top_n, told in zip((None, *KCACHE_N), published, strict=True):
             offload = top_n and Offload(top_n, KCACHE_LAYERS)
-            config = make_config(spec, None, None, offload=offload)
+            config = make_spec(spec, None, None, offload=offload)
             given = spec, config, batch, prompt, KCACHE_NEW, device
             made = arithmetic.decoding(*given)
             found.append(

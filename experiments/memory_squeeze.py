@@ -5,8 +5,8 @@ from typing import NamedTuple
 from memory_table import Asked, Columns, Part, Rows
 
 from kvjax import policies
-from kvjax.cache.config import make_config
 from kvjax.cache.schedule import Schedule
+from kvjax.cache.spec import make_spec
 from kvjax.evaluation import arithmetic, roofline
 from kvjax.models import presets
 
@@ -52,8 +52,8 @@ def squeeze(asked: Asked) -> Part:
         size = round(given.share * (given.prompt + given.new))
         schedule = Schedule("decode_only", evict_size=1)
         configs = (
-            make_config(spec, None, None),
-            make_config(spec, policies.recency(), size, schedule),
+            make_spec(spec, None, None),
+            make_spec(spec, policies.recency(), size, schedule),
         )
         for batch in given.batches:
             full, few = (

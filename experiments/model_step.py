@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache, policies
-from kvjax.cache.config import make_config
 from kvjax.cache.schedule import Schedule
+from kvjax.cache.spec import make_spec
 from kvjax.engine.steps import forward
 from kvjax.models import decoder, presets
 from kvjax.types import ModelSpec
@@ -35,7 +35,7 @@ SPECS = {
 
 def batch_max(spec, slots, implementation=None):
     """The config of Batch-Max: average attention, 64 pairs at a time."""
-    return make_config(
+    return make_spec(
         spec,
         policies.average_attention(),
         slots,

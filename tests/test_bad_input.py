@@ -7,7 +7,7 @@ from conftest import tiny_spec
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache import budgets, codecs
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.engine import compiled
 from kvjax.engine.planner import device_memory
 from kvjax.engine.sampling import Sampling
@@ -35,7 +35,7 @@ def compress(**changes):
         "budget": 32,
         "schedule": Schedule(prefill_chunk=8, evict_size=8),
     }
-    return make_config(SPEC, **(given | changes))
+    return make_spec(SPEC, **(given | changes))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_overflow_is_told(tiny):
     """Driven past its capacity, the state says so instead of losing pairs silently."""
     from kvjax.engine.steps import prefill
 
-    config = make_config(SPEC, None, None, Schedule("none", prefill_chunk=8))
+    config = make_spec(SPEC, None, None, Schedule("none", prefill_chunk=8))
     state = cache.init(SPEC, config, 1, (8, 8))
     state, _ = prefill(
         tiny.params,

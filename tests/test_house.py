@@ -137,7 +137,7 @@ def test_models_know_nothing_of_compression():
             for n in ast.walk(ast.parse(path.read_text()))
             if isinstance(n, ast.Name)
         }
-        assert not names & {"Policy", "CacheConfig", "KVState", "budget"}
+        assert not names & {"Policy", "CacheSpec", "KVState", "budget"}
 
 
 def test_no_function_hides_its_module():

@@ -9,7 +9,7 @@ from conftest import tiny_model, tiny_spec
 
 import kvjax
 from kvjax import messages
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 
 
 class Clock:
@@ -131,5 +131,5 @@ def test_warnings_point_at_the_line_that_called():
 def test_a_warning_of_a_budget_points_here():
     most = kvjax.Schedule(prefill_chunk=8, evict_size=64)
     with pytest.warns(UserWarning, match="an eviction leaves 1 of the 65") as found:
-        make_config(tiny_spec(), "recency", 65, most)
+        make_spec(tiny_spec(), "recency", 65, most)
     assert found[0].filename == __file__

@@ -6,9 +6,9 @@ keeps, `layouts` where pairs lie, `codecs` how they are stored.
 """
 
 from kvjax.cache import budgets, codecs, layouts, squeeze
-from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.eviction import compact
 from kvjax.cache.schedule import Schedule
+from kvjax.cache.spec import CacheSpec, make_spec
 from kvjax.cache.state import (
     NAN_SCORE,
     OVERFLOW,
@@ -27,7 +27,7 @@ from kvjax.cache.update import measure, step_layer
 __all__ = [
     "NAN_SCORE",
     "OVERFLOW",
-    "CacheConfig",
+    "CacheSpec",
     "KVState",
     "Schedule",
     "advance",
@@ -39,7 +39,7 @@ __all__ = [
     "insert",
     "kept_positions",
     "layouts",
-    "make_config",
+    "make_spec",
     "measure",
     "next_positions",
     "raise_errors",

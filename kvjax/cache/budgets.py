@@ -75,7 +75,7 @@ def proportional(length: int | None = None) -> BudgetRule:
     see; without windows all layers keep the mean.
 
     Args:
-      length: tokens of the prompts to come. None is what `make_config` is told.
+      length: tokens of the prompts to come. None is what `make_spec` is told.
     """
     if length is not None:
         length = whole_number("proportional(length)", length, 1)

@@ -34,7 +34,7 @@ def calibrated(
 
     Args:
       length: tokens of the prompts to come: the mean over it is the ratio, and no head
-        keeps more. None is what `make_config` is told.
+        keeps more. None is what `make_spec` is told.
       path: of a calibration, see `calibrations.Calibration.save`, or the calibration
         itself; None is the one that is known for the model's weights: the user's own,
         which `kvjax.calibrate` leaves, or the package's.

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import parts
-from kvjax.cache.config import CacheConfig
 from kvjax.cache.layouts import Layout
+from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import NAN_SCORE, KVState
 from kvjax.parallel import axes, host
 from kvjax.policies import base
@@ -53,7 +53,7 @@ def make_room(
     layers: Mapping[int, Lent],
     tokens: int,
     *,
-    config: CacheConfig,
+    config: CacheSpec,
     n: Int[Array, "B"],
     is_prefill: bool,
     head_numbers: Int[Array, "K"] | None = None,
@@ -107,7 +107,7 @@ def make_room(
 
 def compact(
     state: KVState,
-    config: CacheConfig,
+    config: CacheSpec,
     capacity: tuple[int, ...],
     apply_ropes: Sequence[Callable[..., Array]],
     policy_params: Sequence[PyTree] | None = None,
@@ -188,7 +188,7 @@ def _crowded(
     place: int,
     heads: parts.Heads,
     lent: Lent,
-    config: CacheConfig,
+    config: CacheSpec,
     n: Int[Array, "B"],
     head_numbers: Int[Array, "K"] | None,
 ) -> _Crowded:
@@ -227,7 +227,7 @@ def tidied(
 
 
 def _victims(
-    state: KVState, crowded: _Crowded, config: CacheConfig, rows: int
+    state: KVState, crowded: _Crowded, config: CacheSpec, rows: int
 ) -> tuple[Bool[Array, "B K C"], Bool[Array, "B K"]]:
     """The slots whose pairs go, and the heads that chose by scores with NaN.
 
@@ -278,7 +278,7 @@ def _chosen(
     view: View,
     drop: Int[Array, "B K"],
     chooses: Bool[Array, "B K"],
-    config: CacheConfig,
+    config: CacheSpec,
 ) -> tuple[Bool[Array, "B K C"], Bool[Array, "B K"]]:
     """`select_evictions` by the policy's scores, and which that choose had NaN."""
     score = config.policy.score(stats, view)
@@ -337,7 +337,7 @@ def numbers_of_heads(
 
 
 def turned(
-    keys: Float[Array, "B K C D"], apply_rope: Callable[..., Array], config: CacheConfig
+    keys: Float[Array, "B K C D"], apply_rope: Callable[..., Array], config: CacheSpec
 ) -> Float[Array, "B K C D"]:
     """Keys as attention sees them: turned by their slots if they lie there unturned."""
     if config.rope_positions == "original":

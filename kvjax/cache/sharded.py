@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from kvjax.cache import eviction, update
-from kvjax.cache.config import CacheConfig
+from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import KVState, capacities, init
 from kvjax.parallel import axes, host
 from kvjax.types import LayerOps, ModelSpec, PyTree
@@ -25,7 +25,7 @@ from kvjax.types import LayerOps, ModelSpec, PyTree
 
 def state_partitions(
     spec: ModelSpec,
-    config: CacheConfig,
+    config: CacheSpec,
     capacity: tuple[int, ...],
     over: Mesh | jax.sharding.AbstractMesh,
 ) -> PyTree:
@@ -40,7 +40,7 @@ def state_partitions(
 
 @functools.lru_cache(maxsize=256)
 def state_specs(
-    spec: ModelSpec, config: CacheConfig, capacity: tuple[int, ...]
+    spec: ModelSpec, config: CacheSpec, capacity: tuple[int, ...]
 ) -> PyTree:
     """Which axis of every leaf of a `KVState` is rows and which is heads.
 
@@ -84,7 +84,7 @@ def step_layer(
     ops: LayerOps,
     state: KVState,
     *,
-    config: CacheConfig,
+    config: CacheSpec,
     n: Array,
     tokens: Array | None = None,
     is_prefill: bool,
@@ -138,7 +138,7 @@ def make_room(
     tokens: int,
     apply_ropes: Sequence[Callable[..., Array]],
     *,
-    config: CacheConfig,
+    config: CacheSpec,
     n: Array,
     is_prefill: bool,
     policy_params: Sequence[PyTree] | None = None,
@@ -168,7 +168,7 @@ def make_room(
 def compact(
     spec: ModelSpec,
     state: KVState,
-    config: CacheConfig,
+    config: CacheSpec,
     capacity: tuple[int, ...],
     apply_ropes: Sequence[Callable[..., Array]],
     policy_params: Sequence[PyTree] | None = None,
@@ -196,5 +196,5 @@ def _put_back(state: KVState, part: KVState, index: int) -> KVState:
     return state.replace(layers=tuple(layers), stats=tuple(stats), error=part.error)
 
 
-def _specs(spec: ModelSpec, config: CacheConfig, state: KVState) -> PyTree:
+def _specs(spec: ModelSpec, config: CacheSpec, state: KVState) -> PyTree:
     return state_specs(spec, config, capacities(state))

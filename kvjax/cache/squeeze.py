@@ -64,7 +64,7 @@ def squeeze(
       capped: no layer keeps more than `length`, and G3 shares what that leaves over,
         which is not in the paper.
       length: tokens of the prompts to come, of `capped` alone. None is what
-        `make_config` is told.
+        `make_spec` is told.
 
     Source: Wang and Gan 2024, arXiv 2404.04793, Algorithm 1.
 

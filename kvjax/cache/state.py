@@ -7,9 +7,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.cache import layouts, parts
-from kvjax.cache.config import CacheConfig
 from kvjax.cache.layouts import Layout
 from kvjax.cache.parts import Heads
+from kvjax.cache.spec import CacheSpec
 from kvjax.parallel import axes
 from kvjax.types import ModelSpec, PyTree, Stats
 
@@ -62,7 +62,7 @@ class KVState:
 
 def init(
     spec: ModelSpec,
-    config: CacheConfig,
+    config: CacheSpec,
     batch: int,
     capacity: tuple[int, ...],
     dtype: jnp.dtype = jnp.float32,

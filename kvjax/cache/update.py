@@ -1,7 +1,7 @@
 """The one transition of a KV state: make room, append, attend, observe.
 
 Shapes never change, so the state is carried through `lax` loops and donated. How much
-each layer holds, when it evicts and by which policy is a `CacheConfig`, static; where
+each layer holds, when it evicts and by which policy is a `CacheSpec`, static; where
 and how pairs lie is the business of its layout and codec.
 """
 
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import attention
 from kvjax.cache import eviction, offload, parts
-from kvjax.cache.config import CacheConfig
+from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import OVERFLOW, KVState, next_positions
 from kvjax.types import LayerOps, PyTree, Stats, View
 
@@ -26,7 +26,7 @@ def step_layer(
     ops: LayerOps,
     state: KVState,
     *,
-    config: CacheConfig,
+    config: CacheSpec,
     n: Int[Array, "B"],
     tokens: Int[Array, "B T"] | None = None,
     is_prefill: bool,
@@ -108,7 +108,7 @@ def _step_part(
     ops: LayerOps,
     state: KVState,
     *,
-    config: CacheConfig,
+    config: CacheSpec,
     window: int,
     recalls: bool,
     n: Array,
@@ -146,7 +146,7 @@ def _step_part(
 
 
 def _attended(
-    layer, q, k, v, slots, positions, n, wanted, ops: LayerOps, config: CacheConfig
+    layer, q, k, v, slots, positions, n, wanted, ops: LayerOps, config: CacheSpec
 ):
     """Writes the new pairs to their slots and attends, in one kernel where it can be.
 
@@ -167,7 +167,7 @@ def _attended(
 
 
 def _recalled(
-    layer, q, k, v, slots, positions, n, wanted, ops: LayerOps, config: CacheConfig
+    layer, q, k, v, slots, positions, n, wanted, ops: LayerOps, config: CacheSpec
 ):
     """`_attended` with the values of few pairs, which come from host memory."""
     layout = config.layout
@@ -181,7 +181,7 @@ def _recalled(
 
 
 def _only_in(
-    window: int, layer: PyTree, stats: Stats, now: Int[Array, "B"], config: CacheConfig
+    window: int, layer: PyTree, stats: Stats, now: Int[Array, "B"], config: CacheSpec
 ) -> tuple[PyTree, Stats]:
     """The layer with what the newest token sees: later ones see nothing before it."""
     layout = config.layout
@@ -199,7 +199,7 @@ def measure(
     after: Float[Array, "B T M"],
     state: KVState,
     *,
-    config: CacheConfig,
+    config: CacheSpec,
     n: Int[Array, "B"],
 ) -> KVState:
     """Adds up what the budget rule sees in one layer's attention of n real tokens."""

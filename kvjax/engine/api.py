@@ -11,9 +11,9 @@ from kvjax import cache, messages
 from kvjax.cache.budgets import BudgetRule
 from kvjax.cache.calibrations import Calibration
 from kvjax.cache.codecs import Codec
-from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.offload import Offload
 from kvjax.cache.schedule import Schedule
+from kvjax.cache.spec import CacheSpec, make_spec
 from kvjax.engine import compiled, stop_texts
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import Plan, device_memory, plan_job
@@ -128,7 +128,7 @@ def generate(
         `kvjax.calibrate` returned; None is the same for all, or as above for a share.
       implementation: which attention runs, see `kvjax.attention.backends`; None is the
         best there is.
-      eviction: how a layer makes room, see `kvjax.cache.CacheConfig`: new pairs move
+      eviction: how a layer makes room, see `kvjax.cache.CacheSpec`: new pairs move
         into the slots of those that go (`in_place`), or a gather moves what is kept to
         the front (`compact`). The same pairs stay, and the same tokens come out.
       offload: which values lie in host memory, see `kvjax.Offload`, or how many of
@@ -203,7 +203,7 @@ def plan(
       max_batch: prompts there are; no larger batch is planned.
       dtype, mesh: of `kvjax.load`, for a shape; a model has its own.
       show_progress: see `kvjax.messages.progress`.
-      **options: of `kvjax.cache.make_config`: codec, budget_rule, offload and others.
+      **options: of `kvjax.cache.make_spec`: codec, budget_rule, offload and others.
 
     Raises:
       UserError: not even one row fits; or what `generate` refuses.
@@ -229,7 +229,7 @@ def plan(
         return plan_job(job, device_memory(memory_gb), most, say)
 
 
-def _config(model: Model | ModelSpec, policy, budget, schedule, options) -> CacheConfig:
+def _config(model: Model | ModelSpec, policy, budget, schedule, options) -> CacheSpec:
     """What is kept; the full cache pays no heed to a budget, nor to its rule.
 
     A model's weights may be others than it was loaded with: their fingerprint counts.
@@ -237,7 +237,7 @@ def _config(model: Model | ModelSpec, policy, budget, schedule, options) -> Cach
     spec = fingerprints.marked(model) if isinstance(model, Model) else model
     if policy is None:
         budget, options = None, options | {"budget_rule": None}
-    return make_config(spec, policy, budget, schedule, **options)
+    return make_spec(spec, policy, budget, schedule, **options)
 
 
 def tokenize(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 
 from kvjax import cache
 from kvjax.cache import parts, sharded
-from kvjax.cache.config import CacheConfig
+from kvjax.cache.spec import CacheSpec
 from kvjax.engine import memory, steps
 from kvjax.engine.sampling import Sampling
 from kvjax.engine.steps import GREEDY, NO_EOS
@@ -58,7 +58,7 @@ class Job:
     """
 
     spec: ModelSpec
-    config: CacheConfig
+    config: CacheSpec
     batch: int
     max_prompt_len: int
     max_new_tokens: int
@@ -110,7 +110,7 @@ class Job:
 
 def job_of(
     model: Model,
-    config: CacheConfig,
+    config: CacheSpec,
     prompt: int,
     new: int,
     sampling: Sampling = GREEDY,
@@ -147,7 +147,7 @@ class Programs(NamedTuple):
     decode: jax.stages.Compiled
 
 
-def bucket(spec: ModelSpec, config: CacheConfig, longest: int, new: int) -> int:
+def bucket(spec: ModelSpec, config: CacheSpec, longest: int, new: int) -> int:
     """Prompt tokens that a program is compiled for.
 
     A state whose capacity does not depend on the prompt gets one program for every
@@ -168,7 +168,7 @@ def bucket(spec: ModelSpec, config: CacheConfig, longest: int, new: int) -> int:
     return math.ceil(longest / grain) * grain
 
 
-def size_class(config: CacheConfig, longest: int) -> int:
+def size_class(config: CacheSpec, longest: int) -> int:
     """Prompts of one class share programs without much waste: each is twice as long.
 
     One class where the state's capacity does not depend on the prompt.

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import cache
 from kvjax.cache import parts
-from kvjax.cache.config import CacheConfig
+from kvjax.cache.spec import CacheSpec
 from kvjax.engine import runner, sharing, steps
 from kvjax.engine.compiled import Job, tree_bytes
 from kvjax.engine.runner import Prefilled, Prompts
@@ -53,7 +53,7 @@ class Readings:
     def __init__(
         self,
         model: Model,
-        methods: Iterable[CacheConfig],
+        methods: Iterable[CacheSpec],
         held_bytes: float = math.inf,
     ):
         methods = list(methods)
@@ -79,7 +79,7 @@ class Readings:
         """A runner whose prompts are read here."""
         return LayerByLayer(self, job)
 
-    def after(self, config: CacheConfig, prompts: Prompts, new: int) -> Prefilled:
+    def after(self, config: CacheSpec, prompts: Prompts, new: int) -> Prefilled:
         """The prompts read and compressed, with room for `new` tokens.
 
         Args:
@@ -97,7 +97,7 @@ class Readings:
             shared = Prefilled(states, shared.logits)
         return _shrunk(self.model, config, shared, prompts, new)
 
-    def _read_once(self, config: CacheConfig, prompts: Prompts, new: int) -> Prefilled:
+    def _read_once(self, config: CacheSpec, prompts: Prompts, new: int) -> Prefilled:
         """As all methods that look at prompts later need it."""
         alike = sharing.reading(config)
         key = (alike, new, *map(tuple, prompts))
@@ -210,7 +210,7 @@ class LayerByLayer:
         return np.asarray(_sample(read.logits, keys, position, self.job.sampling))
 
 
-def read(model: Model, config: CacheConfig, prompts: Prompts, new: int) -> Prefilled:
+def read(model: Model, config: CacheSpec, prompts: Prompts, new: int) -> Prefilled:
     """The prompts layer after layer, block by block, with evictions if there are any.
 
     A layer reads all blocks before the next one begins, so that what it holds stays in
@@ -245,7 +245,7 @@ class _Block(NamedTuple):
     start: Int[Array, "B"]
 
 
-def _blocks(config: CacheConfig, prompts: Prompts) -> list[_Block]:
+def _blocks(config: CacheSpec, prompts: Prompts) -> list[_Block]:
     """The prompts as the schedule cuts them."""
     first, block = config.first_chunk, config.schedule.prefill_chunk
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
@@ -271,7 +271,7 @@ def _placed(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
 
 
-def _room(config: CacheConfig, prompts: Prompts) -> int:
+def _room(config: CacheSpec, prompts: Prompts) -> int:
     """Tokens of the longest prompt, in whole blocks."""
     block = config.schedule.prefill_chunk
     return -(-max(map(len, prompts)) // block) * block
@@ -292,7 +292,7 @@ def joined(held: Sequence[Part]) -> cache.KVState:
     )
 
 
-def _empty(model: Model, config: CacheConfig, index, heads, batch, room, new) -> Part:
+def _empty(model: Model, config: CacheSpec, index, heads, batch, room, new) -> Part:
     """A part with nothing in it, and slots for what it keeps of a prompt."""
     one, alone = _one_part(model.spec, heads), config.of_part(index, heads)
     capacity = alone.prefill_capacity(one, room, new)
@@ -355,7 +355,7 @@ def _order(heads: Sequence[parts.Heads]) -> Int[np.ndarray, "K"] | None:
     return None if heads[0] is None else np.argsort(np.concatenate(heads))
 
 
-def _learned(config: CacheConfig, count: int) -> Sequence[PyTree]:
+def _learned(config: CacheSpec, count: int) -> Sequence[PyTree]:
     """Every layer's weights of a learned rule; None for a rule without."""
     params = config.policy.params if config.policy else None
     return params.layers if params is not None else (None,) * count
@@ -409,7 +409,7 @@ def _attend(
     heads: Array | None,
     *,
     spec: ModelSpec,
-    config: CacheConfig,
+    config: CacheSpec,
     is_prefill: bool,
     like: int,
 ) -> tuple[Float[Array, "B H G T D"], cache.KVState]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.cache.config import CacheConfig
+from kvjax.cache.spec import CacheSpec
 from kvjax.engine import api, compiled, memory, runner
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import plan_job
@@ -38,7 +38,7 @@ class _Context(NamedTuple):
 
 def likelihoods(
     model: Model,
-    config: CacheConfig,
+    config: CacheSpec,
     pairs: Sequence[tuple[Tokens, Tokens]],
     memory_bytes: int,
     *,
@@ -112,7 +112,7 @@ def _check(model: Model, pairs: Sequence[tuple[Tokens, Tokens]]) -> None:
 
 
 def _jobs(
-    model: Model, config: CacheConfig, pairs: Sequence[tuple[Tokens, Tokens]]
+    model: Model, config: CacheSpec, pairs: Sequence[tuple[Tokens, Tokens]]
 ) -> Iterator[tuple[Job, list[_Context]]]:
     """Contexts of like size with what is done to them, the largest first."""
     asked: dict[tuple[int, ...], list[int]] = defaultdict(list)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import parts
-from kvjax.cache.config import CacheConfig
+from kvjax.cache.spec import CacheSpec
 from kvjax.engine import compiled
 from kvjax.engine.compiled import Job, Programs
 from kvjax.messages import Say, silent
@@ -325,7 +325,7 @@ def _estimate(job: Job, batch: int) -> dict[str, int]:
     return {phase: peak + more[phase] for phase, peak in _probed(short).items()}
 
 
-def _price(config: CacheConfig) -> str:
+def _price(config: CacheSpec) -> str:
     """Says what compiling costs where heads differ, which takes minutes.
 
     XLA compiles equal kernels once, so a part costs less than another shape. Seconds

@@ -2,18 +2,18 @@
 
 import dataclasses
 
-from kvjax.cache.config import CacheConfig
 from kvjax.cache.schedule import Schedule
+from kvjax.cache.spec import CacheSpec
 
 _NO_BUDGET = dict.fromkeys(("policy", "budget", "budget_rule", "mean_budget"))
 
 
-def reading(config: CacheConfig) -> CacheConfig:
+def reading(config: CacheSpec) -> CacheSpec:
     """How prompts are read, for all that keep them whole until they are in."""
     return dataclasses.replace(config.reading, **_NO_BUDGET)
 
 
-def watches_late(config: CacheConfig) -> bool:
+def watches_late(config: CacheSpec) -> bool:
     """Whether others can watch the same reading.
 
     The prompt is read as if the cache were full and all heads alike, keys stay in
@@ -26,12 +26,12 @@ def watches_late(config: CacheConfig) -> bool:
     return late and not alone and config.rope_positions == "original"
 
 
-def stored_later(config: CacheConfig) -> bool:
+def stored_later(config: CacheSpec) -> bool:
     """Whether it is the full cache while the prompt is read, whatever it is then."""
     return config.policy is None and config.codec.after_prompt
 
 
-def without_watching(config: CacheConfig) -> CacheConfig:
+def without_watching(config: CacheSpec) -> CacheSpec:
     """Without the policy, where nothing will be evicted any more.
 
     All such methods then run the same program.

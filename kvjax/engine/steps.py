@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import sharded
-from kvjax.cache.config import CacheConfig
+from kvjax.cache.spec import CacheSpec
 from kvjax.engine.sampling import Sampling, sample
 from kvjax.models import decoder
 from kvjax.parallel import axes
@@ -60,7 +60,7 @@ def prefill(
     lengths: Int[Array, "B"],
     *,
     spec: ModelSpec,
-    config: CacheConfig,
+    config: CacheSpec,
 ) -> tuple[cache.KVState, Float[Array, "B V"]]:
     """Reads the prompts block by block, evicting on the way if the schedule says so.
 
@@ -108,7 +108,7 @@ def compact(
     policy_params: PyTree = None,
     *,
     spec: ModelSpec,
-    config: CacheConfig,
+    config: CacheSpec,
     capacity: tuple[int, ...],
 ) -> cache.KVState:
     """`sharded.compact`, the step between prefill and decode.
@@ -168,7 +168,7 @@ def decode(
     limit: Int[Array, ""] | None = None,
     *,
     spec: ModelSpec,
-    config: CacheConfig,
+    config: CacheSpec,
     steps: int,
     sampling: Sampling = GREEDY,
     eos: tuple[int, ...] = NO_EOS,
@@ -232,7 +232,7 @@ def score(
     lengths: Int[Array, "B"],
     *,
     spec: ModelSpec,
-    config: CacheConfig,
+    config: CacheSpec,
     keep_logits: bool = False,
 ) -> tuple[cache.KVState, Scores]:
     """Teacher forcing: how likely given continuations are.
@@ -303,7 +303,7 @@ def forward(
     tokens: Int[Array, "B T"],
     n: Int[Array, "B"],
     state: cache.KVState,
-    config: CacheConfig,
+    config: CacheSpec,
     is_prefill: bool = False,
 ) -> tuple[Float[Array, "B T M"], cache.KVState]:
     """T new tokens through the model, of which each row's first n are real."""
@@ -337,7 +337,7 @@ def forward(
     return hidden, cache.advance(state, n)
 
 
-def with_policy(params: PyTree, config: CacheConfig) -> PyTree:
+def with_policy(params: PyTree, config: CacheSpec) -> PyTree:
     """The model's weights, with those of a learned rule, if it has any, as `policy`.
 
     They go through programs side by side: traced, one pytree per layer.

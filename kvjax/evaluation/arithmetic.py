@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax import policies
-from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.offload import Offload
 from kvjax.cache.schedule import Schedule
+from kvjax.cache.spec import CacheSpec, make_spec
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import as_plan, state_bytes, weights_bytes
 from kvjax.evaluation import roofline
@@ -91,7 +91,7 @@ def _row(spec: ModelSpec, tokens: int, budget: int | None, dtype: str) -> Job:
     """A job of one row that reads `tokens` and writes none."""
     rule = policies.average_attention() if budget else None
     schedule = Schedule() if budget else Schedule("none")
-    return Job(spec, make_config(spec, rule, budget, schedule), 1, tokens, 0, dtype)
+    return Job(spec, make_spec(spec, rule, budget, schedule), 1, tokens, 0, dtype)
 
 
 # --- a step of decoding ---------------------------------------------------------------
@@ -352,7 +352,7 @@ class Decoding(NamedTuple):
 
 def decoding(
     spec: ModelSpec,
-    config: CacheConfig,
+    config: CacheSpec,
     batch: int,
     prompt: int,
     new: int,

@@ -9,9 +9,9 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.cache import budgets, codecs, offload, parts, sizing
-from kvjax.cache.config import CacheConfig, make_config
 from kvjax.cache.offload import Offload
 from kvjax.cache.schedule import Schedule
+from kvjax.cache.spec import CacheSpec, make_spec
 from kvjax.engine.planner import device_memory
 from kvjax.evaluation import tasks
 from kvjax.evaluation.tasks import base, data, text
@@ -38,7 +38,7 @@ class Method:
       phases, prefill_chunk, evict_size, first_chunk: the `Schedule`.
       budget: |kv|, one int, or for every layer one or one per head; or a share of the
         run's longest prompt, as "25%", of which heads keep what they need where that
-        is known (see `make_config`); None for the full cache.
+        is known (see `make_spec`); None for the full cache.
       budget_share: the share of a prompt that a budget in pairs stands for, such as
         0.5, where tasks of other lengths have other budgets; for reports alone.
       budget_rule: shares out the budget between layers: a name, or `module:function`;
@@ -50,8 +50,8 @@ class Method:
       offload: which values lie in host memory, fields of `kvjax.Offload`; in a config a
         dict of them, or `top_n` alone. None for none.
       rope_positions, eviction: where a key stands for its rotary angle, and how a
-        layer makes room, see `CacheConfig`; an eviction of None is the default.
-      implementation: which attention runs, see `CacheConfig`.
+        layer makes room, see `CacheSpec`; an eviction of None is the default.
+      implementation: which attention runs, see `CacheSpec`.
       series: what the methods have in common that differ only in budget and schedule,
         and in throughput in the batch: the name of their row in a sweep's tables and
         of their mark in pictures; None is the name.
@@ -82,14 +82,14 @@ class Method:
     batch_rule: str | None = None
     batch_size: int | None = None
 
-    def cache_config(self, spec: ModelSpec, length: int | None = None) -> CacheConfig:
+    def cache_config(self, spec: ModelSpec, length: int | None = None) -> CacheSpec:
         """What is kept of prompts of `length` tokens at most.
 
         Raises:
           UserError: the parts do not fit each other, or the length is needed.
         """
         policy, schedule = self.check()
-        return make_config(
+        return make_spec(
             spec,
             policy,
             self.budget,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax import cache
-from kvjax.cache.config import CacheConfig, make_config
+from kvjax.cache.spec import CacheSpec, make_spec
 from kvjax.engine import api, compiled, layerwise, runner, stop_texts
 from kvjax.engine.compiled import Job
 from kvjax.engine.memory import peak_memory
@@ -160,7 +160,7 @@ def _windows(setting: Setting) -> list[fidelity.Window]:
     )
 
 
-def _job(setting: Setting, kept: CacheConfig, task: Samples) -> Job:
+def _job(setting: Setting, kept: CacheSpec, task: Samples) -> Job:
     model, asked = setting.model, setting.experiment.fidelity
     bucket = functools.partial(compiled.bucket, model.spec, kept)
     bucket(asked.prompt_tokens, asked.continuation_tokens)  # raises if they do not fit
@@ -181,7 +181,7 @@ class _Run(NamedTuple):
     setting: Setting
     engine: "_Engine"
     method: Method
-    config: CacheConfig
+    config: CacheSpec
     tasks: list[tuple[Samples, Job]]
     windows: list[fidelity.Window]
 
@@ -215,7 +215,7 @@ def _whole(model: Model) -> _Engine:
     return _Engine(check_one_row, plan_job, whole)
 
 
-def _layers(setting: Setting, methods: Iterable[CacheConfig]) -> _Engine:
+def _layers(setting: Setting, methods: Iterable[CacheSpec]) -> _Engine:
     check = functools.partial(plan_by_shapes, max_batch=1)
     readings = layerwise.Readings(setting.model, methods, setting.memory)
     plan = lambda job, memory, most, say: plan_by_shapes(job, memory, most)
@@ -291,7 +291,7 @@ def _fidelity(run: _Run, say: Progress) -> None:
 def _is_full_cache(run: _Run) -> bool:
     """Whether the method is the reference itself, but for the size of its chunks."""
     spec, kept = run.setting.model.spec, run.config
-    return not kept.policy and kept == make_config(spec, None, None, kept.schedule)
+    return not kept.policy and kept == make_spec(spec, None, None, kept.schedule)
 
 
 def _reference(run: _Run, say: Progress) -> np.ndarray:
@@ -299,7 +299,7 @@ def _reference(run: _Run, say: Progress) -> np.ndarray:
     if kept is not None:
         return kept
     say("the full cache's predictions", 0)
-    logits = _forced(run, make_config(run.setting.model.spec, None, None))
+    logits = _forced(run, make_spec(run.setting.model.spec, None, None))
     with files.written(run.setting.workdir / "reference.npy") as partial:
         np.save(partial, logits)
     return logits
@@ -325,7 +325,7 @@ def _kept_reference(
     return found
 
 
-def _forced(run: _Run, kept: CacheConfig) -> np.ndarray:
+def _forced(run: _Run, kept: CacheSpec) -> np.ndarray:
     """Teacher-forced logits f32[windows, continuation, V], as many as fit at a time."""
     setting, windows = run.setting, run.windows
     job = _window_job(setting.model, kept, windows)
@@ -338,7 +338,7 @@ def _forced(run: _Run, kept: CacheConfig) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _window_job(model: Model, kept: CacheConfig, windows) -> Job:
+def _window_job(model: Model, kept: CacheSpec, windows) -> Job:
     prompt, new = len(windows[0].prompt), len(windows[0].continuation)
     bucket = compiled.bucket(model.spec, kept, prompt, new)
     job = compiled.job_of(model, kept, bucket, new)

@@ -39,7 +39,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from kvjax.cache import codecs
-from kvjax.cache.config import CacheConfig
+from kvjax.cache.spec import CacheSpec
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import Plan
 from kvjax.models import decoder, layers
@@ -195,7 +195,7 @@ class _Stored(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _stored(spec: ModelSpec, config: CacheConfig, dtype: str) -> _Stored:
+def _stored(spec: ModelSpec, config: CacheSpec, dtype: str) -> _Stored:
     size = lambda tensor: codecs.tensor_bytes(tensor, spec.head_dim, dtype)
     layers = [
         (size(codec.key), size(codec.value), config.recalls(i), window or math.inf)
@@ -346,7 +346,7 @@ def _sum_of_rows(rows: int, *parts: tuple[float, float]) -> Work:
     return Work(0.0, rows * on_device, rows * over_link)
 
 
-def _bytes_of(job: Job, config: CacheConfig, held) -> tuple[float, float]:
+def _bytes_of(job: Job, config: CacheSpec, held) -> tuple[float, float]:
     """Of one row's pairs: bytes on the device, and on the host."""
     stored = _stored(job.spec, config, job.dtype)
     there = np.where(stored.away, stored.value, 0.0) * held

@@ -15,7 +15,7 @@ from kvjax.attention import Backend, backends, kernels, reference
 from kvjax.attention.reference import NO_STATS, PLAIN
 from kvjax.attention.stored import Stored, decoded
 from kvjax.cache import codecs
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.pallas import tpu
 from kvjax.registry import Registry
 from kvjax.types import Scoring, UserError
@@ -127,7 +127,7 @@ def test_too_many_slots_for_a_kernel():
 
 def test_a_config_knows_the_names():
     with pytest.raises(UserError, match="'flash' is unknown"):
-        make_config(tiny_spec(), policies.random(), 99, implementation="flash")
+        make_spec(tiny_spec(), policies.random(), 99, implementation="flash")
 
 
 @pytest.fixture

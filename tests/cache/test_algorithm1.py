@@ -9,7 +9,7 @@ from testing import oracle
 from testing.engine import decode, score_tokens
 
 from kvjax import Schedule, UserError, cache, policies
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.engine.steps import compact, prefill
 
 RULES = ("average_attention", "h2o", "streaming", "key_diff")
@@ -66,7 +66,7 @@ def test_kept_positions(tiny, rule, p, budget, first):
     """With the first block as printed, and in blocks of p that end where it does."""
     policy = policies.make(rule)
     schedule = Schedule(prefill_chunk=p, evict_size=p, first_chunk=first)
-    config = make_config(tiny.spec, policy, budget, schedule)
+    config = make_spec(tiny.spec, policy, budget, schedule)
     assert config.first_chunk == (budget if first == "budget" else budget % p or p)
     rng = np.random.default_rng(budget)
     for length in (budget - 5, budget, 3 * budget + 1):
@@ -95,7 +95,7 @@ def test_kept_positions(tiny, rule, p, budget, first):
 def test_what_is_read_before_the_first_eviction_fills_the_budget(tiny, budget, p):
     """With sizes chosen from the budget, at budgets that are no multiple of them."""
     policy = policies.average_attention()
-    config = make_config(tiny.spec, policy, budget)
+    config = make_spec(tiny.spec, policy, budget)
     assert config.schedule == Schedule("prefill_and_decode", p, p)
     rng = np.random.default_rng(budget)
     for length in (budget, budget + 1, budget + 2 * p + 5):
@@ -114,7 +114,7 @@ def test_what_is_read_before_the_first_eviction_fills_the_budget(tiny, budget, p
 def test_several_blocks_step_by_step(tiny):
     """Not only the ends: every decode step keeps what the transcription keeps."""
     policy, budget, p = policies.average_attention(), 12, 4
-    config = make_config(
+    config = make_spec(
         tiny.spec, policy, budget, Schedule(prefill_chunk=p, evict_size=p)
     )
     prompt = np.arange(30) % tiny.spec.vocab_size
@@ -136,7 +136,7 @@ def test_several_blocks_step_by_step(tiny):
 
 
 def test_full_cache_is_the_plain_model(tiny):
-    config = make_config(tiny.spec, None, None, Schedule("none", prefill_chunk=8))
+    config = make_spec(tiny.spec, None, None, Schedule("none", prefill_chunk=8))
     prompt = np.arange(40) % tiny.spec.vocab_size
     _, _, kept, tokens = run(tiny, config, prompt, 6)
     by_hand = oracle.Decoder(tiny.spec, tiny.params, None, None, 8)
@@ -149,8 +149,8 @@ def test_full_cache_is_the_plain_model(tiny):
 
 def test_a_budget_above_the_text_is_the_full_cache(tiny):
     prompt = np.arange(40) % tiny.spec.vocab_size
-    full = make_config(tiny.spec, None, None, Schedule("none", prefill_chunk=8))
-    room = make_config(
+    full = make_spec(tiny.spec, None, None, Schedule("none", prefill_chunk=8))
+    room = make_spec(
         tiny.spec,
         policies.average_attention(),
         64,
@@ -165,7 +165,7 @@ def test_a_budget_above_the_text_is_the_full_cache(tiny):
 def test_ed_keeps_only_the_newest_pair(tiny):
     """Batch-Max, Algorithm 2: full prefill, then the newest pair and the current."""
     schedule = Schedule("decode_only", prefill_chunk=8, evict_size=1)
-    config = make_config(tiny.spec, policies.recency(), 2, schedule)
+    config = make_spec(tiny.spec, policies.recency(), 2, schedule)
     prompt = np.arange(37) % tiny.spec.vocab_size
     full, compacted, at_end, _ = run(tiny, config, prompt, 5)
     heads = range(tiny.spec.num_kv_heads)
@@ -180,7 +180,7 @@ def test_evictions_while_the_prompt_is_read_and_none_after(tiny):
     budget, p = 20, 8
     sizes = {"prefill_chunk": p, "evict_size": p}
     config, always = (
-        make_config(tiny.spec, "average_attention", budget, Schedule(phases, **sizes))
+        make_spec(tiny.spec, "average_attention", budget, Schedule(phases, **sizes))
         for phases in ("prefill_only", "prefill_and_decode")
     )
     rng = np.random.default_rng(0)
@@ -203,13 +203,13 @@ def test_evictions_while_the_prompt_is_read_and_none_after(tiny):
             logits = by_hand.step([token])
         assert as_lists(at_end) == by_hand.kept(), f"prompt of {length}"
     with pytest.raises(UserError, match="budget 8 must be larger than the 8 pairs"):
-        make_config(tiny.spec, "h2o", 8, Schedule("prefill_only", **sizes))
+        make_spec(tiny.spec, "h2o", 8, Schedule("prefill_only", **sizes))
 
 
 def test_nothing_goes_once_the_prompt_is_read(tiny):
     """Not even what the rule would not keep at any budget."""
     schedule = Schedule("prefill_only", prefill_chunk=8, evict_size=8)
-    config = make_config(tiny.spec, policies.sliding_window(6), 20, schedule)
+    config = make_spec(tiny.spec, policies.sliding_window(6), 20, schedule)
     read, grown, *_ = run(tiny, config, np.arange(61) % tiny.spec.vocab_size, 3)
     assert as_lists(read) == as_lists(grown)
     assert len(read[0][0]) > 6
@@ -217,7 +217,7 @@ def test_nothing_goes_once_the_prompt_is_read(tiny):
 
 def test_one_compaction_after_the_prompt(tiny):
     """The prompt's best pairs stay, and so does everything decoded."""
-    config = make_config(
+    config = make_spec(
         tiny.spec,
         policies.average_attention(),
         10,

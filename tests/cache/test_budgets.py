@@ -34,7 +34,7 @@ def test_uniform_and_explicit(tiny):
         for budget in (24, (24, 24))
     ]
     assert done[0].tokens == done[1].tokens
-    config = cache.make_config(tiny.spec, policies.key_diff(), 24, AFTER)
+    config = cache.make_spec(tiny.spec, policies.key_diff(), 24, AFTER)
     assert (config.budget, config.budget_rule.name) == ((24, 24), "uniform")
     rule = budgets.make("explicit", sizes=[16, [24, 40]])  # as a config has them
     assert rule is budgets.explicit((16, (24, 40)))
@@ -44,7 +44,7 @@ def test_uniform_and_explicit(tiny):
 def test_measured_is_the_mean_over_real_tokens(four):
     """Against the residual stream of the plain model, one prompt at a time."""
     rule = toys.loudest_layers()
-    config = cache.make_config(
+    config = cache.make_spec(
         four.spec, policies.key_diff(), 24, AFTER, budget_rule=rule
     )
     tokens = np.zeros((3, 80), np.int32)
@@ -62,7 +62,7 @@ def test_measured_is_the_mean_over_real_tokens(four):
 
 def streams(model, prompt):
     """Every layer's residual stream before and after attention, read at once."""
-    full = cache.make_config(model.spec, None, None)
+    full = cache.make_spec(model.spec, None, None)
     size = len(prompt)
     state = cache.init(model.spec, full, 1, (size,) * model.spec.num_layers)
     n, seen = jnp.asarray([size], jnp.int32), []
@@ -101,7 +101,7 @@ def test_sizes_follow_what_was_measured(four):
     new = job.max_new_tokens
     assert cache.capacities(result.state) == tuple(size + new for size in sizes)
     alike = dataclasses.replace(
-        job, config=cache.make_config(four.spec, policies.key_diff(), sizes, AFTER)
+        job, config=cache.make_spec(four.spec, policies.key_diff(), sizes, AFTER)
     )
     given = run_batch(four.params, alike, PROMPTS, range(3))
     assert given.tokens == result.tokens
@@ -124,7 +124,7 @@ def test_programs_are_shared(four):
 
 
 def job_of(model, rule):
-    config = cache.make_config(
+    config = cache.make_spec(
         model.spec, policies.key_diff(), 24, AFTER, budget_rule=rule
     )
     return Job(model.spec, config, 3, bucket(model.spec, config, 80, 6), 6)
@@ -159,6 +159,6 @@ def sizes_rule(*sizes):
 )
 def test_refused(budget, rule, schedule, words):
     with pytest.raises(UserError, match=words):
-        cache.make_config(
+        cache.make_spec(
             tiny_spec(), policies.recency(), budget, schedule, budget_rule=rule
         )

@@ -25,7 +25,7 @@ def rounded(x):
 def run(codec, data, phases="prefill_and_decode", policy=None):
     schedule = Schedule(phases, BLOCK, BLOCK)
     policy = policy or policies.average_attention()
-    config = cache.make_config(SPEC, policy, BUDGET, schedule, codec=codec)
+    config = cache.make_spec(SPEC, policy, BUDGET, schedule, codec=codec)
     return layer.run(SPEC, config, data, LENGTHS, PROMPT).end
 
 
@@ -75,7 +75,7 @@ def test_bytes_are_those_of_what_is_stored(tiny):
     assert codecs.pair_bytes(toys.HALVED, 8, "float32") == 2 * 8 * 2
     sizes = {}
     for codec in (codecs.identity, toys.HALVED):
-        config = cache.make_config(
+        config = cache.make_spec(
             tiny.spec,
             policies.streaming(),
             64,
@@ -124,4 +124,4 @@ def test_generates_with_a_registered_codec(tiny):
 )
 def test_refused(codec, words):
     with pytest.raises(UserError, match=words):
-        cache.make_config(tiny_spec(), policies.recency(), 128, codec=codec)
+        cache.make_spec(tiny_spec(), policies.recency(), 128, codec=codec)

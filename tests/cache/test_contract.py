@@ -18,7 +18,7 @@ from testing import layer, toys
 from testing.rules import POLICIES, VARIANTS
 
 from kvjax import Schedule, cache, policies
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 
 BUDGET, BLOCK, PROMPT, NEW = 56, 8, 104, 30
 LENGTHS = (5, 56, 57, 70, 0, 101)  # below, at and above the budget; one row unused
@@ -77,7 +77,7 @@ CASES += often(  # one that looks at keys, and one that looks at attention
 @functools.cache
 def compressed(policy, phases, spec=SPEC, stored="dense", **options):
     schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
-    return make_config(spec, policy, BUDGET, schedule, **STORED[stored], **options)
+    return make_spec(spec, policy, BUDGET, schedule, **STORED[stored], **options)
 
 
 def run(config, data=DATA, lengths=LENGTHS, spec=SPEC, spoil=lambda state: state):
@@ -283,7 +283,7 @@ def test_groups_dtypes_and_pinned_pairs(name, group, dtype):
 def test_jit_equals_eager(name):
     """Three blocks, with an eviction before the last."""
     small = policies.make(name, **SMALL.get(name, {}))
-    config = make_config(SPEC, small, BUDGET, Schedule(prefill_chunk=24, evict_size=24))
+    config = make_spec(SPEC, small, BUDGET, Schedule(prefill_chunk=24, evict_size=24))
     prompts, _ = layer.split(DATA, 3 * 24)
 
     def read():

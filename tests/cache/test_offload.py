@@ -15,7 +15,7 @@ import kvjax
 from kvjax import Offload, Schedule, UserError, attention, cache, policies
 from kvjax.attention.reference import PLAIN
 from kvjax.cache import codecs, offload
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.engine import compiled, layerwise, planner, runner, staggered
 from kvjax.engine.compiled import Job, bucket
 from kvjax.models import placement
@@ -153,7 +153,7 @@ def test_a_pair_that_is_nan_is_no_number_in_the_output():
 
 
 def config_of(spec, policy, budget, schedule, asked=None, **more):
-    return make_config(spec, policy, budget, schedule, offload=asked, **more)
+    return make_spec(spec, policy, budget, schedule, offload=asked, **more)
 
 
 METHODS = {
@@ -343,7 +343,7 @@ def test_more_rows_fit_where_values_are_away():
     spec = tiny_spec(num_layers=3, head_dim=16, context_length=4096)
     later = codecs.after_prompt("identity")
     plain, away = (
-        Job(spec, make_config(spec, None, None, offload=x, codec=codec), 1, 1024, 16)
+        Job(spec, make_spec(spec, None, None, offload=x, codec=codec), 1, 1024, 16)
         for x, codec in ((None, "identity"), (on_host(16), later))
     )
     limit = planner.weights_bytes(plain) + 12 * max(planner.state_bytes(plain).values())
@@ -432,8 +432,8 @@ def test_a_split_model_writes_the_same():
         assert one.tokens == other.tokens
         kept = one.kept_positions, other.kept_positions
         jax.tree.map(np.testing.assert_array_equal, *kept)
-    job = compiled.job_of(parted, make_config(parted.spec, None, None), 64, 8)
-    config = make_config(parted.spec, None, None, offload=Offload(6, 1))
+    job = compiled.job_of(parted, make_spec(parted.spec, None, None), 64, 8)
+    config = make_spec(parted.spec, None, None, offload=Offload(6, 1))
     found = planner.plan_job(dataclasses.replace(job, config=config, batch=2), 10**8, 2)
     values = found.batch * (64 + 8) * 4 * 8 * 4  # of one layer
     assert found.host_bytes * over.size == values

@@ -14,7 +14,7 @@ from testing.rules import POLICIES
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache import parts
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.engine import layerwise, likelihood
 from kvjax.engine.compiled import Job, bucket
 from kvjax.engine.planner import phase_bytes, state_bytes
@@ -44,7 +44,7 @@ STORED = {
 def kept(name, phases, budget, over=None, **options):
     """`[moment][row][head]` -> positions after the prompt, its compaction, the end."""
     schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
-    config = make_config(SPEC, POLICIES[name], (budget,), schedule, **options)
+    config = make_spec(SPEC, POLICIES[name], (budget,), schedule, **options)
     moments, end = layer.run(SPEC, config, DATA, LENGTHS, PROMPT, over)
     assert cache.capacities(end) == config.decode_capacity(SPEC, PROMPT, NEW)
     return [[row[0] for row in moment] for moment in moments]
@@ -101,7 +101,7 @@ SIZED = policies.criticalkv(AVERAGE[0]), oracle.criticalkv(AVERAGE[1])
 )
 def test_kept_positions_are_algorithm_1_s(tiny, policy, rule, p=8):
     """By weights, and by these and what values add by the model's own projection."""
-    config = make_config(tiny.spec, policy, BUDGET, Schedule(prefill_chunk=p))
+    config = make_spec(tiny.spec, policy, BUDGET, Schedule(prefill_chunk=p))
     rng = np.random.default_rng(0)
     for length in (14, 16, 61):
         prompt = rng.integers(0, tiny.spec.vocab_size, length)
@@ -124,7 +124,7 @@ def test_kept_positions_are_algorithm_1_s(tiny, policy, rule, p=8):
 def test_large_heads_follow_one_rule_and_small_ones_another(tiny):
     """Of BUDGET, whose mean is 28, the head with 40; by hand, and layer by layer."""
     p, policy = 8, policies.retrieval_heads(above=1.2)
-    config = make_config(tiny.spec, policy, BUDGET, Schedule(prefill_chunk=p))
+    config = make_spec(tiny.spec, policy, BUDGET, Schedule(prefill_chunk=p))
     large, small = oracle.key_diff(), oracle.average_attention()
 
     def rule(heads, now, keep):
@@ -142,8 +142,8 @@ def test_large_heads_follow_one_rule_and_small_ones_another(tiny):
     alone = layerwise.read(tiny, config, [prompt.tolist()], 21)
     kept_alone = cache.kept_positions(layerwise.joined(alone.state))[0]
     assert as_lists(kept_alone) == by_hand.kept()
-    alike = make_config(tiny.spec, policy, 28, Schedule(prefill_chunk=p))
-    by_keys = make_config(tiny.spec, policies.key_diff(), 28, alike.schedule)
+    alike = make_spec(tiny.spec, policy, 28, Schedule(prefill_chunk=p))
+    by_keys = make_spec(tiny.spec, policies.key_diff(), 28, alike.schedule)
     states = (after_prompt(tiny, each, prompt)[0] for each in (alike, by_keys))
     jax.tree.map(np.testing.assert_array_equal, *map(cache.kept_positions, states))
 
@@ -169,7 +169,7 @@ PROMPTS = [
 
 def job_of(spec, name, phases, budget, batch):
     schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
-    config = make_config(spec, policies.make(name), budget, schedule)
+    config = make_spec(spec, policies.make(name), budget, schedule)
     return Job(spec, config, batch, bucket(spec, config, 80, 12), 12)
 
 
@@ -233,14 +233,14 @@ def test_memory_is_what_the_sizes_say():
 
 
 def test_one_size_for_all_heads_is_one_part(tiny):
-    config = make_config(tiny.spec, policies.h2o(), ((32, 32), 24))
+    config = make_spec(tiny.spec, policies.h2o(), ((32, 32), 24))
     assert config.budget == (32, 24)
     assert parts.of_sizes((8, 40, 8)) == ((0, 2), (1,))
 
 
 def test_refused(tiny):
     def config(budget, policy=None, **options):
-        return make_config(tiny.spec, policy or policies.h2o(), budget, **options)
+        return make_spec(tiny.spec, policy or policies.h2o(), budget, **options)
 
     with pytest.raises(UserError, match=r"has 3 sizes for the 2 KV heads of tiny"):
         config(((8, 8, 8), 24))

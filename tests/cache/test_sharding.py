@@ -20,7 +20,7 @@ from testing.rules import POLICIES
 import kvjax
 from kvjax import Schedule, UserError, policies
 from kvjax.cache import sharded
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.engine import compiled
 from kvjax.engine.compiled import Job, job_of, programs
 from kvjax.engine.planner import device_memory, plan_job, state_bytes, weights_bytes
@@ -68,7 +68,7 @@ def test_every_policy_keeps_what_one_device_keeps(case):
     """The contract's policies while prompts are read and tokens are written."""
     name, phases, shapes = case
     schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
-    config = make_config(SPEC, POLICIES[name], BUDGET, schedule)
+    config = make_spec(SPEC, POLICIES[name], BUDGET, schedule)
     kept, _ = layer.run(SPEC, config, DATA, LENGTHS, PROMPT)
     for shape in shapes:
         over = meshes.mesh(MESHES[shape], SPEC.num_kv_heads)
@@ -158,7 +158,7 @@ def test_the_cache_is_never_gathered(name, shape):
     over = meshes.mesh(MESHES[shape], spec.num_kv_heads)
     schedule = Schedule("prefill_and_decode", 4, 4) if name else None
     policy = name and policies.make(name, **({"window": 3} if name == "snapkv" else {}))
-    config = make_config(spec, policy, 20 if name else None, schedule)
+    config = make_spec(spec, policy, 20 if name else None, schedule)
     job = Job(placement.fitted(spec, over), config, 8, 256, 16, mesh=over)
     compiled = programs(job)
     for program in (compiled.prefill, compiled.decode):
@@ -177,7 +177,7 @@ def test_the_cache_is_never_gathered(name, shape):
 
 def test_a_gathered_cache_would_be_seen():
     over = meshes.mesh("data:2,model:4", SPEC.num_kv_heads)
-    config = make_config(SPEC, None, None)
+    config = make_spec(SPEC, None, None)
     split = sharded.state_partitions(SPEC, config, (20,), over).layers[0].k
     held = jax.ShapeDtypeStruct((8, 8, 20, 12), jnp.float32, sharding=split)
     whole = jax.jit(lambda k: k, out_shardings=NamedSharding(over, PartitionSpec()))
@@ -188,7 +188,7 @@ def test_a_gathered_cache_would_be_seen():
 def test_a_plan_counts_what_one_device_holds():
     """An eighth of the state, the weights' own parts, and batches in whole groups."""
     model = tiny_model(num_kv_heads=4, num_heads=8, ff_dim=64, vocab_size=64)
-    config = make_config(
+    config = make_spec(
         model.spec, policies.h2o(), 32, Schedule(prefill_chunk=8, evict_size=8)
     )
     alone = job_of(model, config, 256, 8)
@@ -243,7 +243,7 @@ def test_a_mesh_that_cannot_be(asked, said):
 
 def test_a_batch_that_does_not_divide():
     over = meshes.mesh("data:8", SPEC.num_kv_heads)
-    config = make_config(SPEC, None, None)
+    config = make_spec(SPEC, None, None)
     with pytest.raises(UserError, match="batch of 12"):
         Job(SPEC, config, 12, 256, 4, mesh=over)
 

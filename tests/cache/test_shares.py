@@ -16,7 +16,7 @@ SPEC = tiny_spec(name=NAME, num_layers=30, num_heads=9, num_kv_heads=3)
 
 
 def config(budget, policy="key_diff", schedule=None, spec=SPEC, **options):
-    return cache.make_config(spec, policy, budget, schedule, **options)
+    return cache.make_spec(spec, policy, budget, schedule, **options)
 
 
 def sizes(made):
@@ -184,7 +184,7 @@ def test_what_shares_out_pairs():
 
 @pytest.mark.parametrize("name", ["calibrated", "ada"])
 def test_a_rule_is_told_the_length(name):
-    """By `make_config`, which is told it, where nobody has told the rule."""
+    """By `make_spec`, which is told it, where nobody has told the rule."""
     told = config(250, budget_rule=rule(name))
     assert config(250, budget_rule=name, length=1000).budget == told.budget
     assert config("25%", budget_rule=name, length=1000).budget == told.budget

@@ -85,9 +85,7 @@ def test_against_algorithm_1(seed):
 
 def test_padding_is_not_measured():
     """A row of another's length has the mean of its own tokens, NaN beyond them."""
-    config = cache.make_config(
-        tiny_spec(), "key_diff", 24, AFTER, budget_rule="squeeze"
-    )
+    config = cache.make_spec(tiny_spec(), "key_diff", 24, AFTER, budget_rule="squeeze")
     state = cache.init(tiny_spec(), config, 2, (24, 24))
     rng = np.random.default_rng(5)
     before, after = streams(rng, layers=2, rows=2)
@@ -206,9 +204,9 @@ def test_what_a_cap_leaves_over_goes_to_those_that_lend(seed):
 
 
 def test_a_cap_is_the_prompts_that_a_config_is_told_of(tmp_path):
-    """Of the length that `make_config` knows, whosever cosines they are."""
+    """Of the length that `make_spec` knows, whosever cosines they are."""
     given = calibrated(tmp_path) | {"p": 0.3, "capped": True}
-    make = functools.partial(cache.make_config, tiny_spec(), "h2o", 40)
+    make = functools.partial(cache.make_spec, tiny_spec(), "h2o", 40)
     rule = budgets.make("squeeze", **given)
     assert make(budget_rule=rule, length=60).budget == (60, 20)
     assert make(budget_rule=rule, length=200).budget == (68, 12)
@@ -270,7 +268,7 @@ def test_bad_options(options, words):
 )
 def test_refused_before_a_prompt_is_read(policy, rule, schedule, words):
     with pytest.raises(UserError, match=words):
-        cache.make_config(tiny_spec(), policy, 24, schedule, budget_rule=rule)
+        cache.make_spec(tiny_spec(), policy, 24, schedule, budget_rule=rule)
 
 
 # --- from a calibration ---------------------------------------------------------------
@@ -290,7 +288,7 @@ def test_a_calibration_s_sizes_are_those_of_its_cosines(tmp_path):
     """Known before a prompt is read, so that eviction may begin while it is."""
     rule = budgets.make("squeeze", p=0.3, **calibrated(tmp_path))
     schedule = Schedule(prefill_chunk=4, evict_size=4)
-    config = cache.make_config(tiny_spec(), "h2o", 40, schedule, budget_rule=rule)
+    config = cache.make_spec(tiny_spec(), "h2o", 40, schedule, budget_rule=rule)
     assert (
         config.budget
         == (68, 12)
@@ -372,7 +370,7 @@ def test_a_cap_leaves_no_slot_empty(tiny, capped, sizes):
 
 def test_decode_only_never_holds_more(tiny):
     """A rule's sizes are what decoding holds at most, layer by layer."""
-    config = cache.make_config(
+    config = cache.make_spec(
         tiny.spec,
         "streaming",
         24,
@@ -399,7 +397,7 @@ def test_decode_only_never_holds_more(tiny):
 @pytest.mark.e2e
 def test_staggered_prefill(tiny):
     """The first group decides for the pool; tokens are those of its sizes."""
-    config = cache.make_config(tiny.spec, "h2o", 24, AFTER, budget_rule="squeeze")
+    config = cache.make_spec(tiny.spec, "h2o", 24, AFTER, budget_rule="squeeze")
     room = bucket(tiny.spec, config, 80, 6)
     job = Job(tiny.spec, config, 3, room, 6, prefill_batch=2)
     whole = runner.Whole(tiny.params, job)
@@ -407,7 +405,7 @@ def test_staggered_prefill(tiny):
     sizes = whole.job.config.budget
     assert sorted(sizes) == [8, 40]
     assert cache.capacities(result.state) == tuple(size + 6 for size in sizes)
-    given = cache.make_config(tiny.spec, "h2o", sizes, AFTER)
+    given = cache.make_spec(tiny.spec, "h2o", sizes, AFTER)
     same = runner.Whole(tiny.params, Job(tiny.spec, given, 3, room, 6))
     assert runner.run_batch(same, PROMPTS, range(3)).tokens == result.tokens
 
@@ -475,7 +473,7 @@ def test_pyramid_s_totals():
 def test_bad_pyramids(options, words):
     with pytest.raises(UserError, match=words):
         rule = budgets.make("pyramid", **options)
-        cache.make_config(tiny_spec(), "h2o", 24, AFTER, budget_rule=rule)
+        cache.make_spec(tiny_spec(), "h2o", 24, AFTER, budget_rule=rule)
 
 
 @pytest.mark.e2e

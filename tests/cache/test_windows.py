@@ -19,7 +19,7 @@ from testing.engine import run_batch, score_tokens
 import kvjax
 from kvjax import Schedule, cache, policies
 from kvjax.attention import reference
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.engine import layerwise, planner, runner, steps
 from kvjax.engine.compiled import Job, programs
 from kvjax.models import placement, presets
@@ -40,7 +40,7 @@ def model():
 
 
 def full(block, **options):
-    return make_config(model().spec, None, None, Schedule("none", block), **options)
+    return make_spec(model().spec, None, None, Schedule("none", block), **options)
 
 
 def masked(config):
@@ -147,7 +147,7 @@ def test_other_layouts_and_codecs(stored):
 def test_layer_by_layer_is_the_whole_model(phases):
     """Under a policy too."""
     policy, budget = (None, None) if phases == "none" else (policies.recency(), 20)
-    config = make_config(model().spec, policy, budget, Schedule(phases, 8, 8))
+    config = make_spec(model().spec, policy, budget, Schedule(phases, 8, 8))
     prompts = [prompt for prompt in PROMPTS if prompt]
     job = Job(model().spec, config, len(prompts), 128, NEW)
     whole = run_batch(model().params, job, prompts, range(len(prompts)))
@@ -163,7 +163,7 @@ def test_layer_by_layer_is_the_whole_model(phases):
 def test_a_rule_s_pool_is_its_fixed_batch():
     """What is read group by group forgets in its pool, too."""
     schedule = Schedule("after_prefill", 8)
-    config = make_config(model().spec, policies.h2o(), 20, schedule)
+    config = make_spec(model().spec, policies.h2o(), 20, schedule)
     job = Job(model().spec, config, 5, 128, NEW)
     prompts = [prompt for prompt in PROMPTS if prompt]
     pool = dataclasses.replace(job, prefill_batch=2)
@@ -194,7 +194,7 @@ def test_the_state_lives_in_place():
     spec = dataclasses.replace(
         model().spec, head_dim=64, context_length=4096, sliding_windows=(500, 0, 500)
     )
-    config = make_config(spec, None, None, Schedule("none", 16))
+    config = make_spec(spec, None, None, Schedule("none", 16))
     job = Job(spec, config, 4, 1024, 16)
     size = planner.state_bytes(job)["decode"]
     compiled = programs(job)
@@ -207,7 +207,7 @@ def test_the_state_lives_in_place():
 def test_mistral_takes_half():
     """Batch 32, 8,192 tokens: 4,096 pairs per head and a block of 64."""
     spec = presets.spec("mistral-7b")
-    job = Job(spec, make_config(spec, None, None), 32, 8192 - 256, 256, "bfloat16")
+    job = Job(spec, make_spec(spec, None, None), 32, 8192 - 256, 256, "bfloat16")
     all_kept = dataclasses.replace(job, config=masked(job.config))
     held, before = (planner.state_bytes(each) for each in (job, all_kept))
     pair = 2 * 2 * spec.head_dim + 4  # a key, a value and a position
@@ -243,7 +243,7 @@ SMALL_AND_LARGE = (12, 20)  # below 11 + 4, where a window's layer evicts, and a
 def test_policies_choose_within_windows(name, budget):
     """Algorithm 1 by a decoder whose layers forget what has left their windows."""
     spec, params = model().spec, model().params
-    config = make_config(spec, name, budget, Schedule("prefill_and_decode", 4, 4))
+    config = make_spec(spec, name, budget, Schedule("prefill_and_decode", 4, 4))
     sizes = tuple(min(budget, w + 4) if w else budget for w in WINDOWS)
     assert config.budget == config.prefill_capacity(spec, PROMPT, NEW) == sizes
     assert config.decode_capacity(spec, PROMPT, NEW) == sizes
@@ -276,7 +276,7 @@ def test_no_window_takes_more_than_itself_and_a_block(policy):
     for phases in ("none",) if policy is None else (*every, "decode_only"):
         for first in ("remainder", "budget"):
             schedule = Schedule(phases, 4, 4, first)
-            config = make_config(spec, policy, policy and 30, schedule)
+            config = make_spec(spec, policy, policy and 30, schedule)
             assert config.first_chunk <= 6 + 4  # it fits the smallest layer
             for slots in (config.prefill_capacity, config.decode_capacity):
                 local, _, other = slots(spec, PROMPT, NEW)
@@ -287,7 +287,7 @@ def test_a_mean_goes_to_the_layers_without_a_window():
     """What windows leave of it; an int without a rule is the most of any head."""
     spec = model().spec  # windows of 6, none and 11; the default block at 20 is 8
     schedule = Schedule("after_prefill", 8)
-    made = functools.partial(make_config, spec, "key_diff", schedule=schedule)
+    made = functools.partial(make_spec, spec, "key_diff", schedule=schedule)
     assert made(20).budget == (14, 20, 19)
     assert made(20, budget_rule="uniform").budget == (14, 27, 19)
     assert made(20, budget_rule="uniform", length=24).budget == (14, 24, 19)
@@ -309,7 +309,7 @@ def test_short_texts_take_no_more_than_they_need():
 def test_the_largest_layers_stand_for_temporaries():
     """Two layers are compiled for all; the first of Gemma 3's are all local."""
     spec = dataclasses.replace(model().spec, sliding_windows=(6, 6, 0))
-    job = Job(spec, make_config(spec, None, None), 1, 128, NEW)
+    job = Job(spec, make_spec(spec, None, None), 1, 128, NEW)
     short = planner._largest_layers(job, 2)
     assert short.prefill_capacity == (70, 143)
     assert short.spec.sliding_windows == short.config.windows == (6, 0)
@@ -355,7 +355,7 @@ def test_rules_are_told_what_a_layer_does_to_its_products():
     expected = {(i, Scoring(4.0, window)) for i, window in enumerate(WINDOWS)}
     tokens, lengths = jnp.zeros((1, 16), jnp.int32), jnp.asarray([16])
     for phases in ("prefill_only", "after_prefill"):
-        config = make_config(spec, policy, 8, Schedule(phases, 4))
+        config = make_spec(spec, policy, 8, Schedule(phases, 4))
         how = {"spec": spec, "config": config}
         room = config.prefill_capacity(spec, 16, NEW)
         found.clear()

@@ -13,7 +13,7 @@ from testing.prose import CHAT, make_tokenizer
 
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.engine import api, compiled, steps
 from kvjax.engine.api import tokenize
 from kvjax.engine.compiled import Job, bucket, programs, tree_bytes
@@ -43,7 +43,7 @@ def prompts(seed=0, vocab=50):
 def job_for(spec, name, phases, batch, new=20, **changes):
     schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
     policy = policies.make(name, **OPTIONS.get(name, {})) if name else None
-    config = make_config(spec, policy, BUDGET if name else None, schedule)
+    config = make_spec(spec, policy, BUDGET if name else None, schedule)
     config = dataclasses.replace(config, **changes)
     return Job(spec, config, batch, bucket(spec, config, max(LENGTHS), new), new)
 
@@ -136,7 +136,7 @@ def test_donated_and_small_temporaries(name, phases):
     spec = tiny_spec(head_dim=64, context_length=2048, num_layers=6)
     schedule = Schedule(phases, prefill_chunk=16, evict_size=16)
     policy = policies.make(name, **OPTIONS.get(name, {})) if name else None
-    config = make_config(spec, policy, 512 if name else None, schedule)
+    config = make_spec(spec, policy, 512 if name else None, schedule)
     job = Job(spec, config, 4, bucket(spec, config, 1024, 16), 16)
     compiled = programs(job)
     for program, capacity in (
@@ -155,7 +155,7 @@ def test_short_floats_are_not_held_twice():
     sizes = {"vocab_size": 4096, "model_dim": 256, "ff_dim": 512, "num_layers": 6}
     spec = tiny_spec(head_dim=64, num_heads=4, context_length=2048, **sizes)
     schedule = Schedule(prefill_chunk=16, evict_size=16)
-    config = make_config(spec, policies.key_diff(), 64, schedule)
+    config = make_spec(spec, policies.key_diff(), 64, schedule)
     job = Job(spec, config, 8, bucket(spec, config, 1024, 16), 16, "bfloat16")
     weights = tree_bytes(decoder.param_shapes(spec, jnp.bfloat16))
     made = programs(job)
@@ -183,7 +183,7 @@ def questions(jaxpr):
 def test_a_step_asks_once_whether_a_layer_is_full(num_layers):
     """A GPU waits for the host at every question."""
     spec = tiny_spec(num_layers=num_layers)
-    config = make_config(spec, policies.key_diff(), 64, Schedule("prefill_and_decode"))
+    config = make_spec(spec, policies.key_diff(), 64, Schedule("prefill_and_decode"))
     state = jax.eval_shape(lambda: cache.init(spec, config, 2, (128,) * num_layers))
     params = decoder.param_shapes(spec, jnp.float32)
     one = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -244,7 +244,7 @@ def test_second_call_does_not_compile(tiny):
 def test_memory_is_the_same_for_short_and_long_prompts():
     """Under Batch-Max, 1,000 and 8,000 prompt tokens take the same bytes."""
     spec = tiny_spec(context_length=8192)
-    config = make_config(spec, policies.average_attention(), 512, Schedule())
+    config = make_spec(spec, policies.average_attention(), 512, Schedule())
     jobs = [Job(spec, config, 2, bucket(spec, config, n, 64), 64) for n in (1000, 8000)]
     short, long = (
         [program.memory_analysis() for program in (p.prefill, p.decode)]
@@ -258,7 +258,7 @@ def test_memory_is_the_same_for_short_and_long_prompts():
 
 def test_layer_budgets_take_different_memory(tiny):
     """One budget per layer: capacities, kept pairs and bytes follow it."""
-    config = make_config(
+    config = make_spec(
         tiny.spec,
         policies.key_diff(),
         (16, 32),
@@ -300,7 +300,7 @@ def test_slots_give_rotary_positions(tiny, phases):
     """Cache positions: batched equals single, and the text is another one."""
     policy = policies.streaming()
     schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
-    config = make_config(tiny.spec, policy, BUDGET, schedule, rope_positions="cache")
+    config = make_spec(tiny.spec, policy, BUDGET, schedule, rope_positions="cache")
     size = bucket(tiny.spec, config, max(LENGTHS), 20)
     together = run_batch(
         tiny.params, Job(tiny.spec, config, 6, size, 20), prompts(), range(6)
@@ -319,7 +319,7 @@ def test_slots_give_rotary_positions(tiny, phases):
 
 def test_live_bytes_fall_and_allocated_ones_do_not(tiny):
     """A rule that keeps fewer pairs frees no memory, and says so."""
-    few = make_config(
+    few = make_spec(
         tiny.spec, policies.sliding_window(6), BUDGET, Schedule("after_prefill", 8)
     )
     size = bucket(tiny.spec, few, 90, 4)

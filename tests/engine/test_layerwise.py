@@ -9,7 +9,7 @@ from testing import toys
 from testing.engine import run_batch, score_tokens
 
 from kvjax import Schedule, UserError, cache, policies
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.engine import layerwise, runner
 from kvjax.engine.compiled import Job, bucket
 from kvjax.engine.steps import compact, prefill, score
@@ -32,7 +32,7 @@ METHODS = [
 
 def compressions(spec):
     return [
-        make_config(
+        make_spec(
             spec, policy, 24 if policy else None, Schedule(phases, 8, 8), **options
         )
         for policy, phases, options in METHODS
@@ -133,12 +133,12 @@ def test_what_fits_is_held(tiny, monkeypatch):
 def test_readings_are_shared_by_what_reads_alike(tiny):
     """Another block is another reading; other budgets are not."""
     config = compressions(tiny.spec)[3]
-    other = make_config(tiny.spec, config.policy, 24, Schedule("after_prefill", 16, 16))
+    other = make_spec(tiny.spec, config.policy, 24, Schedule("after_prefill", 16, 16))
     fresh = layerwise.Readings(tiny, [config, other])
     fresh.after(config, PROMPTS, NEW)
     fresh.after(other, PROMPTS, NEW)
     assert len(fresh._known) == 2
-    uneven = make_config(tiny.spec, config.policy, (16, 24), config.schedule)
+    uneven = make_spec(tiny.spec, config.policy, (16, 24), config.schedule)
     states = fresh.after(uneven, PROMPTS, NEW).state
     assert len(fresh._known) == 2
     kept = cache.kept_positions(layerwise.joined(states))
@@ -154,7 +154,7 @@ def test_parts_that_keep_alike_share_programs_and_know_their_heads(tiny):
 
     rule = stateless("by_head", score)
     sizes = (16, 24), (24, 16)
-    config = make_config(tiny.spec, rule, sizes, Schedule("prefill_and_decode", 8, 8))
+    config = make_spec(tiny.spec, rule, sizes, Schedule("prefill_and_decode", 8, 8))
     size = bucket(tiny.spec, config, 64, NEW)
     job = Job(tiny.spec, config, 3, size, NEW)
     whole = run_batch(tiny.params, job, PROMPTS, range(3))
@@ -183,7 +183,7 @@ def test_fewer_prompts_than_rows(tiny, readings):
 def test_a_rule_that_measures_all_layers_first_is_refused(tiny):
     rule = toys.loudest_layers()
     schedule = Schedule("after_prefill")
-    config = make_config(tiny.spec, policies.h2o(), 24, schedule, budget_rule=rule)
+    config = make_spec(tiny.spec, policies.h2o(), 24, schedule, budget_rule=rule)
     with pytest.raises(UserError, match=r"'loudest_layers' measures all layers"):
         layerwise.Readings(tiny, [config])
 

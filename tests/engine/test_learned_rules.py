@@ -42,13 +42,13 @@ def weights(model, seed=0):
 
 
 def job_of(model, policy, schedule=AFTER, batch=3, budget=16):
-    config = cache.make_config(model.spec, policy, budget, schedule)
+    config = cache.make_spec(model.spec, policy, budget, schedule)
     return Job(model.spec, config, batch, bucket(model.spec, config, 64, 6), 6)
 
 
 def hidden_states(model, prompt):
     """What every layer's attention reads of a prompt, by the plain model."""
-    full, size, seen = cache.make_config(model.spec, None, None), len(prompt), []
+    full, size, seen = cache.make_spec(model.spec, None, None), len(prompt), []
     state = cache.init(model.spec, full, 1, (size,) * model.spec.num_layers)
     n = jnp.asarray([size], jnp.int32)
 
@@ -163,4 +163,4 @@ def test_refused():
     model = tiny_model(num_layers=3)
     policy = with_params(SCORER, weights(model)[:2])
     with pytest.raises(UserError, match=r"'scorer' has weights for 2 layers"):
-        cache.make_config(model.spec, policy, 64)
+        cache.make_spec(model.spec, policy, 64)

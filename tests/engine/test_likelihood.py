@@ -26,7 +26,7 @@ from testing.engine import score_tokens
 
 from kvjax import cache
 from kvjax.cache import codecs
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.engine import likelihood, runner
 from kvjax.engine.steps import compact, prefill
 from kvjax.models import decoder
@@ -149,7 +149,7 @@ def test_compressed_is_feeding_by_hand(model, case):
 def test_newest_pairs_stay_exact_as_in_decoding(model):
     """Of tokens fed together the first would see the newest of before encoded."""
     codec = codecs.pair(codecs.int2(8), codecs.int2(8), residual_length=8)
-    config = make_config(model.spec, None, None, codec=codec)
+    config = make_spec(model.spec, None, None, codec=codec)
     head, tail = (ids(model, words(n, n)) for n in (12, 21))
     expected = judged(log_softmax(by_hand(model, config, head, tail)), tail)
     same(likelihood.likelihoods(model, config, [(head, tail)], 10**8), [expected])
@@ -270,7 +270,7 @@ def test_long_contexts_lose_their_beginning_and_a_warning_counts_them(model):
 
 
 def test_likelihoods_refuse_what_does_not_fit(model):
-    config = make_config(model.spec, None, None)
+    config = make_spec(model.spec, None, None)
     ask = functools.partial(likelihood.likelihoods, model, config, memory_bytes=10**8)
     with pytest.raises(UserError, match="context 1 is empty"):
         ask([((1,), (2,)), ((), (2,))])

@@ -7,7 +7,7 @@ from conftest import often, tiny_spec
 
 from kvjax import Schedule, UserError, plan, policies
 from kvjax.attention import reference
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.engine import compiled, planner
 from kvjax.engine.compiled import Job, bucket
 from kvjax.engine.planner import (
@@ -33,7 +33,7 @@ def planned(budget, schedule, policy, memory_bytes, **changes):
 
 def test_state_bytes_are_the_formula():
     """2 L K D S B bytes, and 4 bytes of position per slot and head."""
-    config = make_config(SPEC, None, None, FULL)
+    config = make_spec(SPEC, None, None, FULL)
     job = Job(SPEC, config, 5, bucket(SPEC, config, 1000, 24), 24)
     slots = 1024 + 24
     pairs = 2 * 3 * 2 * 16 * slots * 5 * 4
@@ -114,7 +114,7 @@ def test_the_longest_prompt_is_one_that_generate_takes(tiny, schedule):
 def test_compiling_heads_of_many_sizes_is_told_beforehand(tiny):
     """Parts, and shapes, by hand: three parts of three; four, two of them alike."""
     price = lambda budget: planner._price(
-        make_config(tiny.spec, "key_diff", budget, "after_prefill")
+        make_spec(tiny.spec, "key_diff", budget, "after_prefill")
     )
     assert price(64) == price((64, 64)) == ""
     assert price(((64, 96), 128)).startswith(": heads of 3 sizes, about 10 s of CPU")
@@ -129,7 +129,7 @@ def test_prompts_limit_the_batch():
 def test_layer_by_layer_prompts_lie_whole_between_two_layers():
     """Of 64 pairs they take more than the cache does."""
     policy = policies.average_attention()
-    config = make_config(SPEC, policy, 64, BATCH_MAX)
+    config = make_spec(SPEC, policy, 64, BATCH_MAX)
     job = Job(SPEC, config, 1, bucket(SPEC, config, 4000, 24), 24)
     found = plan_by_shapes(job, 20_000_000, 100)
     hidden = 4000 * SPEC.model_dim * 4
@@ -169,7 +169,7 @@ def test_free_memory_is_the_container_s(tmp_path, monkeypatch, files, told, free
 def test_too_little_memory_names_what_is_needed():
     with pytest.raises(UserError, match=r"1e-05 GB is too small for one row of tiny"):
         planned(256, BATCH_MAX, policies.recency(), 10_000)
-    config = make_config(SPEC, policies.recency(), 256, BATCH_MAX)
+    config = make_spec(SPEC, policies.recency(), 256, BATCH_MAX)
     job = Job(SPEC, config, 1, bucket(SPEC, config, 1024, 64), 64)
     one = max(phase_bytes(job).values())
     with pytest.raises(UserError, match="too small for one row"):
@@ -178,8 +178,8 @@ def test_too_little_memory_names_what_is_needed():
 
 
 def test_layers_of_different_capacity():
-    config = make_config(SPEC, policies.recency(), (64, 128, 192), BATCH_MAX)
+    config = make_spec(SPEC, policies.recency(), (64, 128, 192), BATCH_MAX)
     job = Job(SPEC, config, 2, bucket(SPEC, config, 1024, 64), 64)
-    uniform = make_config(SPEC, policies.recency(), 128, BATCH_MAX)
+    uniform = make_spec(SPEC, policies.recency(), 128, BATCH_MAX)
     same = dataclasses.replace(job, config=uniform)
     assert state_bytes(job) == state_bytes(same)

@@ -22,7 +22,7 @@ SCHEDULE = Schedule(prefill_chunk=8, evict_size=8)
 
 def job(spec, budget, policy=None):
     policy = policy or policies.recency()
-    config = cache.make_config(spec, policy, budget, SCHEDULE)
+    config = cache.make_spec(spec, policy, budget, SCHEDULE)
     return Job(spec, config, 2, 64, 4)
 
 

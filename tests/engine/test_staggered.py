@@ -10,7 +10,7 @@ from conftest import often, tiny_spec
 from testing.engine import run_batch
 
 from kvjax import Schedule, UserError, cache, policies
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.engine import compiled, runner, staggered
 from kvjax.engine.compiled import Job, bucket
 from kvjax.engine.planner import phase_bytes, plan_job, state_bytes, weights_bytes
@@ -24,7 +24,7 @@ SPEC = tiny_spec(num_layers=3, head_dim=16, context_length=4096)
 
 
 def job(spec, policy, budget=24, schedule=AFTER, batch=5, longest=100, new=6, **more):
-    config = make_config(spec, policy, budget, schedule)
+    config = make_spec(spec, policy, budget, schedule)
     return Job(spec, config, batch, bucket(spec, config, longest, new), new, **more)
 
 

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from kvjax.cache.config import make_config
 from kvjax.cache.offload import Offload
+from kvjax.cache.spec import make_spec
 from kvjax.evaluation import arithmetic, roofline
 from kvjax.evaluation.arithmetic import Link
 from kvjax.models import presets
@@ -196,12 +196,12 @@ def test_slips_are_one_line(ask, told):
 def test_generating_by_hand():
     """Three tokens each, the first from the prompts' logits: steps of 65 and 66."""
     device = roofline.device("a100-80gb")
-    full = arithmetic.decoding(SMALL, make_config(SMALL, None, None), 2, 64, 3, device)
+    full = arithmetic.decoding(SMALL, make_spec(SMALL, None, None), 2, 64, 3, device)
     weights, pair = 2 * (MATRICES + NORMS + HEAD), 2**17
     moved = 2 * weights + 2 * (66 + 67) * pair
     assert full.decode_tokens_per_s == pytest.approx(6 * 2.039e12 / moved)
     assert full.host_row_bytes == 0
-    config = make_config(SMALL, None, None, offload=Offload(4, 1))
+    config = make_spec(SMALL, None, None, offload=Offload(4, 1))
     away = arithmetic.decoding(SMALL, config, 2, 64, 3, device)
     slots = away.host_row_bytes / (31 * 8 * 128 * 2)  # of 31 layers' values
     assert 67 <= slots <= 128 and away.rows > 1.8 * full.rows > 0

@@ -23,7 +23,7 @@ from testing.engine import live_at_prefill, run_batch
 
 from kvjax import Offload, Schedule, policies
 from kvjax.cache import codecs
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.engine import api, compiled, stop_texts
 from kvjax.engine.sampling import Sampling
 from kvjax.types import UserError
@@ -48,7 +48,7 @@ def test_pauses_change_nothing(model, case, how):
     """Looked at every 5 tokens, rows write what they write in one go."""
     policy, phases = case
     schedule = Schedule(phases, 8, 8)
-    config = make_config(
+    config = make_spec(
         model.spec,
         policies.make(policy) if policy else None,
         24 if policy else None,
@@ -69,7 +69,7 @@ def test_pauses_change_nothing(model, case, how):
 
 
 def test_stopped_rows_end_at_the_next_look(model):
-    config = make_config(model.spec, None, None)
+    config = make_spec(model.spec, None, None)
     prompts = [ids(model, words(n, n)) for n in (3, 24)]
     job = compiled.Job(model.spec, config, 2, 128, 18, decode_chunk=5)
     whole = run_batch(model.params, job, prompts, range(2))

@@ -9,7 +9,7 @@ from conftest import tiny_spec
 from testing.engine import run_batch
 
 from kvjax import Offload, Schedule, cache, policies
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import as_plan, state_bytes, weights_bytes
 from kvjax.engine.steps import forward
@@ -68,7 +68,7 @@ def test_flops_are_the_compiler_s(tokens, slots, rows, logits):
 
     One step outside any loop, whose body XLA would count once.
     """
-    config = make_config(SPEC, None, None, implementation="reference")
+    config = make_spec(SPEC, None, None, implementation="reference")
     job = Job(SPEC, config, rows, 256, 8)
     capacity = (slots,) * SPEC.num_layers
 
@@ -97,7 +97,7 @@ def each_head(layers):
 
 def test_bytes_are_the_arrays():
     """Weights once, all pairs read, the new ones written."""
-    config = make_config(SPEC, None, None)
+    config = make_spec(SPEC, None, None)
     job = Job(SPEC, config, 4, 256, 8)
     work = roofline.step(job, 4, 1, each_head(job.decode_capacity), logits=True)
     slots = 4 * sum(job.decode_capacity) * SPEC.num_kv_heads
@@ -112,7 +112,7 @@ def test_bytes_are_the_arrays():
 
 def test_a_full_prefill_by_hand():
     """Blocks of 64 over 160 tokens: 64, 128, then 160 pairs; the head once."""
-    config = make_config(SPEC, None, None, Schedule("none", prefill_chunk=64))
+    config = make_spec(SPEC, None, None, Schedule("none", prefill_chunk=64))
     found = roofline.total(roofline.prefill(plan_of(config), 160))
     read = 64 * 64 + 64 * 128 + 32 * 160
     attention = 4 * 2 * 4 * 32 * read * 4 * SPEC.num_layers
@@ -153,11 +153,11 @@ def held(config, prompt_tokens, new=8):
 )
 def test_pairs_held(tiny, schedule, budget, blocks, steps):
     """As the engine itself holds them, at the end of a real run of the same sizes."""
-    config = make_config(SPEC, policies.recency(), budget, schedule)
+    config = make_spec(SPEC, policies.recency(), budget, schedule)
     read, written = held(config, 256, new=4)
     assert read == blocks and written == steps
 
-    config = make_config(tiny.spec, policies.recency(), budget, schedule)
+    config = make_spec(tiny.spec, policies.recency(), budget, schedule)
     context = tiny.spec.__class__(**(vars(tiny.spec) | {"context_length": 512}))
     job = Job(context, config, 1, 256, 4)
     state = run_batch(tiny.params, job, [[1] * 256], [0]).state
@@ -166,7 +166,7 @@ def test_pairs_held(tiny, schedule, budget, blocks, steps):
 
 def test_windows_bound_what_is_read():
     spec = tiny_spec(sliding_windows=(16, 0))
-    config = make_config(spec, None, None)
+    config = make_spec(spec, None, None)
     job = Job(spec, config, 1, 256, 8)
     all_read = roofline.step(job, 1, 1, (100, 100, 100, 100), False).bytes
     near = roofline.step(job, 1, 1, (16, 16, 100, 100), False).bytes
@@ -175,7 +175,7 @@ def test_windows_bound_what_is_read():
 
 def a_step(tokens=1, held=100, **options):
     """One step of 4 rows, its heads with so many pairs."""
-    job = Job(SPEC, make_config(SPEC, None, None, **options), 4, 256, 8)
+    job = Job(SPEC, make_spec(SPEC, None, None, **options), 4, 256, 8)
     pairs = (held,) * (SPEC.num_layers * SPEC.num_kv_heads)
     return roofline.step(job, 4, tokens, pairs, logits=tokens == 1)
 
@@ -211,7 +211,7 @@ def test_codes_by_hand():
 
 
 def test_a_pool_reads_the_weights_for_every_group():
-    config = make_config(SPEC, policies.recency(), 64, Schedule("after_prefill"))
+    config = make_spec(SPEC, policies.recency(), 64, Schedule("after_prefill"))
     whole = plan_of(config, batch=6)
     job = dataclasses.replace(whole.job, prefill_batch=2)
     groups = dataclasses.replace(whole, job=job)
@@ -227,7 +227,7 @@ def test_a_pool_reads_the_weights_for_every_group():
 
 def test_predictions():
     """By hand where one rate alone counts, and the slower of the two where both do."""
-    config = make_config(SPEC, None, None, Schedule("none", prefill_chunk=64))
+    config = make_spec(SPEC, None, None, Schedule("none", prefill_chunk=64))
     plan = plan_of(config)
     work = [roofline.total(part(plan)) for part in (roofline.prefill, roofline.decode)]
     by_bytes = roofline.predict(plan, Rates(1e9, float("inf")))

@@ -10,7 +10,7 @@ import pytest
 from conftest import tiny_model, tiny_spec
 from testing.prose import HAYSTACK, make_tokenizer
 
-from kvjax.cache import calibrations, codecs, make_config
+from kvjax.cache import calibrations, codecs, make_spec
 from kvjax.evaluation import run
 from kvjax.evaluation.run import from_config
 from kvjax.types import UserError
@@ -274,7 +274,7 @@ def test_codecs_that_are_compared(when):
         "after_prompt": "after_prompt(codec=int8(group=32))",
     }
     assert methods[1].stored == told[when]
-    same = make_config(tiny_spec(head_dim=64), None, None, codec=codecs.int8(32))
+    same = make_spec(tiny_spec(head_dim=64), None, None, codec=codecs.int8(32))
     assert configs[1].codec.key is same.codec.key
     json.dumps(dataclasses.asdict(experiment))  # as a run's folder has it
     with pytest.raises(OSError, match="'never' is not"):

@@ -29,7 +29,7 @@ def test_cosines_are_those_of_a_block_by_block_prefill(tiny):
     found = layer_similarity.similarities(tiny, prompt)
     assert found.shape == (2, 21) and np.all(np.abs(found) < 1.0001)
     schedule = cache.Schedule("after_prefill", prefill_chunk=8)
-    config = cache.make_config(
+    config = cache.make_spec(
         tiny.spec, "recency", 8, schedule, budget_rule=squeeze.squeeze()
     )
     state = cache.init(tiny.spec, config, 1, (24, 24))

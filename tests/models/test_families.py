@@ -16,8 +16,8 @@ from testing.engine import score_tokens
 
 import kvjax
 from kvjax import cache, policies
-from kvjax.cache.config import make_config
 from kvjax.cache.schedule import Schedule
+from kvjax.cache.spec import make_spec
 from kvjax.engine import layerwise, steps
 from kvjax.models import decoder
 from kvjax.models.families import FAMILIES
@@ -66,7 +66,7 @@ def run(model, data, policy=None, block=7, implementation=None):
     length, new = tokens.shape[1], data["greedy"].shape[1]
     schedule = Schedule("prefill_and_decode" if policy else "none", block, block)
     budget = 64 if policy else None
-    config = make_config(spec, policy, budget, schedule, implementation=implementation)
+    config = make_spec(spec, policy, budget, schedule, implementation=implementation)
     room = config.prefill_capacity(spec, length, new)
     fed = jnp.concatenate([tokens, jnp.asarray(data["greedy"], jnp.int32)], axis=1)
     state = cache.init(spec, config, len(tokens), room)
@@ -398,7 +398,7 @@ def test_layer_by_layer_is_the_whole_model(tmp_path, name):
     """`kvjax.engine.layerwise` runs each kind of layer as the model does."""
     data = dict(np.load(file_of(name)))
     model = loaded(written(file_of(name), tmp_path), data)
-    config = make_config(model.spec, None, None, Schedule("none", 7, 7))
+    config = make_spec(model.spec, None, None, Schedule("none", 7, 7))
     tokens = [row.tolist() for row in data["tokens"]]
     found = layerwise.read(model, config, tokens, 16)
     np.testing.assert_allclose(found.logits, data["next_logits"][:, 0], atol=2e-4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import tiny_spec
 
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.engine.compiled import Job, bucket, programs
 from kvjax.models import layers
 
@@ -48,7 +48,7 @@ def test_tables_turn_by_the_angles():
 def test_a_program_makes_the_tables_of_its_tokens_once():
     """Not again in every layer and for every head: on a CPU, a tenth of the time."""
     spec = tiny_spec(num_layers=3)
-    config = make_config(spec, "key_diff", 32)
+    config = make_spec(spec, "key_diff", 32)
     job = Job(spec, config, 2, bucket(spec, config, 64, 8), 8, "float32")
     made = programs(job)
     for program in (made.prefill, made.decode):

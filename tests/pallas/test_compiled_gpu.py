@@ -25,8 +25,8 @@ import model_step
 
 from kvjax.attention.reference import PLAIN
 from kvjax.cache import codecs
-from kvjax.cache.config import make_config
 from kvjax.cache.offload import Offload
+from kvjax.cache.spec import make_spec
 from kvjax.engine import steps
 from kvjax.engine.compiled import Job, arguments
 from kvjax.pallas import gpu
@@ -187,7 +187,7 @@ def test_decoding_with_values_on_the_host_compiles_for_h200(codec, h200, h200_me
     cannot lie in it: the program puts the values there before its loop.
     """
     spec = dataclasses.replace(model_step.SPECS["llama-3.1-8b"], num_layers=2)
-    config = make_config(spec, None, None, codec=codec, offload=Offload(64, 1))
+    config = make_spec(spec, None, None, codec=codec, offload=Offload(64, 1))
     given = arguments(Job(spec, config, 4, 4096, 128, "bfloat16"))
     away = [bool(host.nbytes(x)) for x in jax.tree.leaves(given.decode_state)]
 

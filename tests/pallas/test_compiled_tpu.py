@@ -21,7 +21,7 @@ import targets
 
 from kvjax import Offload, Schedule
 from kvjax.cache import codecs
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.engine import steps
 from kvjax.engine.compiled import Job, arguments
 from kvjax.pallas import tpu, tpu_call
@@ -225,7 +225,7 @@ def test_decode_step(target, name, layers, rows, slots=2048):
 def offloaded(rows, **options):
     """A job of two layers of an 8B, the values of the second on the host."""
     spec = dataclasses.replace(model_step.SPECS["llama-3.1-8b"], num_layers=2)
-    config = make_config(spec, None, None, offload=Offload(64, 1), **options)
+    config = make_spec(spec, None, None, offload=Offload(64, 1), **options)
     return Job(spec, config, rows, 4096, 128, "bfloat16")
 
 

@@ -10,7 +10,7 @@ from testing import layer
 from testing.rules import POLICIES
 
 from kvjax import Schedule, UserError, cache, policies
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.policies import checks
 from kvjax.types import OBSERVABLE, Stats, View
 
@@ -40,7 +40,7 @@ LEARNED = SUMS._replace(observe=learned, required_stats=frozenset({"hidden"}))
 
 
 def configured(policy, phases="prefill_and_decode"):
-    return make_config(SPEC, policy, SLOTS, Schedule(phases, prefill_chunk=8))
+    return make_spec(SPEC, policy, SLOTS, Schedule(phases, prefill_chunk=8))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -190,7 +190,7 @@ LENGTHS = (24, 24, 24, 24, 24, 3)  # the last never evicts
 def driven(policy, phases):
     """The error raised after a prompt and some tokens, if any."""
     schedule = Schedule(phases, prefill_chunk=BLOCK, evict_size=BLOCK)
-    config = make_config(LAYER, policy, 16, schedule)
+    config = make_spec(LAYER, policy, 16, schedule)
     layer.run(LAYER, config, DATA, LENGTHS, PROMPT)
 
 
@@ -225,7 +225,7 @@ def test_nan_of_an_empty_slot_is_nothing(phases):
 
 def test_both_errors_are_noted_side_by_side():
     """One head ran over, another had no scores: neither bit hides the other."""
-    state = cache.init(LAYER, make_config(LAYER, None, None), 2, (4,))
+    state = cache.init(LAYER, make_spec(LAYER, None, None), 2, (4,))
     error = np.asarray([[cache.NAN_SCORE, cache.OVERFLOW], [0, 0]], np.uint32)
     with pytest.raises(RuntimeError, match=r"NaN .*rows \[0\]"):
         cache.raise_errors(state.replace(error=error))

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from testing import oracle
 
 from kvjax import Schedule, cache, policies
-from kvjax.cache.config import CacheConfig, make_config
+from kvjax.cache.spec import CacheSpec, make_spec
 from kvjax.models import decoder
 from kvjax.types import LayerOps, ModelSpec
 
@@ -65,10 +65,10 @@ class Case:
         return Schedule(self.phases, prefill_chunk=block, evict_size=evict)
 
     @property
-    def config(self) -> CacheConfig:
+    def config(self) -> CacheSpec:
         options = dict(self.options)
         given = self.policy, self.shape[0], self.schedule
-        return make_config(self.spec, *given, **options)
+        return make_spec(self.spec, *given, **options)
 
     @property
     def room(self) -> int:

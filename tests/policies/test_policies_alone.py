@@ -12,7 +12,7 @@ import pytest
 from conftest import often, tiny_spec
 
 from kvjax import policies
-from kvjax.cache.config import make_config
+from kvjax.cache.spec import make_spec
 from kvjax.types import OBSERVABLE, Observation, View
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "policies_alone.md"
@@ -198,9 +198,9 @@ def test_own_rule(other, data):
 
 def test_own_rules_go_into_a_cache(other):
     spec = tiny_spec()
-    make_config(spec, other.turns, 128)
+    make_spec(spec, other.turns, 128)
     weights = [jnp.ones((spec.model_dim, spec.num_kv_heads))] * spec.num_layers
-    make_config(spec, policies.with_params(other.linear, weights), 128)
+    make_spec(spec, policies.with_params(other.linear, weights), 128)
 
 
 def test_learned_rule(other, data):

@@ -8,8 +8,8 @@ from kvjax import attention, cache
 from kvjax.attention.reference import PLAIN
 from kvjax.attention.stored import Stored
 from kvjax.cache import codecs
-from kvjax.cache.config import make_config
 from kvjax.cache.schedule import Schedule
+from kvjax.cache.spec import make_spec
 from kvjax.engine import steps
 from testing.engine import decode
 
@@ -122,7 +122,7 @@ def generated(
     spec = model.spec
     schedule = Schedule(phases, prefill_chunk=8, evict_size=8)
     how = {"implementation": implementation, "codec": codec}
-    config = make_config(spec, policy, budget, schedule, **how)
+    config = make_spec(spec, policy, budget, schedule, **how)
     lengths = jnp.array([50, 23, 40], jnp.int32)
     tokens = jax.random.randint(jax.random.key(3), (3, 56), 0, spec.vocab_size)
     room = config.prefill_capacity(spec, 56, 24)

@@ -30,7 +30,7 @@ PROMPTS = [
 
 
 def job_of(spec, codec, schedule=AFTER, budget=BUDGET, batch=3, policy="key_diff"):
-    config = cache.make_config(spec, policy, budget, schedule, codec=codec)
+    config = cache.make_spec(spec, policy, budget, schedule, codec=codec)
     return Job(spec, config, batch, bucket(spec, config, 80, 6), 6)
 
 
@@ -105,7 +105,7 @@ def test_pools_are_filled_with_what_is_stored(tiny, name):
 def test_the_full_cache_takes_a_codec(tiny, codec):
     spec, options = tiny.spec, {"max_new_tokens": 6, "memory_gb": 0.1}
     few = toys.OF_8_CHANNELS[codec]
-    assert cache.make_config(spec, None, None, codec=few).codec == few
+    assert cache.make_spec(spec, None, None, codec=few).codec == few
     done = kvjax.generate(tiny, PROMPTS[:1], codec=few, **options)
     (kept,) = {len(head) for layer in done[0].kept_positions for head in layer}
     assert len(done[0].tokens) == 6 and kept == 61 + 5

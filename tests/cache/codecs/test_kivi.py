@@ -145,7 +145,7 @@ def test_groups_are_made_when_they_are_whole(name, newest):
 
 
 def job_of(spec, codec, policy=None, budget=None, schedule=None, batch=3):
-    config = cache.make_config(spec, policy, budget, schedule, codec=codec)
+    config = cache.make_spec(spec, policy, budget, schedule, codec=codec)
     return Job(spec, config, batch, bucket(spec, config, 80, 9), 9)
 
 
@@ -252,11 +252,11 @@ def test_refused(options, words):
 def test_refused_with(codec, budget, schedule, words):
     with pytest.raises(UserError, match=words):
         policy = None if budget is None else "key_diff"
-        cache.make_config(tiny_spec(), policy, budget, schedule, codec=codec)
+        cache.make_spec(tiny_spec(), policy, budget, schedule, codec=codec)
 
 
 def test_windows_drop_single_pairs():
     for codec in (KIVI, codecs.by_layer("int8", KIVI)):
         with pytest.raises(UserError, match=r"sliding windows: use int2"):
             spec = tiny_spec(sliding_windows=(16, 0))
-            cache.make_config(spec, None, None, codec=codec)
+            cache.make_spec(spec, None, None, codec=codec)

@@ -21,10 +21,10 @@ _OPTIONS = "eviction", "rope_positions", "rows_per_eviction", "implementation"
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheConfig:
+class CacheSpec:
     """What is kept of a KV cache, and how; hashable, a static argument.
 
-    Build it with `make_config`, which checks that the parts fit each other.
+    Build it with `make_spec`, which checks that the parts fit each other.
 
     Attributes:
       policy: which pairs stay; None only for the full cache.
@@ -98,12 +98,12 @@ class CacheConfig:
         """Heads of every part of every layer, see `kvjax.cache.parts`."""
         return tuple(map(parts.of_sizes, self.budget or (None,) * spec.num_layers))
 
-    def of_part(self, index: int, heads: parts.Heads) -> "CacheConfig":
+    def of_part(self, index: int, heads: parts.Heads) -> "CacheSpec":
         """What is kept of a model with those heads of that layer alone."""
         budget = self.budget and (parts.size_of(self.budget[index], heads),)
         return dataclasses.replace(self.of_layer(index), budget=budget)
 
-    def of_layer(self, index: int) -> "CacheConfig":
+    def of_layer(self, index: int) -> "CacheSpec":
         """What is kept of a model with that layer alone."""
         alone = slice(index, index + 1)
         budget = self.budget and self.budget[alone]
@@ -117,7 +117,7 @@ class CacheConfig:
         )
 
     @property
-    def reading(self) -> "CacheConfig":
+    def reading(self) -> "CacheSpec":
         """The same while the prompt is read, which some codecs wait for the end of."""
         if not self.codec.after_prompt:
             return self
@@ -202,7 +202,7 @@ class CacheConfig:
         return window + self.schedule.prefill_chunk if window else math.inf
 
 
-def make_config(
+def make_spec(
     spec: ModelSpec,
     policy: policies.Policy | str | None,
     budget: int | str | Sequence[int | Sequence[int]] | None,
@@ -214,7 +214,7 @@ def make_config(
     layout: layouts.Layout | str = layouts.DEFAULT,
     offload: offloading.Offload | int | dict[str, Any] | None = None,
     **options,
-) -> CacheConfig:
+) -> CacheSpec:
     """Checks the parts against each other and joins them.
 
     Args:
@@ -232,10 +232,10 @@ def make_config(
         newest 16 pairs.
       length: tokens of the prompts to come, of which a budget may be a share, and
         which some budget rules ask for.
-      codec, layout: as in `CacheConfig`, or names.
+      codec, layout: as in `CacheSpec`, or names.
       offload: likewise, or its `top_n`, or its fields.
       **options: `eviction`, `rope_positions`, `rows_per_eviction`, `implementation` of
-        `CacheConfig`. With `rope_positions="cache"` the default of `eviction` is
+        `CacheSpec`. With `rope_positions="cache"` the default of `eviction` is
         `compact`.
 
     Raises:
@@ -285,7 +285,7 @@ def make_config(
         spec, per_layer, schedule.prefill_chunk, (length or math.inf) if is_mean else 0
     )
     options |= {"windows": spec.sliding_windows}
-    config = CacheConfig(policy, schedule, per_layer, budget_rule=rule, **options)
+    config = CacheSpec(policy, schedule, per_layer, budget_rule=rule, **options)
     for size in (fillable := config.fillable | later):
         sizing.check_budget(size, policy, schedule)
     least = min(fillable or parts.different(per_layer))
@@ -306,7 +306,7 @@ def _stored(
     layout: layouts.Layout,
     offload: offloading.Offload | int | dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Fields of `CacheConfig` on how and where pairs are stored, checked."""
+    """Fields of `CacheSpec` on how and where pairs are stored, checked."""
     offload = offloading.make(offload)
     if offload and layout.exchange_values is None:
         raise UserError(
@@ -326,7 +326,7 @@ def _full_cache(
     budget: Any,
     schedule: Schedule | None,
     options: dict[str, Any],
-) -> CacheConfig:
+) -> CacheSpec:
     schedule = schedule or Schedule("none")
     if schedule.phases != "none" or budget is not None:
         raise UserError(
@@ -334,7 +334,7 @@ def _full_cache(
             f"'none': got budget {budget} and {schedule.phases!r}; name a policy"
         )
     schedule = schedule.of_budget(None)
-    return CacheConfig(None, schedule, None, windows=spec.sliding_windows, **options)
+    return CacheSpec(None, schedule, None, windows=spec.sliding_windows, **options)
 
 
 def _policy(given: policies.Policy | str | None) -> policies.Policy | None:
@@ -376,7 +376,7 @@ def _layer_codecs(
     )
 
 
-def _check_heads(config: CacheConfig) -> None:
+def _check_heads(config: CacheSpec) -> None:
     """Raises UserError for heads apart under a policy that looks across them."""
     apart = any(not isinstance(sizes, int) for sizes in config.budget)
     if apart and config.policy.needs_all_heads:
@@ -387,7 +387,7 @@ def _check_heads(config: CacheConfig) -> None:
         )
 
 
-def _check_groups(config: CacheConfig, spec: ModelSpec) -> None:
+def _check_groups(config: CacheSpec, spec: ModelSpec) -> None:
     """Raises UserError for keys encoded together of which single ones are dropped."""
     schedule, every = config.schedule, config.layer_codecs or (config.codec,)
     codec = next((codec for codec in every if codec.key.group_size > 1), None)
@@ -408,7 +408,7 @@ def _check_groups(config: CacheConfig, spec: ModelSpec) -> None:
         )
 
 
-def _check_residual(config: CacheConfig, budget: int) -> None:
+def _check_residual(config: CacheSpec, budget: int) -> None:
     """Raises UserError for pairs that cannot be evicted, or more than are kept."""
     every = config.layer_codecs or (config.codec,)
     codec = max(every, key=lambda codec: codec.residual_length)
@@ -420,7 +420,7 @@ def _check_residual(config: CacheConfig, budget: int) -> None:
         )
 
 
-def _check_options(config: CacheConfig) -> None:
+def _check_options(config: CacheSpec) -> None:
     """Raises UserError for options that do not exist or exclude each other."""
     backends.check_name(config.implementation)
     eviction, rope, rows = (
