@@ -18,7 +18,7 @@ from kvjax.engine import compiled, stop_texts
 from kvjax.engine.compiled import Job
 from kvjax.engine.planner import Plan, device_memory, plan_job
 from kvjax.engine.runner import generate_batches
-from kvjax.engine.sampling import Sampling
+from kvjax.engine.sampling import TokenSampler
 from kvjax.engine.steps import NO_EOS
 from kvjax.models import fingerprints, placement, weights
 from kvjax.parallel import axes, meshes
@@ -114,7 +114,7 @@ def generate(
       schedule: when pairs go, or the name of its phases; None is Batch-Max's
         Algorithm 1.
       max_new_tokens: most tokens per completion.
-      temperature, top_k, top_p: see `kvjax.engine.sampling.Sampling`; 0 is greedy.
+      temperature, top_k, top_p: see `kvjax.engine.sampling.TokenSampler`; 0 is greedy.
       seed: of the sampling, 0 to 2**31 - 1; prompt i draws the same tokens in any
         batch.
       ignore_eos: generate all `max_new_tokens`, for throughput runs.
@@ -153,7 +153,7 @@ def generate(
         "eviction": eviction,
         "offload": offload,
     }
-    sampling = Sampling(temperature, top_k, top_p)
+    sampling = TokenSampler(temperature, top_k, top_p)
     new = whole_number("max_new_tokens", max_new_tokens, 1)
     seed = whole_number("seed", seed, 0, _SEEDS)
     tokens = _fitted(model, tokenize(model, prompts), new, truncate)

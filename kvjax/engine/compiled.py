@@ -23,7 +23,7 @@ from kvjax import cache
 from kvjax.cache import parts, sharded
 from kvjax.cache.spec import CacheSpec
 from kvjax.engine import memory, steps
-from kvjax.engine.sampling import Sampling
+from kvjax.engine.sampling import TokenSampler
 from kvjax.engine.steps import GREEDY, NO_EOS
 from kvjax.models import decoder, placement
 from kvjax.models.weights import param_cache
@@ -63,7 +63,7 @@ class Job:
     max_prompt_len: int
     max_new_tokens: int
     dtype: str = "float32"
-    sampling: Sampling = GREEDY
+    sampling: TokenSampler = GREEDY
     eos: tuple[int, ...] = NO_EOS
     mesh: Mesh | None = None
     decode_chunk: int | None = None
@@ -113,7 +113,7 @@ def job_of(
     config: CacheSpec,
     prompt: int,
     new: int,
-    sampling: Sampling = GREEDY,
+    sampling: TokenSampler = GREEDY,
     eos: tuple[int, ...] = NO_EOS,
 ) -> Job:
     """The smallest batch of a model, where and in what dtype its params are."""

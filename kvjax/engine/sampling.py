@@ -12,7 +12,7 @@ _GREEDY = 1e-30  # below this quotients overflow, and from there on only ties dr
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class TokenSampler:
     """How tokens are drawn; static.
 
     Attributes:
@@ -36,7 +36,7 @@ class Sampling:
 
 def sample(
     logits: Float[Array, "B V"],
-    how: Sampling,
+    how: TokenSampler,
     keys: Array,
     position: Int[Array, "B"],
 ) -> Int[Array, "B"]:

@@ -21,13 +21,13 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import sharded
 from kvjax.cache.spec import CacheSpec
-from kvjax.engine.sampling import Sampling, sample
+from kvjax.engine.sampling import TokenSampler, sample
 from kvjax.models import decoder
 from kvjax.parallel import axes
 from kvjax.types import ModelSpec, PyTree
 
 NO_EOS = (-1,)  # no token ends a row
-GREEDY = Sampling()
+GREEDY = TokenSampler()
 _AT_ONCE = 16  # given tokens fed at a time where nothing is evicted any more
 
 
@@ -128,7 +128,7 @@ def begin(
     active: Bool[Array, "B"],
     keys: Array,
     *,
-    sampling: Sampling = GREEDY,
+    sampling: TokenSampler = GREEDY,
     eos: tuple[int, ...] = NO_EOS,
 ) -> DecodeState:
     """Draws every row's first token.
@@ -170,7 +170,7 @@ def decode(
     spec: ModelSpec,
     config: CacheSpec,
     steps: int,
-    sampling: Sampling = GREEDY,
+    sampling: TokenSampler = GREEDY,
     eos: tuple[int, ...] = NO_EOS,
 ) -> tuple[DecodeState, Int[Array, "B N"]]:
     """Draws up to `steps` more tokens per row on the device.

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvjax.engine.sampling import Sampling
+from kvjax.engine.sampling import TokenSampler
 from kvjax.evaluation.config import Method
 from kvjax.types import UserError, whole_number
 
@@ -56,12 +56,12 @@ def most(batch_size: int | str | None, max_batch_size: int | None) -> int | None
     return int(batch_size) if int(batch_size) > 1 else None
 
 
-def sampling(given: dict[str, Any]) -> Sampling:
+def sampling(given: dict[str, Any]) -> TokenSampler:
     """Greedy unless a temperature is there and `do_sample` does not forbid it."""
     temperature = float(given.get("temperature") or 0.0)
     if given.get("do_sample") is False or temperature == 0:
-        return Sampling()
+        return TokenSampler()
     top_k, top_p = given.get("top_k"), given.get("top_p")
-    return Sampling(
+    return TokenSampler(
         temperature, int(top_k or 0), 1.0 if top_p is None else float(top_p)
     )

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from kvjax.engine import api, compiled, likelihood, runner, stop_texts
 from kvjax.engine.planner import device_memory
-from kvjax.engine.sampling import Sampling
+from kvjax.engine.sampling import TokenSampler
 from kvjax.evaluation import lm_arguments
 from kvjax.evaluation.config import Method
 from kvjax.messages import warn
@@ -382,7 +382,7 @@ class Requests:
             )
         return [tuple(one) for one in found]
 
-    def _generation(self, given: dict[str, Any]) -> tuple[Sampling, int, tuple]:
+    def _generation(self, given: dict[str, Any]) -> tuple[TokenSampler, int, tuple]:
         """A request's sampling, most new tokens and stop texts."""
         until = given.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)

@@ -1,4 +1,4 @@
-"""Sampling against plain probability, and its independence of the batch."""
+"""TokenSampler against plain probability, and its independence of the batch."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax import generate
-from kvjax.engine.sampling import Sampling, sample
+from kvjax.engine.sampling import TokenSampler, sample
 
 LOGITS = np.log([0.4, 0.3, 0.15, 0.1, 0.05]).astype(np.float32)
 
@@ -21,14 +21,14 @@ def frequencies(how, draws=4000):
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        (Sampling(), [1, 0, 0, 0, 0]),
-        (Sampling(temperature=1.0), [0.4, 0.3, 0.15, 0.1, 0.05]),
-        (Sampling(temperature=0.5), np.square([8, 6, 3, 2, 1]) / 114),
-        (Sampling(temperature=1.0, top_k=2), [4 / 7, 3 / 7, 0, 0, 0]),
-        (Sampling(temperature=1.0, top_p=0.65), [4 / 7, 3 / 7, 0, 0, 0]),
-        (Sampling(temperature=1.0, top_p=0.75), [8 / 17, 6 / 17, 3 / 17, 0, 0]),
-        (Sampling(temperature=1.0, top_p=1e-6), [1, 0, 0, 0, 0]),
-        (Sampling(temperature=1.0, top_k=9), [0.4, 0.3, 0.15, 0.1, 0.05]),
+        (TokenSampler(), [1, 0, 0, 0, 0]),
+        (TokenSampler(temperature=1.0), [0.4, 0.3, 0.15, 0.1, 0.05]),
+        (TokenSampler(temperature=0.5), np.square([8, 6, 3, 2, 1]) / 114),
+        (TokenSampler(temperature=1.0, top_k=2), [4 / 7, 3 / 7, 0, 0, 0]),
+        (TokenSampler(temperature=1.0, top_p=0.65), [4 / 7, 3 / 7, 0, 0, 0]),
+        (TokenSampler(temperature=1.0, top_p=0.75), [8 / 17, 6 / 17, 3 / 17, 0, 0]),
+        (TokenSampler(temperature=1.0, top_p=1e-6), [1, 0, 0, 0, 0]),
+        (TokenSampler(temperature=1.0, top_k=9), [0.4, 0.3, 0.15, 0.1, 0.05]),
     ],
 )
 def test_frequencies(how, expected):
@@ -44,7 +44,7 @@ def test_what_is_too_small_to_divide_by_is_greedy(temperature):
         jax.random.split(jax.random.key(0), 1),
     )
     position = jnp.zeros((1,), jnp.int32)
-    assert sample(logits, Sampling(temperature), keys, position) == 3
+    assert sample(logits, TokenSampler(temperature), keys, position) == 3
 
 
 def test_a_prompt_draws_the_same_in_any_batch(tiny):

@@ -14,7 +14,7 @@ from kvjax.cache.spec import make_spec
 from kvjax.engine import compiled, runner, staggered
 from kvjax.engine.compiled import Job, bucket
 from kvjax.engine.planner import phase_bytes, plan_job, state_bytes, weights_bytes
-from kvjax.engine.sampling import Sampling
+from kvjax.engine.sampling import TokenSampler
 
 AFTER = Schedule("after_prefill", prefill_chunk=8)
 READING = Schedule("prefill_only", prefill_chunk=8)
@@ -75,7 +75,7 @@ def test_tokens_and_state_are_the_ordinary_run_s(tiny, policy, schedule, budget)
 
 def test_sampled_tokens_too(tiny):
     """The keys go with the prompts' numbers, whatever group reads them."""
-    sampling = Sampling(temperature=1.0)
+    sampling = TokenSampler(temperature=1.0)
     config = job(tiny.spec, policies.key_norm(), sampling=sampling)
     prompts, indices = ragged(5, seed=3), [3, 0, 9, 4, 1]
     ordinary = run_batch(tiny.params, config, prompts, indices, seed=5)

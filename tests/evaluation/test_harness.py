@@ -25,7 +25,7 @@ from kvjax import Offload, Schedule, policies
 from kvjax.cache import codecs
 from kvjax.cache.spec import make_spec
 from kvjax.engine import api, compiled, stop_texts
-from kvjax.engine.sampling import Sampling
+from kvjax.engine.sampling import TokenSampler
 from kvjax.types import UserError
 
 pytestmark = pytest.mark.e2e
@@ -42,7 +42,7 @@ def model():
     return asking.tiny()
 
 
-@pytest.mark.parametrize("how", [Sampling(), Sampling(0.9, 20, 0.8)], ids=repr)
+@pytest.mark.parametrize("how", [TokenSampler(), TokenSampler(0.9, 20, 0.8)], ids=repr)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_pauses_change_nothing(model, case, how):
     """Looked at every 5 tokens, rows write what they write in one go."""
