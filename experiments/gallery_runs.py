@@ -14,7 +14,8 @@ from tqdm import tqdm
 from kvjax import cache, policies
 from kvjax.cache.schedule import Schedule
 from kvjax.cache.spec import CacheSpec, make_spec
-from kvjax.engine import api, compiled, layerwise, runner
+from kvjax.engine import api, compiled, runner
+from kvjax.engine.prefill_cache import PrefillCache
 from kvjax.evaluation.tasks import needle
 from kvjax.evaluation.tasks.text import haystack
 from kvjax.types import UserError
@@ -89,7 +90,7 @@ def readings_of(
         [make_spec(model.spec, policy, BUDGET, schedule) for schedule in _schedules()]
         for policy in members
     ]
-    readings = layerwise.Readings(model, [each for pair in configs for each in pair])
+    readings = PrefillCache(model, [each for pair in configs for each in pair])
     for pair in configs:
         yield {
             config.schedule.phases: _outcome(readings, config, tokens)
@@ -100,20 +101,20 @@ def readings_of(
 def full_cache(model: Any, tokens: Sequence[int]) -> list[int]:
     """What follows if nothing goes."""
     config = make_spec(model.spec, None, None, Schedule("none", BLOCK))
-    return _outcome(layerwise.Readings(model, [config]), config, tokens)[1]
+    return _outcome(PrefillCache(model, [config]), config, tokens)[1]
 
 
 def _schedules() -> list[Schedule]:
     return [Schedule(phases, BLOCK, BLOCK) for phases in SCHEDULES]
 
 
-def _outcome(readings: layerwise.Readings, config: CacheSpec, tokens: Sequence[int]):
+def _outcome(readings: PrefillCache, config: CacheSpec, tokens: Sequence[int]):
     """The positions kept of the prompt, by layer and head, and the tokens after it."""
     ends, model = api.end_tokens(readings.model), readings.model
     job = compiled.job_of(model, config, len(tokens), NEW, eos=ends)
     run = readings.runner(job)
     state = runner.prefill_batch(run, [tokens], [0])
-    kept = cache.kept_positions(layerwise.joined(state.cache))[0]
+    kept = cache.kept_positions(state.cache)[0]
     return kept, runner.decode_batch(run, state, [tokens])[1][0]
 
 

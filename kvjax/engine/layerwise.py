@@ -1,22 +1,18 @@
-"""Many methods, few prompts: one layer's programs for all layers, one reading for all.
+"""Runs a model layer by layer, for sweeps over many methods.
 
 A whole model takes half a minute to compile for every method, and minutes where its
-heads differ. Here what comes before and after attention is compiled once for all
-layers and methods, and attention with its cache for every size that some heads keep: a
-second or two each. Running layer by layer costs some dispatches per layer instead of
-one per batch, so this is for sweeps over methods, not for throughput; whole models give
-the same tokens and keep the same pairs. Rules that only work once the prompt is in
-watch it together: it is read once for all of them.
+heads have different budgets. Here the parts of a layer before and after attention are
+compiled once for all layers and methods, and attention with its cache once for every
+head group's budget: a second or two each. The price is a few dispatches per layer
+instead of one per batch, so this is not for throughput. Tokens and kept pairs are
+those of `kvjax.engine.steps`.
 """
 
 import dataclasses
 import functools
-import math
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,352 +20,301 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import cache
 from kvjax.cache import parts
+from kvjax.cache.schedule import Schedule
 from kvjax.cache.spec import CacheSpec
-from kvjax.engine import runner, sharing, steps
-from kvjax.engine.compiled import Job, tree_bytes
+from kvjax.engine import runner, steps
+from kvjax.engine.compiled import Job
 from kvjax.engine.runner import Prefilled, Prompts
-from kvjax.engine.sampling import sample
+from kvjax.engine.steps import DecodeState
 from kvjax.models import decoder
-from kvjax.policies import watching
 from kvjax.types import Model, ModelSpec, PyTree, Stats, UserError
 
+# Fields of a method that keeps everything.
+FULL_CACHE = dict.fromkeys(("policy", "budget", "budget_rule", "mean_budget"))
 
-class Readings:
-    """Prompts read under any method; those of `after_prefill` methods only once.
 
-    Holds the full caches of what it has read once, and the statistics of every rule.
+def check(config: CacheSpec) -> None:
+    """Raises UserError for a budget rule that measures all layers before it sizes any.
 
-    Args:
-      model: whose weights are put where they stay.
-      methods: all that may be asked for.
-      held_bytes: most that what is held may take; prompts beyond are read again for
-        every method.
-
-    Raises:
-      UserError: a budget rule that measures all layers before it says their sizes, or
-        a model whose layers rotate in two ways.
+    Layer by layer, the first layer's size has to be known before the last one runs.
     """
-
-    def __init__(
-        self,
-        model: Model,
-        methods: Iterable[CacheSpec],
-        held_bytes: float = math.inf,
-    ):
-        methods = list(methods)
-        if model.spec.local_rope_theta is not None:
-            raise UserError(
-                f"layers of {model.spec.name} rotate in two ways, and layer by layer "
-                "all share one: run whole models"
-            )
-        for config in methods:
-            if config.measures:
-                raise UserError(
-                    f"budget rule {config.budget_rule.name!r} measures all layers "
-                    "before it says their sizes, and layer by layer there is one at a "
-                    "time: use another rule, or run whole models"
-                )
-        self.model = model._replace(params=_placed(model.params))
-        late = (config for config in methods if sharing.watches_late(config))
-        self._watching = tuple(dict.fromkeys(config.policy for config in late))
-        self._known: dict[tuple, Prefilled] = {}
-        self._left = held_bytes
-
-    def runner(self, job: Job) -> "LayerByLayer":
-        """A runner whose prompts are read here."""
-        return LayerByLayer(self, job)
-
-    def after(self, config: CacheSpec, prompts: Prompts, new: int) -> Prefilled:
-        """The prompts read and compressed, with room for `new` tokens.
-
-        Args:
-          config: the method.
-          prompts: token ids, one list per row.
-          new: tokens that may follow.
-        """
-        if not sharing.watches_late(config) and not sharing.stored_later(config):
-            alone = read(self.model, config.reading, prompts, new)
-            return _shrunk(self.model, config, alone, prompts, new)
-        shared = self._read_once(config, prompts, new)
-        if config.policy:
-            index = self._watching.index(config.policy)
-            states = tuple(_only(part, index) for part in shared.state)
-            shared = Prefilled(states, shared.logits)
-        return _shrunk(self.model, config, shared, prompts, new)
-
-    def _read_once(self, config: CacheSpec, prompts: Prompts, new: int) -> Prefilled:
-        """As all methods that look at prompts later need it."""
-        alike = sharing.reading(config)
-        key = (alike, new, *map(tuple, prompts))
-        if key in self._known:
-            return self._known[key]
-        everyone = watching.together(self._watching) if config.policy else None
-        all_of_them = dataclasses.replace(alike, policy=everyone)
-        found = read(self.model, all_of_them, prompts, new)
-        size = tree_bytes(found)
-        if size <= self._left:
-            self._left -= size
-            self._known[key] = found
-        return found
-
-
-class Part(flax.struct.PyTreeNode):
-    """Heads of a layer that keep alike, as a model of one layer that has no others.
-
-    Attributes:
-      state: of these heads.
-      layer: its number in the model.
-      heads: their numbers in the layer; None for all.
-    """
-
-    state: cache.KVState
-    layer: int = flax.struct.field(pytree_node=False)
-    heads: parts.Heads = flax.struct.field(pytree_node=False)
-
-    @property
-    def numbers(self) -> Int[np.ndarray, "K"] | None:
-        """The heads as an array, so that programs do not depend on which they are."""
-        return self.heads and np.asarray(self.heads, np.int32)
+    if config.measures:
+        raise UserError(
+            f"budget rule {config.budget_rule.name!r} measures all layers before it "
+            "says their sizes, and layer by layer there is one at a time: use another "
+            "rule, or run whole models"
+        )
 
 
 class LayerByLayer:
-    """The runner; its states are a tuple of every layer's `Part`s."""
+    """The runner that compiles single layers; see `kvjax.engine.runner.Runner`.
+
+    Args:
+      model: its weights stay on their devices.
+      job: no rows are left over, so its batch counts for nothing.
+      prefill: `(config, prompts, new) -> Prefilled`, such as a
+        `kvjax.engine.prefill_cache.PrefillCache`'s; None reads the prompts each time.
+
+    Raises:
+      UserError: see `check`.
+    """
 
     compile_seconds = 0.0
 
-    def __init__(self, readings: Readings, job: Job):
+    def __init__(self, model: Model, job: Job, prefill: Callable | None = None):
+        check(job.config)
         self.job = job
-        self._readings, self._model = readings, readings.model
-        self._writing = sharing.without_watching(job.config)
+        self._model = model._replace(params=committed(model.params))
+        self._prefill = prefill or functools.partial(_prefilled, self._model)
+        self._config = _decoding(job.config)
 
     def prefill(self, prompts: Prompts) -> Prefilled:
-        found = self._readings.after(self.job.config, prompts, self.job.max_new_tokens)
-        if self._writing is self.job.config:
+        found = self._prefill(self.job.config, prompts, self.job.max_new_tokens)
+        if self._config is self.job.config:
             return found
-        forgotten = (
-            part.replace(state=part.state.replace(stats=(Stats(),)))
-            for part in found.state
-        )
-        return Prefilled(tuple(forgotten), found.logits)
+        without = (Stats(),) * len(found.state.stats)
+        return found._replace(state=found.state.replace(stats=without))
 
     def begin(
         self, read: Prefilled, prompt_ids: Sequence[int], seed: int
-    ) -> steps.DecodeState:
+    ) -> DecodeState:
         every = runner.row_keys(self.job, prompt_ids, seed)
-        keys, active = (x[: len(prompt_ids)] for x in every)  # no rows are left over
-        token = self._drawn(read, keys)
-        done = ~active | np.isin(token, self.job.eos)
-        return steps.DecodeState(
-            read.state, token, done, active.astype(jnp.int32), keys
-        )
+        keys, active = (x[: len(prompt_ids)] for x in every)
+        none = jnp.zeros_like(active, jnp.int32)
+        return self._next(DecodeState(None, none, ~active, none, keys), read)[0]
 
-    def insert(self, pool, part: steps.DecodeState, row: int) -> steps.DecodeState:
+    def insert(self, pool, part: DecodeState, row: int) -> DecodeState:
         return part
 
-    def decode(
-        self, state: steps.DecodeState, limit: int
-    ) -> tuple[steps.DecodeState, np.ndarray]:
-        read, token, done = Prefilled(state.cache, None), state.token, state.done
-        step, drawn = state.step, []
-        for _ in range(limit):
+    def decode(self, state: DecodeState, limit: int) -> tuple[DecodeState, np.ndarray]:
+        out = np.full((len(state.done), limit), -1, np.int32)
+        for i in range(limit):
+            done = np.asarray(state.done)
             if done.all():
                 break
-            n = 1 - np.asarray(done, np.int32)
-            read = _step(self._model, self._writing, read, token[:, None], n)
-            token = self._drawn(read, state.keys)
-            drawn.append(np.where(done, -1, token))
-            done, step = done | np.isin(token, self.job.eos), step + n
-        tokens = np.stack(drawn, axis=1) if drawn else np.zeros((len(token), 0), int)
-        return steps.DecodeState(read.state, token, done, step, state.keys), tokens
+            read = self._step(state.cache, state.token, ~done)
+            state, out[:, i] = self._next(state, read)
+        return state, out
 
     def score(
         self, read: Prefilled, tokens: np.ndarray, lengths: np.ndarray
     ) -> steps.Scores:
-        """All logits are kept: texts are few here."""
-        logits = [np.asarray(read.logits)]
+        every = [read.logits]
         for i in range(tokens.shape[1] - 1):
-            n = (lengths > i + 1).astype(np.int32)
-            given = tokens[:, i : i + 1]
-            read = _step(self._model, self._writing, read, given, n)
-            logits.append(np.asarray(read.logits))
-        _raise_errors(read.state)
-        every = np.stack(logits)
-        chosen = np.take_along_axis(every, tokens.T[..., None], axis=-1)[..., 0]
-        top = every.max(axis=-1, keepdims=True)
-        total = np.log(np.exp(every - top).sum(axis=-1)) + top[..., 0]
-        beyond = np.arange(tokens.shape[1])[None] >= lengths[:, None]
-        greedy = (tokens == every.argmax(axis=-1).T) | beyond
-        return steps.Scores(np.where(beyond, 0.0, (chosen - total).T), greedy, every)
+            read = self._step(read.state, tokens[:, i], lengths > i + 1)
+            every.append(read.logits)
+        cache.raise_errors(read.state)
+        logits = np.stack([np.asarray(each) for each in every])
+        logprob, greedy = _logprobs(logits, jnp.asarray(tokens.T, jnp.int32))
+        found = steps.masked_scores(logprob.T, greedy.T, None, jnp.asarray(lengths))
+        return jax.device_get(found)._replace(logits=logits)
 
-    def finished(self, state: steps.DecodeState) -> cache.KVState:
-        _raise_errors(state.cache)
-        return joined(state.cache)
+    def finished(self, state: DecodeState) -> cache.KVState:
+        cache.raise_errors(state.cache)
+        return state.cache
 
-    def _drawn(self, read: Prefilled, keys: Array) -> np.ndarray:
-        position = read.state[0].state.next_pos
-        return np.asarray(_sample(read.logits, keys, position, self.job.sampling))
+    def _step(self, state: cache.KVState, token: Array, active: Array) -> Prefilled:
+        """Reads one token of every active row."""
+        tokens, n = jnp.asarray(token, jnp.int32)[:, None], jnp.asarray(active, "int32")
+        chunk = _Chunk(tokens, n, state.next_pos)
+        return _forward(self._model, self._config, state, [chunk])
+
+    def _next(self, state: DecodeState, read: Prefilled) -> tuple[DecodeState, Array]:
+        state, drawn = _next_token(
+            state.replace(cache=None),
+            read.logits,
+            read.state.next_pos,
+            sampling=self.job.sampling,
+            eos=self.job.eos,
+        )
+        return state.replace(cache=read.state), drawn
 
 
-def read(model: Model, config: CacheSpec, prompts: Prompts, new: int) -> Prefilled:
-    """The prompts layer after layer, block by block, with evictions if there are any.
+def _decoding(config: CacheSpec) -> CacheSpec:
+    """Returns the configuration to decode with.
 
-    A layer reads all blocks before the next one begins, so that what it holds stays in
-    a processor's cache.
+    A method that evicts nothing more needs no policy: all such methods then run the
+    same programs.
     """
-    spec, heads = model.spec, config.heads(model.spec)
-    room, ends = _room(config, prompts), _ends(model)
-    learned = _learned(config, spec.num_layers)
-    blocks = _blocks(config, prompts)
-    x = [_embed(ends, b.tokens, b.start, spec=spec) for b in blocks]
-    states = []
-    for index, layer in enumerate(heads):
-        held = [
-            _placed(_empty(model, config, index, some, len(prompts), room, new))
-            for some in layer
-        ]
-        for i, (tokens, n, _) in enumerate(blocks):
-            given = x[i], held, tokens, n, learned[index]
-            x[i], held = _layer(model, config, *given, is_prefill=True)
-        states.extend(held)
-    last = jnp.zeros_like(x[0][:, 0])
-    for hidden, (_, n, _) in zip(x, blocks, strict=True):
-        last = _last(hidden, n, last)
-    return Prefilled(tuple(states), _logits(ends, last, spec=spec))
+    if config.schedule.evicts_in_decode or config.policy is None:
+        return config
+    schedule = Schedule("none", config.schedule.prefill_chunk)
+    return dataclasses.replace(config, schedule=schedule, **FULL_CACHE)
 
 
-class _Block(NamedTuple):
-    """Tokens [B, T] of some prompts, each row's first n of them real, from `start`."""
+def committed(tree: PyTree) -> PyTree:
+    """Returns the arrays committed to their devices.
+
+    The results of a program are committed if its arguments are, and a program is
+    compiled again for arguments that are not.
+    """
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
+
+
+class _Chunk(NamedTuple):
+    """T tokens of every row: the first n are real, and they begin at `start`."""
 
     tokens: Int[Array, "B T"]
     n: Int[Array, "B"]
     start: Int[Array, "B"]
 
 
-def _blocks(config: CacheSpec, prompts: Prompts) -> list[_Block]:
-    """The prompts as the schedule cuts them."""
-    first, block = config.first_chunk, config.schedule.prefill_chunk
+def prefill(model: Model, config: CacheSpec, prompts: Prompts, new: int) -> Prefilled:
+    """Reads the prompts with slots for `new` more tokens; evicts as the schedule says.
+
+    A layer reads all chunks before the next layer begins, so that its weights and pairs
+    stay in a processor's cache.
+    """
+    spec, dtype = model.spec, model.params["embed"].dtype
+    capacity = config.prefill_capacity(spec, _padded_length(config, prompts), new)
+    state = committed(cache.init(spec, config, len(prompts), capacity, dtype))
+    return _forward(model, config, state, _chunks(config, prompts), is_prefill=True)
+
+
+def compact(
+    model: Model, config: CacheSpec, found: Prefilled, prompts: Prompts, new: int
+) -> Prefilled:
+    """Evicts between prefill and decode, if the schedule does; see `steps.compact`."""
+    if not config.compacts:
+        return found
+    spec, state, learned = model.spec, found.state, _learned(config, model.spec)
+    capacity = config.decode_capacity(spec, _padded_length(config, prompts), new)
+    layers, stats, error = list(state.layers), list(state.stats), state.error
+    for index in range(spec.num_layers):
+        for place, heads in state.parts(index):
+            layers[place], stats[place], error = _compact(
+                (layers[place], stats[place], error, state.next_pos),
+                learned[index],
+                jnp.int32(index),
+                _numbers(heads),
+                spec=spec,
+                config=config.of_part(index, heads),
+                capacity=(capacity[place],),
+                like=_like(spec, index),
+            )
+    state = state.replace(layers=tuple(layers), stats=tuple(stats), error=error)
+    return found._replace(state=state)
+
+
+def _prefilled(
+    model: Model, config: CacheSpec, prompts: Prompts, new: int
+) -> Prefilled:
+    found = prefill(model, config.reading, prompts, new)
+    return compact(model, config, found, prompts, new)
+
+
+def _padded_length(config: CacheSpec, prompts: Prompts) -> int:
+    """Returns the tokens of the longest prompt, in whole chunks."""
+    chunk = config.schedule.prefill_chunk
+    return -(-max(map(len, prompts)) // chunk) * chunk
+
+
+def _chunks(config: CacheSpec, prompts: Prompts) -> list[_Chunk]:
+    """Cuts the prompts into the chunks that the schedule reads."""
+    first, chunk = config.first_chunk, config.schedule.prefill_chunk
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((len(prompts), _room(config, prompts) + block), np.int32)
+    padded = np.zeros((len(prompts), _padded_length(config, prompts) + chunk), np.int32)
     for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
+        padded[row, : len(prompt)] = prompt
     found = []
-    for start in (0, *range(first, lengths.max(), block)):
-        most = block if start else first
-        part = tokens[:, start : start + max(most, block)]
-        n = np.clip(lengths - start, 0, most)
-        begun = np.minimum(lengths, start)
-        found.append(_Block(*map(jnp.asarray, (part, n, begun))))
+    for start in (0, *range(first, lengths.max(), chunk)):
+        width = chunk if start else first
+        tokens = padded[:, start : start + max(width, chunk)]
+        n = np.clip(lengths - start, 0, width)
+        before = np.minimum(lengths, start)
+        found.append(_Chunk(*map(jnp.asarray, (tokens, n, before))))
     return found
 
 
-def _placed(tree: PyTree) -> PyTree:
-    """The same arrays, for good where they are.
-
-    What a program makes of placed arrays is placed, and for those that are not it is
-    compiled again.
-    """
-    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
-
-
-def _room(config: CacheSpec, prompts: Prompts) -> int:
-    """Tokens of the longest prompt, in whole blocks."""
-    block = config.schedule.prefill_chunk
-    return -(-max(map(len, prompts)) // block) * block
-
-
-def joined(held: Sequence[Part]) -> cache.KVState:
-    """The states of all layers as one."""
-    layers = [list(layer) for _, layer in groupby(held, lambda part: part.layer)]
-    errors = [
-        parts.joined([part.state.error for part in layer], [p.heads for p in layer])
-        for layer in layers
-    ]
-    return held[0].state.replace(
-        layers=tuple(part.state.layers[0] for part in held),
-        stats=tuple(part.state.stats[0] for part in held),
-        error=functools.reduce(jnp.bitwise_or, errors),
-        heads=tuple(tuple(part.heads for part in layer) for layer in layers),
+def _forward(
+    model: Model,
+    config: CacheSpec,
+    state: cache.KVState,
+    chunks: Sequence[_Chunk],
+    is_prefill: bool = False,
+) -> Prefilled:
+    """Runs all chunks through the first layer, then the second, and so on."""
+    spec, params, learned = model.spec, model.params, _learned(config, model.spec)
+    ends = {key: params[key] for key in params if key != "layers"}
+    xs = [_embed(ends, chunk.tokens, chunk.start, spec=spec) for chunk in chunks]
+    layers, stats, error = list(state.layers), list(state.stats), state.error
+    for index, weights in enumerate(params["layers"]):
+        like, heads_of = _like(spec, index), state.parts(index)
+        order = _order([heads for _, heads in heads_of])
+        for i, chunk in enumerate(chunks):
+            qkv, mixed = _before(weights, xs[i], spec=spec, like=like), []
+            for place, heads in heads_of:
+                out, layers[place], stats[place], error = _attend(
+                    weights["out"],
+                    qkv,
+                    *(layers[place], stats[place], error),
+                    chunk,
+                    learned[index],
+                    jnp.int32(index),
+                    _numbers(heads),
+                    spec=spec,
+                    config=config.of_part(index, heads),
+                    is_prefill=is_prefill,
+                    like=like,
+                )
+                mixed.append(out)
+            xs[i] = _after(weights, xs[i], tuple(mixed), order, spec=spec, like=like)
+    last, next_pos = jnp.zeros_like(xs[0][:, 0]), state.next_pos
+    for x, chunk in zip(xs, chunks, strict=True):
+        last, next_pos = _last(x, chunk.n, last, next_pos)
+    state = state.replace(
+        layers=tuple(layers), stats=tuple(stats), error=error, next_pos=next_pos
     )
-
-
-def _empty(model: Model, config: CacheSpec, index, heads, batch, room, new) -> Part:
-    """A part with nothing in it, and slots for what it keeps of a prompt."""
-    one, alone = _one_part(model.spec, heads), config.of_part(index, heads)
-    capacity = alone.prefill_capacity(one, room, new)
-    dtype = model.params["embed"].dtype
-    return Part(cache.init(one, alone, batch, capacity, dtype), index, heads)
-
-
-def _one_part(spec: ModelSpec, heads: parts.Heads) -> ModelSpec:
-    return dataclasses.replace(parts.spec_of(spec, heads), num_layers=1)
-
-
-def _step(model, config, read: Prefilled, tokens, n) -> Prefilled:
-    """T tokens through all layers, of which each row's first n are real."""
-    spec, start = model.spec, read.state[0].state.next_pos
-    tokens, n = jnp.asarray(tokens, jnp.int32), jnp.asarray(n, jnp.int32)
-    learned, ends = _learned(config, spec.num_layers), _ends(model)
-    x, states = _embed(ends, tokens, start, spec=spec), []
-    for index, layer in groupby(read.state, lambda part: part.layer):
-        given = x, list(layer), tokens, n, learned[index]
-        x, held = _layer(model, config, *given, is_prefill=False)
-        states.extend(held)
-    return Prefilled(tuple(states), _logits(ends, _last(x, n), spec=spec))
-
-
-def _layer(
-    model: Model, config, x: Array, held: list[Part], tokens, n, rule, is_prefill
-) -> tuple[Array, list[Part]]:
-    """Tokens through the layer whose parts are given, and what these hold then."""
-    spec, index = model.spec, held[0].layer
-    weights, like = model.params["layers"][index], _like(spec, index)
-    given, mixed, after = _before(weights, x, spec=spec, like=like), [], []
-    for part in held:
-        out, state = _attend(
-            *(weights["out"], given, part.state, n, tokens),
-            *(rule, jnp.int32(index), part.numbers),
-            spec=spec,
-            config=config.of_part(index, part.heads),
-            is_prefill=is_prefill,
-            like=like,
-        )
-        mixed.append(out)
-        after.append(part.replace(state=state))
-    order = _order([part.heads for part in held])
-    return _after(weights, x, tuple(mixed), order, spec=spec, like=like), after
-
-
-def _ends(model: Model) -> PyTree:
-    """The weights that belong to no layer."""
-    return {key: model.params[key] for key in model.params if key != "layers"}
+    return Prefilled(state, _logits(ends, last, spec=spec))
 
 
 def _like(spec: ModelSpec, index: int) -> int:
-    """The first layer that is shaped as this one, whose programs it shares."""
+    """Returns the first layer with this one's window; layers alike share programs."""
     windows = [spec.sliding_window(i) for i in range(index + 1)]
     return windows.index(windows[-1])
 
 
+def _numbers(heads: parts.Heads) -> Int[np.ndarray, "K"] | None:
+    """Returns heads as an array, so that programs do not depend on which they are."""
+    return heads and np.asarray(heads, np.int32)
+
+
 def _order(heads: Sequence[parts.Heads]) -> Int[np.ndarray, "K"] | None:
-    """Where the layer's heads stand among those of its parts."""
+    """Returns where each head of the layer stands in its concatenated head groups."""
     return None if heads[0] is None else np.argsort(np.concatenate(heads))
 
 
-def _learned(config: CacheSpec, count: int) -> Sequence[PyTree]:
-    """Every layer's weights of a learned rule; None for a rule without."""
+def _learned(config: CacheSpec, spec: ModelSpec) -> Sequence[PyTree]:
+    """Returns every layer's weights of a learned policy; None for other policies."""
     params = config.policy.params if config.policy else None
-    return params.layers if params is not None else (None,) * count
+    return params.layers if params is not None else (None,) * spec.num_layers
+
+
+def _one_group(layer, stats, error, next_pos, heads, config) -> cache.KVState:
+    """Returns a head group's state as that of a model of one layer with no others."""
+    return cache.KVState(
+        layers=(layer,),
+        stats=(stats,),
+        next_pos=next_pos,
+        error=parts.taken(error, heads),
+        layout=config.layout,
+        heads=((None,),),
+    )
+
+
+def _with_error(error: Array, heads: Array | None, found: Array) -> Array:
+    return found if heads is None else error.at[:, heads].set(found)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "like"))
 def _before(weights: PyTree, x: Float[Array, "B T M"], *, spec, like: int) -> tuple:
-    """Queries, keys, values and what they are made of, as layer `like` makes them."""
+    """Returns queries, keys, values and the hidden states they are made of."""
 
     def attend(index, q, k, v, ops, cache):
         del index, cache
         return jnp.zeros_like(q), (q, k, v, ops.hidden)
 
-    return decoder.layer(weights, spec, like, x, _unturned, None, attend)[1]
+    return decoder.layer(weights, spec, like, x, _no_rotation, None, attend)[1]
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "like"))
@@ -382,29 +327,29 @@ def _after(
     spec: ModelSpec,
     like: int,
 ) -> Float[Array, "B T M"]:
-    """The rest of the layer, from what attention of all its parts mixed."""
+    """Finishes the layer, from the attention outputs of all its head groups."""
     whole = mixed[0] if order is None else jnp.concatenate(mixed, axis=1)[:, order]
     attend = lambda *_: (whole, None)
-    return decoder.layer(weights, spec, like, x, _unturned, None, attend)[0]
+    return decoder.layer(weights, spec, like, x, _no_rotation, None, attend)[0]
 
 
-def _unturned(x, positions=None):
-    """Where nothing is turned: keys are handed over before they are."""
-    raise AssertionError("a layer turns no keys itself")
+def _no_rotation(x, positions=None):
+    raise AssertionError("keys are rotated in `_attend`, by the cache")
 
 
 @functools.partial(
     jax.jit,
     static_argnames=("spec", "config", "is_prefill", "like"),
-    donate_argnames=("state",),
+    donate_argnames=("layer", "stats"),
 )
 def _attend(
     out: Float[Array, "M KGD"],
-    given: tuple[Array, ...],
-    state: cache.KVState,
-    n: Array,
-    tokens: Array,
-    rule: PyTree,
+    qkv: tuple[Array, ...],
+    layer: PyTree,
+    stats: Stats,
+    error: Array,
+    chunk: _Chunk,
+    learned: PyTree,
     number: Array,
     heads: Array | None,
     *,
@@ -412,24 +357,43 @@ def _attend(
     config: CacheSpec,
     is_prefill: bool,
     like: int,
-) -> tuple[Float[Array, "B H G T D"], cache.KVState]:
-    """What heads of a layer mix, and what they keep then."""
-    *qkv, hidden = given
+) -> tuple[Float[Array, "B H G T D"], PyTree, Stats, Array]:
+    """Runs attention and cache of one head group."""
+    *qkv, hidden = qkv
     qkv = [parts.taken(x, heads) for x in qkv]
-    positions = cache.next_positions(state, tokens.shape[1])
+    state = _one_group(layer, stats, error, chunk.start, heads, config)
+    positions = cache.next_positions(state, chunk.tokens.shape[1])
     apply_rope = decoder.rotations(spec, positions)[like]
     ops = decoder.layer_ops(out, spec, like, apply_rope, hidden)
     mixed, state = cache.step_layer(
         *(0, *qkv, parts.ops_of(ops, heads), state),
         config=config,
-        n=n,
-        tokens=tokens,
+        n=chunk.n,
+        tokens=chunk.tokens,
         is_prefill=is_prefill,
-        policy_params=rule,
+        policy_params=learned,
         layer_number=number,
         head_numbers=heads,
     )
-    return mixed, cache.advance(state, n)
+    error = _with_error(error, heads, state.error)
+    return mixed, state.layers[0], state.stats[0], error
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "config", "capacity", "like"))
+def _compact(group, learned, number, heads, *, spec, config, capacity, like):
+    """Compacts one head group: `group` is its layer, statistics, errors, positions."""
+    found = cache.compact(
+        _one_group(*group, heads, config),
+        config,
+        capacity,
+        [decoder.rotations(spec)[like]],
+        None if learned is None else (learned,),
+        first_layer=number,
+        head_numbers=heads,
+        scorings=[spec.scoring(like)],
+    )
+    error = _with_error(group[2], heads, found.error)
+    return found.layers[0], found.stats[0], error
 
 
 @functools.partial(jax.jit, static_argnames=("spec",))
@@ -439,13 +403,8 @@ def _embed(ends: PyTree, tokens: Array, start: Array, *, spec) -> Array:
 
 
 @jax.jit
-def _last(
-    x: Float[Array, "B T M"], n: Array, before: Array | None = None
-) -> Float[Array, "B M"]:
-    """Each row's last real token, of x or else from before."""
-    last = jnp.maximum(n - 1, 0)[:, None, None]
-    found = jnp.take_along_axis(x, last, axis=1)[:, 0]
-    return found if before is None else jnp.where((n > 0)[:, None], found, before)
+def _last(x, n, before, next_pos) -> tuple[Array, Array]:
+    return steps.last_hidden(x, n, before), next_pos + n
 
 
 @functools.partial(jax.jit, static_argnames=("spec",))
@@ -453,45 +412,5 @@ def _logits(ends: PyTree, last: Float[Array, "B M"], *, spec) -> Float[Array, "B
     return decoder.logits(ends, decoder.ended(ends, spec, last), spec)
 
 
-@functools.partial(jax.jit, static_argnames=("sampling",))
-def _sample(logits: Array, keys: Array, position: Array, sampling) -> Array:
-    return sample(logits, sampling, keys, position)
-
-
-@functools.partial(jax.jit, static_argnames=("spec", "config", "capacity", "like"))
-def _compact(state, rule, number, heads, *, spec, config, capacity, like):
-    ropes, params = [decoder.rotations(spec)[like]], None if rule is None else (rule,)
-    given = state, config, capacity, ropes, params, number, heads
-    return cache.compact(*given, scorings=[spec.scoring(like)])
-
-
-def _shrunk(
-    model: Model, config, found: Prefilled, prompts: Prompts, new: int
-) -> Prefilled:
-    """The compaction between prompt and decoding, where the schedule has one."""
-    if not config.compacts:
-        return found
-    spec, states = model.spec, []
-    learned, room = _learned(config, spec.num_layers), _room(config, prompts)
-    for part in found.state:
-        alone, one = config.of_part(part.layer, part.heads), _one_part(spec, part.heads)
-        state = _compact(
-            *(part.state, learned[part.layer], jnp.int32(part.layer), part.numbers),
-            spec=spec,
-            config=alone,
-            capacity=alone.decode_capacity(one, room, new),
-            like=_like(spec, part.layer),
-        )
-        states.append(part.replace(state=state))
-    return found._replace(state=tuple(states))
-
-
-def _only(part: Part, index: int) -> Part:
-    """With the statistics of one of those that watched together."""
-    (stats,) = part.state.stats
-    return part.replace(state=part.state.replace(stats=(watching.only(stats, index),)))
-
-
-def _raise_errors(held: Sequence[Part]) -> None:
-    for part in held:
-        cache.raise_errors(part.state)
+_next_token = jax.jit(steps.next_token, static_argnames=("sampling", "eos"))
+_logprobs = jax.jit(steps.logprobs)

@@ -1,13 +1,14 @@
-"""The loops, one jitted program each, with the state donated.
+"""The steps of generation over a whole model, one jitted program each.
 
 ::
 
-    prompts   -> prefill -> compact -> begin -> insert -> decode ... -> tokens
-                 KVState    KVState    DecodeState (rows of a pool)
-    given tokens           -> score -> their probabilities
+    prompts -> prefill -> compact -> begin -> insert -> decode ... -> tokens
+               KVState    KVState    DecodeState (rows of a pool)
+                                  -> score -> log-probabilities of given tokens
 
-A prompt is read in blocks of p tokens; every row stops at its own length, so a ragged
-batch gives what each prompt gives alone. A decode that stops goes on from its state.
+Prompts are read in chunks of p tokens. Every row stops at its own length, so a ragged
+batch gives what each prompt gives alone. `decode` resumes from the state that it
+returned. `kvjax.engine.layerwise` runs the same steps with one program per layer.
 """
 
 import functools
@@ -28,17 +29,17 @@ from kvjax.types import ModelSpec, PyTree
 
 NO_EOS = (-1,)  # no token ends a row
 GREEDY = TokenSampler()
-_AT_ONCE = 16  # given tokens fed at a time where nothing is evicted any more
+_SCORE_CHUNK = 16  # tokens scored at a time where nothing is evicted any more
 
 
 @flax.struct.dataclass
 class DecodeState:
-    """Where the decoding of a batch stands.
+    """The state of a batch between two decode steps.
 
     Attributes:
-      cache: what the rows remember; it has not seen their last tokens.
+      cache: KV pairs of all tokens but each row's last one, which is not read yet.
       token: i32[B], the last token drawn.
-      done: bool[B], rows that draw no more: ended, or not in use.
+      done: bool[B], rows that have ended or are not in use.
       step: i32[B], tokens drawn so far, the end token included.
       keys: PRNG keys [B], one per row.
     """
@@ -62,44 +63,52 @@ def prefill(
     spec: ModelSpec,
     config: CacheSpec,
 ) -> tuple[cache.KVState, Float[Array, "B V"]]:
-    """Reads the prompts block by block, evicting on the way if the schedule says so.
+    """Reads the prompts chunk by chunk, and evicts in between if the schedule does.
 
-    The loop runs as many blocks as the longest prompt needs, whatever T is: with a
-    state of fixed capacity one program serves prompts of every length.
+    The loop runs as many chunks as the longest prompt needs, whatever T is. If the
+    state's capacity does not depend on T, one program serves prompts of every length.
 
     Args:
       params: the model's weights, see `with_policy`.
       state: the state to append to; donated.
-      tokens: prompts, left-aligned; what lies beyond a row's length is never read.
+      tokens: prompts, left-aligned; tokens beyond a row's length are never read.
       lengths: tokens per row; 0 for a row that is not in use.
       spec: the model's shape.
-      config: what is kept.
+      config: configuration of the cache.
 
     Returns:
       The state, and the float32 logits that follow each row's last token.
     """
-    block, first = config.schedule.prefill_chunk, config.first_chunk
-    last_place = tokens.shape[1] - 1  # stands for what the last block lacks
+    chunk, first = config.schedule.prefill_chunk, config.first_chunk
+    last_place = tokens.shape[1] - 1  # pads the last chunk
 
-    def read(i, carry, width=block):
+    def read(i, carry, width=chunk):
         state, last = carry
-        start = jnp.where(i > 0, first + (i - 1) * block, 0)
+        start = jnp.where(i > 0, first + (i - 1) * chunk, 0)
         places = jnp.minimum(start + jnp.arange(width), last_place)
-        part = jnp.take(tokens, places, axis=1)
-        n = jnp.clip(lengths - start, 0, jnp.where(i > 0, block, first))
-        hidden, state = forward(params, spec, part, n, state, config, is_prefill=True)
-        end = jnp.maximum(n - 1, 0)[:, None, None]
-        newest = jnp.take_along_axis(hidden, end, axis=1)[:, 0]
-        return state, jnp.where((n > 0)[:, None], newest, last)
+        block = jnp.take(tokens, places, axis=1)
+        n = jnp.clip(lengths - start, 0, jnp.where(i > 0, chunk, first))
+        hidden, state = forward(params, spec, block, n, state, config, is_prefill=True)
+        return state, last_hidden(hidden, n, last)
 
-    blocks = (jnp.max(lengths) + block - first + block - 1) // block
+    chunks = (jnp.max(lengths) + chunk - first + chunk - 1) // chunk
     hidden = jnp.zeros((tokens.shape[0], spec.model_dim), params["embed"].dtype)
-    carry, begun = (state, hidden), first > block  # a long block is another program
-    if begun:
+    carry = state, hidden
+    unrolled = first > chunk  # a first chunk of another width is outside of the loop
+    if unrolled:
         carry = read(0, carry, min(first, tokens.shape[1]))
-    state, hidden = jax.lax.fori_loop(int(begun), blocks, read, carry)
+    state, hidden = jax.lax.fori_loop(int(unrolled), chunks, read, carry)
     logits = decoder.logits(params, hidden, spec)
     return state, axes.constrain(logits, "batch")
+
+
+def last_hidden(
+    hidden: Float[Array, "B T M"], n: Int[Array, "B"], before: Float[Array, "B M"]
+) -> Float[Array, "B M"]:
+    """Returns each row's last of n real tokens; `before` for rows that have none."""
+    end = jnp.maximum(n - 1, 0)[:, None, None]
+    last = jnp.take_along_axis(hidden, end, axis=1)[:, 0]
+    return jnp.where((n > 0)[:, None], last, before)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "config", "capacity"))
@@ -111,9 +120,9 @@ def compact(
     config: CacheSpec,
     capacity: tuple[int, ...],
 ) -> cache.KVState:
-    """`sharded.compact`, the step between prefill and decode.
+    """Evicts between prefill and decode, see `kvjax.cache.eviction.compact`.
 
-    The state is not donated: its buffers have another size than the result's.
+    The state is not donated, because the result's buffers have another size.
     """
     ropes = decoder.rotations(spec)
     return sharded.compact(spec, state, config, capacity, ropes, policy_params)
@@ -138,17 +147,46 @@ def begin(
       logits: those that follow each row's last token.
       active: False for a row that is not in use.
       keys: PRNG keys [B], one per row.
-      sampling: the rule.
+      sampling: how tokens are drawn.
       eos: tokens that end a row; `NO_EOS` for runs of fixed length.
     """
-    token = sample(logits, sampling, keys, state.next_pos)
-    done = ~active | _ends(token, eos)
-    return DecodeState(state, token, done, active.astype(jnp.int32), keys)
+    none = jnp.zeros_like(active, jnp.int32)
+    begun = DecodeState(state, none, ~active, none, keys)
+    return next_token(begun, logits, state.next_pos, sampling=sampling, eos=eos)[0]
+
+
+def next_token(
+    state: DecodeState,
+    logits: Float[Array, "B V"],
+    position: Int[Array, "B"],
+    *,
+    sampling: TokenSampler,
+    eos: tuple[int, ...],
+) -> tuple[DecodeState, Int[Array, "B"]]:
+    """Draws a token for every row that is not done.
+
+    Args:
+      state: its `cache` is returned unchanged.
+      logits: those that follow each row's last token.
+      position: of the token to draw.
+      sampling: how tokens are drawn.
+      eos: tokens that end a row.
+
+    Returns:
+      The state, and the tokens drawn; -1 for rows that were done.
+    """
+    token = sample(logits, sampling, state.keys, position)
+    drawn = state.replace(
+        token=token,
+        done=state.done | _ends(token, eos),
+        step=state.step + (~state.done).astype(jnp.int32),
+    )
+    return drawn, jnp.where(state.done, -1, token)
 
 
 @functools.partial(jax.jit, donate_argnames=("pool",))
 def insert(pool: DecodeState, part: DecodeState, row: Int[Array, ""]) -> DecodeState:
-    """`part` in the pool's rows from `row` on; the pool is donated."""
+    """Writes `part` into the pool's rows from `row` on; the pool is donated."""
 
     def put(whole, part):
         return jax.lax.dynamic_update_slice_in_dim(whole, part, row, axis=0)
@@ -175,17 +213,16 @@ def decode(
 ) -> tuple[DecodeState, Int[Array, "B N"]]:
     """Draws up to `steps` more tokens per row on the device.
 
-    Ends early when all rows are done. A row that has drawn an end token stays as it is:
-    it appends nothing to its cache.
+    Stops early when all rows are done. A row that is done reads and writes nothing.
 
     Args:
       params: the model's weights, see `with_policy`.
-      state: where decoding stands; donated.
+      state: the state to continue from; donated.
       limit: the most tokens to draw; None for N.
       spec: the model's shape.
-      config: what is kept.
-      steps: N, the most that there is room for.
-      sampling: the rule.
+      config: configuration of the cache.
+      steps: N, the width of the output.
+      sampling: how tokens are drawn.
       eos: tokens that end a row.
 
     Returns:
@@ -197,25 +234,25 @@ def decode(
         n = (~state.done).astype(jnp.int32)
         hidden, kv = forward(params, spec, state.token[:, None], n, state.cache, config)
         logits = decoder.logits(params, hidden[:, 0], spec)
-        token = sample(logits, sampling, state.keys, kv.next_pos)
-        out = out.at[:, i].set(jnp.where(state.done, -1, token))
-        done = state.done | _ends(token, eos)
-        return i + 1, DecodeState(kv, token, done, state.step + n, state.keys), out
+        state, token = next_token(
+            state.replace(cache=kv), logits, kv.next_pos, sampling=sampling, eos=eos
+        )
+        return i + 1, state, out.at[:, i].set(token)
 
     limit = jnp.int32(steps) if limit is None else limit
     out = jnp.full((state.token.shape[0], steps), -1, jnp.int32)
-    going = lambda carry: (carry[0] < limit) & ~jnp.all(carry[1].done)
-    _, state, out = jax.lax.while_loop(going, step, (jnp.int32(0), state, out))
+    unfinished = lambda carry: (carry[0] < limit) & ~jnp.all(carry[1].done)
+    _, state, out = jax.lax.while_loop(unfinished, step, (jnp.int32(0), state, out))
     return state, out
 
 
 class Scores(NamedTuple):
-    """How likely given tokens are.
+    """Log-probabilities of given tokens.
 
     Attributes:
       logprob: natural logarithm of each token's probability.
-      greedy: whether the token was the likeliest.
-      logits: float32, those that each token was judged by, if they were asked for.
+      greedy: whether the token was the most likely one.
+      logits: float32, those before each token, if they were asked for.
     """
 
     logprob: Float[Array, "B N"]
@@ -235,13 +272,13 @@ def score(
     config: CacheSpec,
     keep_logits: bool = False,
 ) -> tuple[cache.KVState, Scores]:
-    """Teacher forcing: how likely given continuations are.
+    """Scores given continuations by teacher forcing.
 
-    Tokens are fed one at a time, as decoding would, or some at once where that is the
-    same: the schedule has nothing left to evict, no codec leaves the newest pairs as
-    they were, and nobody wants the logits; never more than a block of the prompt, for
-    which there is room. A row that is at its end feeds nothing more. The state is not
-    donated: several continuations may follow one prompt.
+    Tokens are read one at a time, as decoding would. Where the result is the same, they
+    are read in chunks: the schedule evicts nothing more, no codec keeps the newest
+    pairs unquantized, and the logits are not asked for. Chunks are never wider than one
+    of the prompt, for which the state has room. The state is not donated: several
+    continuations may follow one prompt.
 
     Args:
       params: the model's weights, see `with_policy`.
@@ -250,34 +287,32 @@ def score(
       tokens: continuations, left-aligned.
       lengths: tokens per row; 0 for a row that has none.
       spec: the model's shape.
-      config: what is kept.
-      keep_logits: whether to return them all; a batch of large ones.
+      config: configuration of the cache.
+      keep_logits: whether to return all logits, [N, B, V].
 
     Returns:
-      The state (which has not seen the last token), and the scores; beyond a row's
-      length 0 and True.
+      The state (which has not read the last token), and the scores; 0 and True beyond
+      a row's length.
     """
-    batch, most = tokens.shape
+    batch, length = tokens.shape
     layers = range(spec.num_layers)
-    newest = any(config.codec_of(index).residual_length for index in layers)
-    one = config.schedule.evicts_in_decode or newest or keep_logits
-    width = 1 if one else min(_AT_ONCE, most, config.schedule.prefill_chunk)
+    residual = any(config.codec_of(index).residual_length for index in layers)
+    one = config.schedule.evicts_in_decode or residual or keep_logits
+    width = 1 if one else min(_SCORE_CHUNK, length, config.schedule.prefill_chunk)
     steps = jnp.maximum(jnp.max(lengths) - 1 + width - 1, 0) // width
-    room = -most % width + width  # for the last step's targets, one token ahead
+    room = -length % width + width  # the last chunk's targets are one token ahead
     padded = jnp.pad(tokens, ((0, 0), (0, room)))
 
     def judge(logits, targets):
-        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        found = chosen - jax.nn.logsumexp(logits, axis=-1), likeliest == targets
+        found = logprobs(logits, targets)
         return (*found, logits) if keep_logits else found
 
     def step(i, carry):
         state, kept = carry
-        part = jax.lax.dynamic_slice_in_dim(padded, i * width, width, axis=1)
+        block = jax.lax.dynamic_slice_in_dim(padded, i * width, width, axis=1)
         targets = jax.lax.dynamic_slice_in_dim(padded, i * width + 1, width, axis=1)
         n = jnp.clip(lengths - 1 - i * width, 0, width)
-        hidden, state = forward(params, spec, part, n, state, config)
+        hidden, state = forward(params, spec, block, n, state, config)
         flat = decoder.logits(params, hidden.reshape(-1, hidden.shape[-1]), spec)
         found = judge(flat.reshape(batch, width, -1), targets)
         put = lambda all, new: jax.lax.dynamic_update_slice_in_dim(
@@ -291,10 +326,29 @@ def score(
 
     kept = jax.tree.map(first, judge(logits[:, None], tokens[:, :1]))
     state, kept = jax.lax.fori_loop(0, steps, step, (state, kept))
-    logprob, greedy, *rest = (found[:, :most] for found in kept)
-    real = jnp.arange(most, dtype=jnp.int32)[None, :] < lengths[:, None]
+    logprob, greedy, *rest = (found[:, :length] for found in kept)
     every = jnp.swapaxes(rest[0], 0, 1) if keep_logits else None
-    return state, Scores(jnp.where(real, logprob, 0.0), greedy | ~real, every)
+    return state, masked_scores(logprob, greedy, every, lengths)
+
+
+def logprobs(
+    logits: Float[Array, "*N V"], targets: Int[Array, "*N"]
+) -> tuple[Float[Array, "*N"], Bool[Array, "*N"]]:
+    """Returns the log-probability of each target, and whether it is the most likely."""
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return chosen - jax.nn.logsumexp(logits, axis=-1), likeliest == targets
+
+
+def masked_scores(
+    logprob: Float[Array, "B N"],
+    greedy: Bool[Array, "B N"],
+    logits: Float[Array, "N B V"] | None,
+    lengths: Int[Array, "B"],
+) -> Scores:
+    """Returns scores that are 0 and True beyond each row's length."""
+    real = jnp.arange(logprob.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
+    return Scores(jnp.where(real, logprob, 0.0), greedy | ~real, logits)
 
 
 def forward(
@@ -306,7 +360,7 @@ def forward(
     config: CacheSpec,
     is_prefill: bool = False,
 ) -> tuple[Float[Array, "B T M"], cache.KVState]:
-    """T new tokens through the model, of which each row's first n are real."""
+    """Runs the model over T new tokens, of which each row's first n are real."""
     positions = cache.next_positions(state, tokens.shape[1])
     learned = params.get("policy")
     state = sharded.make_room(
@@ -338,9 +392,10 @@ def forward(
 
 
 def with_policy(params: PyTree, config: CacheSpec) -> PyTree:
-    """The model's weights, with those of a learned rule, if it has any, as `policy`.
+    """Returns the weights, with those of a learned policy, if any, under `policy`.
 
-    They go through programs side by side: traced, one pytree per layer.
+    The policy's weights are one pytree per layer. They are arguments of the programs,
+    not constants in them.
     """
     if not config.policy or config.policy.params is None:
         return params

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvjax import cache
 from kvjax.cache.spec import CacheSpec, make_spec
-from kvjax.engine import api, compiled, layerwise, runner, stop_texts
+from kvjax.engine import api, compiled, runner, stop_texts
 from kvjax.engine.compiled import Job
 from kvjax.engine.memory import peak_memory
 from kvjax.engine.planner import (
@@ -26,6 +26,7 @@ from kvjax.engine.planner import (
     state_bytes,
     weights_bytes,
 )
+from kvjax.engine.prefill_cache import PrefillCache
 from kvjax.engine.steps import NO_EOS
 from kvjax.evaluation import config, files, roofline
 from kvjax.evaluation.config import Experiment, Method
@@ -217,7 +218,7 @@ def _whole(model: Model) -> _Engine:
 
 def _layers(setting: Setting, methods: Iterable[CacheSpec]) -> _Engine:
     check = functools.partial(plan_by_shapes, max_batch=1)
-    readings = layerwise.Readings(setting.model, methods, setting.memory)
+    readings = PrefillCache(setting.model, methods, setting.memory)
     plan = lambda job, memory, most, say: plan_by_shapes(job, memory, most)
     return _Engine(check, plan, readings.runner)
 

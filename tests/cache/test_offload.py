@@ -278,7 +278,7 @@ def test_layer_by_layer_too(tiny):
     prompts = ragged(3, seed=4)
     job = job_of(tiny.spec, None, None, Schedule("none", 8), on_host(5, 1), 3)
     whole = run_batch(tiny.params, job, prompts, [0, 1, 2])
-    each = layerwise.Readings(tiny, [job.config]).runner(job)
+    each = layerwise.LayerByLayer(tiny, job)
     read = each.prefill(prompts)
     state = each.begin(read, [0, 1, 2], 0)
     first = state.token.tolist()

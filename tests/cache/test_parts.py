@@ -110,8 +110,8 @@ def test_kept_positions_are_algorithm_1_s(tiny, policy, rule, p=8):
         state, found = after_prompt(tiny, config, prompt)
         assert as_lists(cache.kept_positions(state)[0]) == by_hand.kept()
         np.testing.assert_allclose(found[0], logits, atol=1e-3)
-        alone = layerwise.read(tiny, config, [prompt.tolist()], 21)
-        kept_alone = cache.kept_positions(layerwise.joined(alone.state))[0]
+        alone = layerwise.prefill(tiny, config, [prompt.tolist()], 21)
+        kept_alone = cache.kept_positions(alone.state)[0]
         assert as_lists(kept_alone) == by_hand.kept()
         active, keys = jnp.ones((1,), bool), jax.random.split(jax.random.key(0), 1)
         how = {"spec": tiny.spec, "config": config, "count": 21}
@@ -139,8 +139,8 @@ def test_large_heads_follow_one_rule_and_small_ones_another(tiny):
     state, found = after_prompt(tiny, config, prompt)
     assert as_lists(cache.kept_positions(state)[0]) == by_hand.kept()
     np.testing.assert_allclose(found[0], logits, atol=1e-3)
-    alone = layerwise.read(tiny, config, [prompt.tolist()], 21)
-    kept_alone = cache.kept_positions(layerwise.joined(alone.state))[0]
+    alone = layerwise.prefill(tiny, config, [prompt.tolist()], 21)
+    kept_alone = cache.kept_positions(alone.state)[0]
     assert as_lists(kept_alone) == by_hand.kept()
     alike = make_spec(tiny.spec, policy, 28, Schedule(prefill_chunk=p))
     by_keys = make_spec(tiny.spec, policies.key_diff(), 28, alike.schedule)
@@ -193,8 +193,9 @@ def test_alone_and_layer_by_layer_as_in_a_batch(tiny, name, phases):
         assert alone.tokens[0] == together.tokens[index]
         same(cache.kept_positions(alone.state)[0], found[index])
     job = job_of(tiny.spec, name, phases, BUDGET, 3)
-    readings = layerwise.Readings(tiny, [job.config])
-    apart = kvjax.engine.runner.run_batch(readings.runner(job), PROMPTS, range(3))
+    apart = kvjax.engine.runner.run_batch(
+        layerwise.LayerByLayer(tiny, job), PROMPTS, range(3)
+    )
     assert apart.tokens == together.tokens
     same(cache.kept_positions(apart.state), found)
 

@@ -151,8 +151,9 @@ def test_layer_by_layer_is_the_whole_model(phases):
     prompts = [prompt for prompt in PROMPTS if prompt]
     job = Job(model().spec, config, len(prompts), 128, NEW)
     whole = run_batch(model().params, job, prompts, range(len(prompts)))
-    readings = layerwise.Readings(model(), [config])
-    found = runner.run_batch(readings.runner(job), prompts, range(len(prompts)))
+    found = runner.run_batch(
+        layerwise.LayerByLayer(model(), job), prompts, range(len(prompts))
+    )
     assert found.tokens == whole.tokens
     assert cache.capacities(found.state)[0] == 6 + 8
     for row in range(len(prompts)):
@@ -367,8 +368,8 @@ def test_rules_are_told_what_a_layer_does_to_its_products():
         assert set(found) == expected
     found.clear()
     for index in range(len(WINDOWS)):  # as where layers are read one after the other
-        alone = state.of_layer(index), None, jnp.int32(index), None
+        group = state.layers[index], state.stats[index], state.error, state.next_pos
         how = {"spec": spec, "config": config.of_layer(index), "like": index}
         shrink = functools.partial(layerwise._compact, **how, capacity=room[:1])
-        jax.eval_shape(shrink, *alone)
+        jax.eval_shape(shrink, group, None, jnp.int32(index), None)
     assert [scoring for _, scoring in found] == [Scoring(4.0, each) for each in WINDOWS]

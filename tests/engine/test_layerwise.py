@@ -1,4 +1,4 @@
-"""Layer by layer, a model says and keeps what it does in one program."""
+"""Layer by layer, a model draws and keeps what its whole program does."""
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.spec import make_spec
 from kvjax.engine import layerwise, runner
 from kvjax.engine.compiled import Job, bucket
+from kvjax.engine.prefill_cache import PrefillCache
 from kvjax.engine.steps import compact, prefill, score
 from kvjax.policies.base import head_numbers, stateless
 
@@ -40,24 +41,24 @@ def compressions(spec):
 
 
 @pytest.fixture(scope="module")
-def readings(tiny):
+def shared(tiny):
     """Shared by all methods, as in a sweep."""
-    return layerwise.Readings(tiny, compressions(tiny.spec))
+    return PrefillCache(tiny, compressions(tiny.spec))
 
 
-def written(tiny, readings, config, **changes):
+def written(tiny, shared, config, **changes):
     job = Job(tiny.spec, config, len(PROMPTS), 64, NEW, **changes)
-    return runner.run_batch(readings.runner(job), PROMPTS, range(len(PROMPTS)))
+    return runner.run_batch(shared.runner(job), PROMPTS, range(len(PROMPTS)))
 
 
 @pytest.mark.parametrize("index", often(range(len(METHODS)), [0, 1, 3, 6], "e2e"))
-def test_same_tokens_and_pairs(tiny, readings, index):
+def test_same_tokens_and_pairs(tiny, shared, index):
     config = compressions(tiny.spec)[index]
     size = bucket(tiny.spec, config, 64, NEW)
     whole = run_batch(
         tiny.params, Job(tiny.spec, config, 3, size, NEW), PROMPTS, range(3)
     )
-    found = written(tiny, readings, config)
+    found = written(tiny, shared, config)
     assert found.tokens == whole.tokens
     jax.tree.map(
         np.testing.assert_array_equal,
@@ -67,7 +68,7 @@ def test_same_tokens_and_pairs(tiny, readings, index):
 
 
 @pytest.mark.parametrize("index", often([1, 3], [3], "e2e"))
-def test_same_logits(tiny, readings, index):
+def test_same_logits(tiny, shared, index):
     """Teacher forcing, with select_evictions while writing and without."""
     config, spec = compressions(tiny.spec)[index], tiny.spec
     prompts, given = [PROMPTS[1]], RNG.integers(0, 50, (1, NEW))
@@ -85,7 +86,7 @@ def test_same_logits(tiny, readings, index):
     whole = np.concatenate([np.asarray(first)[None], np.asarray(rest)])[:, 0]
     more = np.concatenate([given, [[0]]], axis=1)  # judged last, and never fed
     job = Job(spec, config, 1, 64, NEW)
-    alone = readings.runner(job)
+    alone = shared.runner(job)
     found = alone.score(alone.prefill(prompts), more, np.asarray([NEW + 1]))
     np.testing.assert_allclose(found.logits[:, 0], whole, atol=1e-5)
     state, same = score(
@@ -103,50 +104,53 @@ def test_same_logits(tiny, readings, index):
     np.testing.assert_array_equal(same.greedy, found.greedy)
 
 
-def test_the_prompt_is_read_once(tiny, monkeypatch):
-    """However many rules look at it once it is in."""
+def test_one_prefill_serves_all_policies(tiny, monkeypatch):
     config = compressions(tiny.spec)[3:6]
-    fresh, count = layerwise.Readings(tiny, config), []
-    read = layerwise.read
-    monkeypatch.setattr(layerwise, "read", lambda *args: count.append(1) or read(*args))
+    fresh, count = PrefillCache(tiny, config), []
+    read = layerwise.prefill
+    monkeypatch.setattr(
+        layerwise, "prefill", lambda *args: count.append(1) or read(*args)
+    )
     for each in config:
-        fresh.after(each, PROMPTS, NEW)
+        fresh.prefill(each, PROMPTS, NEW)
     assert len(count) == 1
 
 
-def test_what_fits_is_held(tiny, monkeypatch):
-    """Other prompts are read again, and say the same."""
+def test_prefills_beyond_the_limit_are_repeated(tiny, monkeypatch):
+    """With the same result."""
     config, other = compressions(tiny.spec)[3], [PROMPTS[0]]
-    free = layerwise.Readings(tiny, [config])
-    whole = [free.after(config, prompts, NEW) for prompts in (PROMPTS, other)]
-    held = sum(x.nbytes for x in jax.tree.leaves(next(iter(free._known.values()))))
-    tight, count = layerwise.Readings(tiny, [config], held_bytes=held), []
-    read = layerwise.read
-    monkeypatch.setattr(layerwise, "read", lambda *args: count.append(1) or read(*args))
+    free = PrefillCache(tiny, [config])
+    whole = [free.prefill(config, prompts, NEW) for prompts in (PROMPTS, other)]
+    held = sum(x.nbytes for x in jax.tree.leaves(next(iter(free._kept.values()))))
+    tight, count = PrefillCache(tiny, [config], held_bytes=held), []
+    read = layerwise.prefill
+    monkeypatch.setattr(
+        layerwise, "prefill", lambda *args: count.append(1) or read(*args)
+    )
     for _ in range(2):
-        found = [tight.after(config, prompts, NEW) for prompts in (PROMPTS, other)]
+        found = [tight.prefill(config, prompts, NEW) for prompts in (PROMPTS, other)]
     assert len(count) == 3, "the first batch once, the second for each"
     for one, same in zip(whole, found, strict=True):
         jax.tree.map(np.testing.assert_array_equal, one, same)
 
 
-def test_readings_are_shared_by_what_reads_alike(tiny):
-    """Another block is another reading; other budgets are not."""
+def test_methods_of_one_chunk_size_share_a_prefill(tiny):
+    """Their budgets may differ."""
     config = compressions(tiny.spec)[3]
     other = make_spec(tiny.spec, config.policy, 24, Schedule("after_prefill", 16, 16))
-    fresh = layerwise.Readings(tiny, [config, other])
-    fresh.after(config, PROMPTS, NEW)
-    fresh.after(other, PROMPTS, NEW)
-    assert len(fresh._known) == 2
+    fresh = PrefillCache(tiny, [config, other])
+    fresh.prefill(config, PROMPTS, NEW)
+    fresh.prefill(other, PROMPTS, NEW)
+    assert len(fresh._kept) == 2
     uneven = make_spec(tiny.spec, config.policy, (16, 24), config.schedule)
-    states = fresh.after(uneven, PROMPTS, NEW).state
-    assert len(fresh._known) == 2
-    kept = cache.kept_positions(layerwise.joined(states))
+    state = fresh.prefill(uneven, PROMPTS, NEW).state
+    assert len(fresh._kept) == 2
+    kept = cache.kept_positions(state)
     assert [[len(head) for head in layer] for layer in kept[0]] == [[16] * 2, [24] * 2]
 
 
-def test_parts_that_keep_alike_share_programs_and_know_their_heads(tiny):
-    """Here a rule goes by the layer and by the head's number in it."""
+def test_head_groups_of_one_size_share_programs_and_know_their_heads(tiny):
+    """The policy scores by the layer and by the head's number in it."""
 
     def score(view):
         sign = 1 - 2 * ((head_numbers(view) + view.layer) % 2)
@@ -160,8 +164,8 @@ def test_parts_that_keep_alike_share_programs_and_know_their_heads(tiny):
     whole = run_batch(tiny.params, job, PROMPTS, range(3))
     layerwise._attend.clear_cache()
     placed = jax.device_put(tiny.params, jax.devices()[0])  # as `kvjax.load` does
-    readings = layerwise.Readings(tiny._replace(params=placed), [config])
-    found = runner.run_batch(readings.runner(job), PROMPTS, range(3))
+    layers = layerwise.LayerByLayer(tiny._replace(params=placed), job)
+    found = runner.run_batch(layers, PROMPTS, range(3))
     kept = cache.kept_positions(whole.state)
     jax.tree.map(np.testing.assert_array_equal, cache.kept_positions(found.state), kept)
     assert [[head.min() > 40 for head in layer] for layer in kept[1]] == [
@@ -171,12 +175,12 @@ def test_parts_that_keep_alike_share_programs_and_know_their_heads(tiny):
     assert layerwise._attend._cache_size() == 4, "two sizes, reading and writing"
 
 
-def test_fewer_prompts_than_rows(tiny, readings):
+def test_fewer_prompts_than_rows(tiny, shared):
     """As the last batch of many may have."""
     config = compressions(tiny.spec)[1]
-    all_of_them = written(tiny, readings, config)
+    all_of_them = written(tiny, shared, config)
     job = Job(tiny.spec, config, 5, 64, NEW)
-    found = runner.run_batch(readings.runner(job), PROMPTS, range(len(PROMPTS)))
+    found = runner.run_batch(shared.runner(job), PROMPTS, range(len(PROMPTS)))
     assert found.tokens == all_of_them.tokens
 
 
@@ -185,14 +189,14 @@ def test_a_rule_that_measures_all_layers_first_is_refused(tiny):
     schedule = Schedule("after_prefill")
     config = make_spec(tiny.spec, policies.h2o(), 24, schedule, budget_rule=rule)
     with pytest.raises(UserError, match=r"'loudest_layers' measures all layers"):
-        layerwise.Readings(tiny, [config])
+        PrefillCache(tiny, [config])
 
 
-def test_an_end_token_stops_a_row(tiny, readings):
+def test_an_end_token_stops_a_row(tiny, shared):
     config = compressions(tiny.spec)[1]
-    free = written(tiny, readings, config)
+    free = written(tiny, shared, config)
     end = free.tokens[0][3]
-    cut = written(tiny, readings, config, eos=(end,))
+    cut = written(tiny, shared, config, eos=(end,))
     for whole, short in zip(free.tokens, cut.tokens, strict=True):
         stop = whole.index(end) + 1 if end in whole else NEW
         assert short == whole[:stop]

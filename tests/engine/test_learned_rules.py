@@ -123,8 +123,7 @@ def test_layer_by_layer_is_the_whole_model(tiny, phases):
     policy = with_params(SCORER, weights(tiny))
     job = job_of(tiny, policy, Schedule(phases, prefill_chunk=8, evict_size=8))
     whole = run_batch(tiny.params, job, PROMPTS, range(3))
-    readings = layerwise.Readings(tiny, [job.config])
-    found = runner.run_batch(readings.runner(job), PROMPTS, range(3))
+    found = runner.run_batch(layerwise.LayerByLayer(tiny, job), PROMPTS, range(3))
     assert found.tokens == whole.tokens
     jax.tree.map(
         np.testing.assert_array_equal,

@@ -393,14 +393,16 @@ def test_damaged_configurations_are_told(name, changes, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mixtral_window", "falcon_40b", "opt"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gemma3_text", "mixtral_window", "falcon_40b", "opt"]
+)
 def test_layer_by_layer_is_the_whole_model(tmp_path, name):
     """`kvjax.engine.layerwise` runs each kind of layer as the model does."""
     data = dict(np.load(file_of(name)))
     model = loaded(written(file_of(name), tmp_path), data)
     config = make_spec(model.spec, None, None, Schedule("none", 7, 7))
     tokens = [row.tolist() for row in data["tokens"]]
-    found = layerwise.read(model, config, tokens, 16)
+    found = layerwise.prefill(model, config, tokens, 16)
     np.testing.assert_allclose(found.logits, data["next_logits"][:, 0], atol=2e-4)
 
 

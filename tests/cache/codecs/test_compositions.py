@@ -83,8 +83,7 @@ def test_alone_and_layer_by_layer_as_in_a_batch(tiny, name, schedule):
     one = run_batch(tiny.params, alone, PROMPTS[2:], [2])
     assert one.tokens[0] == together.tokens[2]
     same(cache.kept_positions(one.state)[0], found[2])
-    readings = layerwise.Readings(tiny, [job.config])
-    apart = runner.run_batch(readings.runner(job), PROMPTS, range(3))
+    apart = runner.run_batch(layerwise.LayerByLayer(tiny, job), PROMPTS, range(3))
     assert apart.tokens == together.tokens
     same(cache.kept_positions(apart.state), found)
 
@@ -178,8 +177,7 @@ def test_encoded_after_the_prompt_everywhere(tiny, codec, schedule):
     together = run_batch(tiny.params, job, PROMPTS, range(3))
     pooled = dataclasses.replace(job, prefill_batch=2)
     staggered = run_batch(tiny.params, pooled, PROMPTS, range(3))
-    readings = layerwise.Readings(tiny, [job.config])
-    apart = runner.run_batch(readings.runner(job), PROMPTS, range(3))
+    apart = runner.run_batch(layerwise.LayerByLayer(tiny, job), PROMPTS, range(3))
     for other in (staggered, apart):
         assert other.tokens == together.tokens
         same(cache.kept_positions(other.state), cache.kept_positions(together.state))
@@ -205,8 +203,7 @@ def test_layers_differ(tiny):
 def test_layers_differ_layer_by_layer(tiny, codec):
     job = job_of(tiny.spec, codec)
     together = run_batch(tiny.params, job, PROMPTS, range(3))
-    readings = layerwise.Readings(tiny, [job.config])
-    apart = runner.run_batch(readings.runner(job), PROMPTS, range(3))
+    apart = runner.run_batch(layerwise.LayerByLayer(tiny, job), PROMPTS, range(3))
     assert apart.tokens == together.tokens
     kept = [cache.kept_positions(run.state) for run in (apart, together)]
     same(*kept)

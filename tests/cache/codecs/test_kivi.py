@@ -178,8 +178,7 @@ def test_alone_in_pools_and_layer_by_layer_as_in_a_batch(tiny, way):
     pooled = dataclasses.replace(job, prefill_batch=2)
     staggered = run_batch(tiny.params, pooled, PROMPTS, range(3))
     assert staggered.tokens == together.tokens
-    readings = layerwise.Readings(tiny, [job.config])
-    apart = runner.run_batch(readings.runner(job), PROMPTS, range(3))
+    apart = runner.run_batch(layerwise.LayerByLayer(tiny, job), PROMPTS, range(3))
     assert apart.tokens == together.tokens
     same(cache.kept_positions(apart.state), found)
 
