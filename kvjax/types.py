@@ -10,15 +10,35 @@ A *slot* is a place for one key-value pair. It is empty when its position is -1.
 """
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, dataclass_transform
 
+import jax
 from jaxtyping import Array, BFloat16, Float, Int, Integer
 
 PyTree = Any
 EMPTY = -1  # the position of an empty slot
+
+
+# A field of a `Struct` that jit compiles for: a hashable value, and no leaf.
+static_field = functools.partial(dataclasses.field, metadata={"static": True})
+
+
+@dataclass_transform(
+    frozen_default=True, field_specifiers=(dataclasses.field, static_field)
+)
+class Struct:
+    """Makes every subclass a frozen dataclass that JAX flattens into its fields."""
+
+    def __init_subclass__(cls) -> None:
+        jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with these fields changed."""
+        return dataclasses.replace(self, **changes)
 
 
 class UserError(ValueError):
@@ -192,8 +212,6 @@ class Model(NamedTuple):
     end_tokens: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        import jax
-
         spec, leaves = self.spec, jax.tree.leaves(self.params)
         count = sum(leaf.size for leaf in leaves)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -7,16 +7,14 @@ needed, or all at once.
 
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.types import Codes, PyTree
+from kvjax.types import Codes, PyTree, Struct, static_field
 
 
-@flax.struct.dataclass
-class Stored:
+class Stored(Struct):
     """The keys, or the values, of a layer as its codec stores them.
 
     Attributes:
@@ -27,9 +25,9 @@ class Stored:
     """
 
     arrays: PyTree
-    codec: Any = flax.struct.field(pytree_node=False)
-    shape: tuple[int, int, int, int] = flax.struct.field(pytree_node=False)
-    dtype: jnp.dtype = flax.struct.field(pytree_node=False)
+    codec: Any = static_field()
+    shape: tuple[int, int, int, int] = static_field()
+    dtype: jnp.dtype = static_field()
 
     def decoded(self) -> Float[Array, "B K C D"]:
         """All of it as numbers."""

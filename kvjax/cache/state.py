@@ -1,6 +1,5 @@
 """The compressed KV state of a batch: an immutable pytree of fixed shapes."""
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,15 +10,14 @@ from kvjax.cache.layouts import Layout
 from kvjax.cache.parts import Heads
 from kvjax.cache.spec import CacheSpec
 from kvjax.parallel import axes
-from kvjax.types import ModelSpec, PyTree, Stats
+from kvjax.types import ModelSpec, PyTree, Stats, Struct, static_field
 
 # Sticky error bits.
 OVERFLOW = 1  # a pair found no empty slot
 NAN_SCORE = 2  # a pair that could have gone had no score
 
 
-@flax.struct.dataclass
-class KVState:
+class KVState(Struct):
     """Everything that is remembered of a batch's tokens.
 
     Attributes:
@@ -39,10 +37,8 @@ class KVState:
     next_pos: Array
     error: Array
     measured: Array | None = None
-    layout: Layout = flax.struct.field(pytree_node=False, default=layouts.DEFAULT)
-    heads: tuple[tuple[Heads, ...], ...] = flax.struct.field(
-        pytree_node=False, default=()
-    )
+    layout: Layout = static_field(default=layouts.DEFAULT)
+    heads: tuple[tuple[Heads, ...], ...] = static_field(default=())
 
     def parts(self, index: int) -> list[tuple[int, Heads]]:
         """Of a layer: each part's place in `layers` and `stats`, and its heads."""

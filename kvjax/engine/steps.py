@@ -14,7 +14,6 @@ returned. `kvjax.engine.layerwise` runs the same steps with one program per laye
 import functools
 from typing import NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -25,15 +24,14 @@ from kvjax.cache.spec import CacheSpec
 from kvjax.engine.sampling import TokenSampler, sample
 from kvjax.models import decoder
 from kvjax.parallel import axes
-from kvjax.types import ModelSpec, PyTree
+from kvjax.types import ModelSpec, PyTree, Struct
 
 NO_EOS = (-1,)  # no token ends a row
 GREEDY = TokenSampler()
 _SCORE_CHUNK = 16  # tokens scored at a time where nothing is evicted any more
 
 
-@flax.struct.dataclass
-class DecodeState:
+class DecodeState(Struct):
     """The state of a batch between two decode steps.
 
     Attributes:

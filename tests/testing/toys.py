@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,7 @@ from kvjax import attention
 from kvjax.cache import budgets, codecs, layouts
 from kvjax.cache.layouts import dense
 from kvjax.cache.layouts.base import put
-from kvjax.types import EMPTY
+from kvjax.types import EMPTY, Struct
 
 ROUNDED = codecs.TensorCodec(
     name="bfloat16",
@@ -36,8 +35,7 @@ OF_8_CHANNELS = {  # the package's, for heads as small as those of the tests
 }
 
 
-@flax.struct.dataclass
-class HalvesLayer:
+class HalvesLayer(Struct):
     """Slots in two arrays of each kind: the first third of them, and the others."""
 
     k: tuple[Array, Array]

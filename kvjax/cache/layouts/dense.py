@@ -12,7 +12,6 @@ eviction only marks slots empty, and new pairs move into them (`claim`, `write`)
 Nothing is copied to make room. `compact` is the other way, and the one that changes C.
 """
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -23,11 +22,19 @@ from kvjax.cache.codecs import Codec, plain
 from kvjax.cache.layouts import groups
 from kvjax.cache.layouts.base import Layout, first_of, insert_rows, mark, put
 from kvjax.parallel import host
-from kvjax.types import EMPTY, Codes, ModelSpec, PyTree, UserError, numbers_of
+from kvjax.types import (
+    EMPTY,
+    Codes,
+    ModelSpec,
+    PyTree,
+    Struct,
+    UserError,
+    numbers_of,
+    static_field,
+)
 
 
-@flax.struct.dataclass
-class Residual:
+class Residual(Struct):
     """The first S and the newest R pairs of every row as they were.
 
     Token p lies at p, or from S on at S + p mod R. Of keys that are encoded in groups
@@ -44,8 +51,7 @@ class Residual:
     positions: Array
 
 
-@flax.struct.dataclass
-class DenseLayer:
+class DenseLayer(Struct):
     """One layer's pairs.
 
     Attributes:
@@ -61,8 +67,8 @@ class DenseLayer:
     v: PyTree
     positions: Array
     residual: Residual | None
-    codec: Codec = flax.struct.field(pytree_node=False)
-    dtype: str = flax.struct.field(pytree_node=False)
+    codec: Codec = static_field()
+    dtype: str = static_field()
 
 
 def init(
