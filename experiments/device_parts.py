@@ -32,7 +32,7 @@ from device_sizes import Absent, Asked, Row, Sizes
 import kvjax
 from kvjax.cache.schedule import Schedule
 from kvjax.cache.spec import make_spec
-from kvjax.engine import memory, planner, runner
+from kvjax.engine import footprint, memory, planner, runner
 from kvjax.engine.compiled import Job
 from kvjax.evaluation import roofline
 from kvjax.models import presets
@@ -154,8 +154,8 @@ def model(what: str, implementation: str | None, asked: Asked) -> list[Row]:
     rows, slots, steps = sizes.step
     config = model_step.batch_max(spec, slots)
     job = Job(spec, config, rows, slots, steps, "bfloat16")
-    pairs = planner.state_bytes(job)["decode"]
-    check_room(spec, job.dtype, planner.device_memory() / 1e9, pairs)
+    pairs = footprint.state_bytes(job)["decode"]
+    check_room(spec, job.dtype, memory.device_memory() / 1e9, pairs)
     given = spec, rows, slots, steps, implementation, ADVANCES[what]
     seconds, read = model_step.timed(*given)
     decoding = what == "decode step"
@@ -205,7 +205,7 @@ KEPT = {  # policy, phases, and of how many rows one is read at a time
 def peak(method: str, asked: Asked) -> list[Row]:
     """The device's own peak, in a process that did nothing else, and the plan's."""
     sizes, spec = asked.sizes, presets.spec(asked.sizes.model)
-    limit = planner.device_memory()
+    limit = memory.device_memory()
     check_room(spec, sizes.dtype, limit / 1e9)
     job = _job(method, sizes)
     plan = planner.plan_if_fits(job, "batch_size", limit)

@@ -18,7 +18,7 @@ from baselines.throughput import joined
 from device_sizes import Absent, Asked, Comparison, Row, Sizes
 
 from kvjax import load
-from kvjax.engine import compiled, planner
+from kvjax.engine import compiled, memory
 from kvjax.evaluation import run
 from kvjax.evaluation.report.records import Record
 from kvjax.evaluation.setting import Baseline
@@ -72,7 +72,7 @@ def fields_of(comparison: Comparison, group: str) -> Row:
 
 def memory_gb(comparison: Comparison, wanted: float) -> float:
     """The limit, or all that the device has where that is less and will do."""
-    offered = planner.device_memory() // 10**8 / 10  # the same at every call
+    offered = memory.device_memory() // 10**8 / 10  # the same at every call
     if wanted <= offered:
         return wanted
     if comparison.or_less:

@@ -9,7 +9,7 @@ from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache import budgets, codecs
 from kvjax.cache.spec import make_spec
 from kvjax.engine import compiled
-from kvjax.engine.planner import device_memory
+from kvjax.engine.memory import device_memory
 from kvjax.engine.sampling import TokenSampler
 
 SPEC = tiny_spec()

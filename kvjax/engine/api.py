@@ -16,7 +16,8 @@ from kvjax.cache.schedule import Schedule
 from kvjax.cache.spec import CacheSpec, make_spec
 from kvjax.engine import compiled, stop_texts
 from kvjax.engine.compiled import Job
-from kvjax.engine.planner import Plan, device_memory, plan_job
+from kvjax.engine.memory import device_memory
+from kvjax.engine.planner import Plan, plan_job
 from kvjax.engine.runner import generate_batches
 from kvjax.engine.sampling import TokenSampler
 from kvjax.engine.steps import NO_EOS
@@ -121,7 +122,7 @@ def generate(
       truncate: what becomes of a prompt that, with `max_new_tokens`, exceeds the
         context: `error`; or as many of its tokens are dropped as are too many, from the
         `left`, but for the BOS token, or from the `middle`. Positions count what stays.
-      memory_gb: see `kvjax.engine.planner.device_memory`.
+      memory_gb: see `kvjax.engine.memory.device_memory`.
       codec: how pairs are stored, of `kvjax.cache.codecs`, or its name.
       budget_rule: shares out `budget`, then the mean, between layers and heads, of
         `kvjax.cache.budgets`, or its name ("squeeze", "pyramid"), or what
@@ -199,7 +200,7 @@ def plan(
       policy, budget, schedule: see `generate`.
       prompt_tokens: the longest prompt; None is all that the context has room for.
       max_new_tokens: tokens to generate.
-      memory_gb: see `kvjax.engine.planner.device_memory`.
+      memory_gb: see `kvjax.engine.memory.device_memory`.
       max_batch: prompts there are; no larger batch is planned.
       dtype, mesh: of `kvjax.load`, for a shape; a model has its own.
       show_progress: see `kvjax.messages.progress`.

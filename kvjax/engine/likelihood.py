@@ -58,7 +58,7 @@ def likelihoods(
       model: the model.
       config: what is kept of its KV cache.
       pairs: token ids of a context and of a continuation, one or more each.
-      memory_bytes: see `kvjax.engine.planner.device_memory`.
+      memory_bytes: see `kvjax.engine.memory.device_memory`.
       most: no more contexts are read at once.
       done: called with the number of pairs that were just finished.
 

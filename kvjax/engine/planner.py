@@ -1,43 +1,56 @@
-"""Memory arithmetic: the largest batch whose weights, state and temporaries fit.
+"""Finds the largest batch whose weights, KV state and temporaries fit the memory.
 
-Bytes of weights and state come from `jax.eval_shape`, those of temporaries from the
-compiled programs' `memory_analysis()`. Temporaries do not grow with the layers, so they
-are first read off a two-layer model at two small batches, and then checked on the
-program that will run.
+A first guess comes from `footprint.phase_model`; then the programs that will run are
+compiled, and the batch is lowered until they fit. In a fixed batch all prompts are read
+together. Staggered prefill reads them group by group into a pool that decodes::
+
+    group of g rows      prefill, full cache  ->  compact to |kv|
+                                                      |  inserted into its rows
+    pool of B rows       [ |kv| + new slots ] <-------+
+                         decode, all B rows at once
+
+A policy that evicts once the prompt is in needs the whole prompt's pairs of every row
+that is being read, but not of every row at once. So the pool's batch is limited by the
+compressed pairs, as Batch-Max's is, and not by the prompts. Batch-Max (arXiv
+2412.05693) does not compare with it. Tokens are those of a fixed batch.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.cache import parts
 from kvjax.cache.spec import CacheSpec
-from kvjax.engine import compiled
+from kvjax.engine import compiled, footprint
 from kvjax.engine.compiled import Job, Programs
+from kvjax.engine.footprint import (
+    least_bytes,
+    phase_bytes,
+    phase_model,
+    state_bytes,
+    weights_bytes,
+)
+from kvjax.engine.memory import host_memory
 from kvjax.messages import Say, silent
-from kvjax.parallel import host, limits
-from kvjax.types import UserError, real_number
-
-_PROBES = (2, 6)  # batches that the temporaries' growth is read from
+from kvjax.types import UserError
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """What fits, and what stopped it from being more.
+    """A batch that fits, and what limits it.
 
     Attributes:
       job: the batch to run.
       limited_by: the phase ('prefill', 'compact' or 'decode') whose programs would not
         fit with one row more, or 'prompts' when all fit.
       memory_bytes: the limit given.
-      peak_bytes: weights, state and temporaries of the largest phase at this batch, as
-        all bytes here on each device.
+      peak_bytes: weights, state and temporaries of the largest phase at this batch;
+        bytes here are those of each device.
       weights_bytes: of that, the weights.
       row_bytes: the most KV state that one row takes in any phase, on the device.
       host_bytes: the most that the batch's values take in host memory.
-      programs: those whose memory was read, ready to run; None where it was not.
+      programs: those whose memory was read, ready to run; None if none were compiled.
     """
 
     job: Job
@@ -55,9 +68,15 @@ class Plan:
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt that the context holds beside the new ones."""
+        """Tokens of the longest prompt that leaves the context room for new ones."""
         room = self.job.spec.context_length - self.job.max_new_tokens
         return min(self.job.max_prompt_len, room)
+
+    @property
+    def prefill_groups(self) -> tuple[int, int]:
+        """Rows whose prompts are read at a time, and the number of such groups."""
+        rows = self.job.prefill_batch or self.batch
+        return rows, -(-self.batch // rows)
 
     def __repr__(self) -> str:
         job, gigabytes = self.job, lambda count: f"{count / 1e9:.3g} GB"
@@ -73,73 +92,151 @@ class Plan:
             f"{self.limited_by})"
         )
 
-    @property
-    def prefill_groups(self) -> tuple[int, int]:
-        """Rows whose prompts are read at a time, and how many times."""
-        rows = self.job.prefill_batch or self.batch
-        return rows, -(-self.batch // rows)
-
 
 def plan_job(
     job: Job, memory_bytes: int, max_batch: int | None = None, say: Say = silent
 ) -> Plan:
-    """The largest batch of a job, whatever batch it names.
+    """Returns the largest fixed batch of a job, whatever batch it names.
 
     A batch whose programs a compiler refuses for lack of memory does not fit either.
 
     Args:
       job: the batch's shape.
       memory_bytes: what weights, state, activations and temporaries may take together
-        on each device; see `device_memory`.
-      max_batch: prompts there are; no larger batch is planned, but for the rows that
+        on each device; see `kvjax.engine.memory.device_memory`.
+      max_batch: number of prompts; no larger batch is planned, except for the rows that
         fill up the last group of devices.
-      say: told what is compiled.
+      say: receives progress messages.
 
     Raises:
       UserError: not even one row fits.
     """
     check_one_row(job, memory_bytes)
+    job = dataclasses.replace(job, prefill_batch=None)
     if max_batch is not None:
         max_batch = -(-max_batch // job.data_parallel) * job.data_parallel
-    most, why = within_host(job, max_batch)
+    most, why = _within_host(job, max_batch)
     if most is not None and _clearly_fits(job, memory_bytes, most):
-        limit, batch = why, most
-    else:
-        say("compiling two layers, to see what a prompt takes", 0)
-        limit, batch = _estimated(job, memory_bytes)
-        if most is not None and batch >= most:
-            limit, batch = why, most
-    while batch > 0:
-        planned = dataclasses.replace(job, batch=batch)
-        say(f"compiling for a batch of {batch}{_price(job.config)}", 0)
-        try:
-            peaks = phase_bytes(planned)
-        except jax.errors.JaxRuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            limit, batch = "compiler", batch - job.data_parallel
-            continue
-        worst = max(peaks, key=peaks.get)
-        if peaks[worst] <= memory_bytes:
-            programs = compiled.programs(planned)
-            return as_plan(planned, limit, memory_bytes, peaks[worst], programs)
-        limit = worst
-        batch = min(batch - 1, int(batch * memory_bytes / peaks[worst]))
-        batch -= batch % job.data_parallel
-    needed = {
-        phase: int(fixed + job.data_parallel * row)
-        for phase, (fixed, row) in memory_model(job).items()
+        return _search(job, memory_bytes, most, None, why, say)
+    say("compiling two layers, to see what a prompt takes", 0)
+    fits = {
+        phase: _rows(memory_bytes - fixed, row, job.data_parallel)
+        for phase, (fixed, row) in phase_model(job).items()
     }
-    worst = max(needed, key=needed.get)
-    raise UserError(too_small(job, memory_bytes, worst, needed[worst]))
+    batch, limit = _most_rows(fits, most, why)
+    return _search(job, memory_bytes, batch, None, limit, say)
 
 
-def within_host(job: Job, max_batch: int | None) -> tuple[int | None, str]:
-    """The most rows whose values host memory has room for, and what stops at that.
+def plan_staggered(
+    job: Job, memory_bytes: int, max_batch: int | None = None, say: Say = silent
+) -> Plan:
+    """Returns the largest pool of a job, and for it the largest groups.
+
+    The pool is estimated from small ones, and may be a row too small. Groups are as
+    equal as their number allows: 10 rows of which 8 could be read at a time are read 5
+    by 5. Where the groups do not divide the pool, the last one begins early enough to
+    be full: some of its rows are read twice.
+
+    Args:
+      job: with a schedule that compacts after the prompt.
+      memory_bytes: for weights, pool, a group's state and temporaries together.
+      max_batch: number of prompts.
+      say: receives progress messages.
+
+    Raises:
+      UserError: see `check_staggered`; not even a pool of one row fits.
+    """
+    check_staggered(job)
+    check_one_row(job, memory_bytes)
+    job = dataclasses.replace(job, prefill_batch=None)
+    most, why = _within_host(job, max_batch)
+    say("compiling two layers, to see what a prompt takes", 0)
+    model = phase_model(job)
+    row = footprint.pool_bytes(dataclasses.replace(job, batch=1))
+    reading = [model["prefill"], model["compact"]]
+    fits = {
+        phase: _rows(memory_bytes - sum(model[phase]), row)  # beside a group of one
+        for phase in ("prefill", "compact")
+    }
+    fixed, decoding = model["decode"]
+    fits["decode"] = _rows(memory_bytes - fixed, decoding)
+    batch, limit = _most_rows(fits, most, why)
+    left = memory_bytes - batch * row
+    group = min(_rows(left - fixed, each) for fixed, each in reading)
+    group = max(1, min(group, batch))
+    if limit == "host memory":  # a group's values share it with the pool's
+        group = max(1, min(group, batch // 8))
+        batch = max(1, batch - group)
+    return _search(job, memory_bytes, batch, group, limit, say)
+
+
+def _search(
+    job: Job, memory_bytes: int, batch: int, group: int | None, limit: str, say: Say
+) -> Plan:
+    """Lowers the batch, or the rows that are read together, until the programs fit.
 
     Args:
       job: of any batch.
-      max_batch: prompts there are; None for any number.
+      memory_bytes: the limit.
+      batch: first guess of the rows.
+      group: first guess of the rows that are read together; None for all.
+      limit: the reason for the first guess.
+      say: receives progress messages.
+    """
+    while batch > 0:
+        if group is not None:
+            group = -(-batch // -(-batch // group))
+        sized = dataclasses.replace(job, batch=batch, prefill_batch=group)
+        together = "" if group is None else f", read {group} at a time"
+        say(f"compiling for a batch of {batch}{together}{_price(job.config)}", 0)
+        peaks = _peaks_if_compiled(sized)
+        if peaks and max(peaks.values()) <= memory_bytes:
+            return _planned(sized, limit, memory_bytes, peaks)
+        worst = max(peaks, key=peaks.get) if peaks else "compiler"
+        share = memory_bytes / peaks[worst] if peaks else None
+        if group is not None and group > 1 and worst != "decode":
+            group = max(1, _fewer(group, share or 0.5))
+        else:
+            batch, limit = _fewer(batch, share or 1.0, job.data_parallel), worst
+            group = group and min(group, max(batch, 1))
+    raise UserError(_too_small(job, memory_bytes, *_needed(job)))
+
+
+def _fewer(rows: int, share: float, multiple: int = 1) -> int:
+    """Returns that share of the rows, at least one less, in a multiple of devices."""
+    fewer = min(rows - 1, int(rows * share))
+    return fewer - fewer % multiple
+
+
+def _rows(room: float, row: float, multiple: int = 1) -> int:
+    """Returns how many rows fit."""
+    return int(max(room, 0) // row) // multiple * multiple
+
+
+def _most_rows(fits: dict[str, int], most: int | None, why: str) -> tuple[int, str]:
+    """Returns the rows that every phase has room for, and what limits them."""
+    limit = min(fits, key=fits.get)
+    return (fits[limit], limit) if most is None or fits[limit] < most else (most, why)
+
+
+def _needed(job: Job) -> tuple[str, int]:
+    """Returns the phase that takes the most bytes for one row, and these bytes."""
+    needed = {
+        phase: int(fixed + job.data_parallel * row)
+        for phase, (fixed, row) in phase_model(job).items()
+    }
+    worst = max(needed, key=needed.get)
+    return worst, needed[worst]
+
+
+def _clearly_fits(job: Job, memory_bytes: int, batch: int) -> bool:
+    """Returns whether temporaries may take as much as the state: no need to probe."""
+    state = max(state_bytes(dataclasses.replace(job, batch=batch)).values())
+    return weights_bytes(job) + 2 * state <= memory_bytes
+
+
+def _within_host(job: Job, max_batch: int | None) -> tuple[int | None, str]:
+    """Returns the most rows whose values fit host memory, and what limits them.
 
     Raises:
       UserError: not even one row fits.
@@ -147,8 +244,9 @@ def within_host(job: Job, max_batch: int | None) -> tuple[int | None, str]:
     if job.config.offload is None:
         return max_batch, "prompts"
     ways = job.data_parallel
-    few = _host_bytes(dataclasses.replace(job, batch=ways, prefill_batch=None))
-    row = few * (job.mesh.size if job.mesh else 1) // ways  # of all devices, one host
+    one = dataclasses.replace(job, batch=ways, prefill_batch=None)
+    shards = job.mesh.size if job.mesh else 1  # of all devices of one host
+    row = footprint.host_bytes(one) * shards // ways
     limit = host_memory(job.config.offload.memory_gb)
     fits = limit // max(row, 1) // ways * ways
     if not fits:
@@ -163,10 +261,10 @@ def within_host(job: Job, max_batch: int | None) -> tuple[int | None, str]:
 
 
 def plan_by_shapes(job: Job, memory_bytes: int, max_batch: int) -> Plan:
-    """A batch to run layer by layer, on one device: what fits, compiling nothing.
+    """Returns a batch to run layer by layer, on one device; compiles nothing.
 
     Counts the hidden states of its prompts, which one layer hands to the next, and as
-    much room for temporaries as the state takes. At most `max_batch` rows.
+    many bytes for temporaries as for the state.
 
     Raises:
       UserError: not even one row fits.
@@ -176,160 +274,97 @@ def plan_by_shapes(job: Job, memory_bytes: int, max_batch: int) -> Plan:
     row = 2 * state + hidden
     batch = min(max_batch, (memory_bytes - weights_bytes(job)) // row)
     if batch < 1:
-        raise UserError(too_small(job, memory_bytes, "it", weights_bytes(job) + row))
+        raise UserError(_too_small(job, memory_bytes, "it", weights_bytes(job) + row))
     limit = "prompts" if batch == max_batch else "prefill"
     peak = weights_bytes(job) + batch * row
-    return as_plan(dataclasses.replace(job, batch=batch), limit, memory_bytes, peak)
+    sized = dataclasses.replace(job, batch=batch)
+    return as_plan(sized, limit, memory_bytes, peak)
+
+
+def plan_if_fits(job: Job, limit: str, memory_bytes: int) -> Plan | None:
+    """Returns the plan of the job as it is; None if its programs do not fit."""
+    if _within_host(job, job.batch)[0] < job.batch:
+        return None
+    peaks = _peaks_if_compiled(job)
+    if peaks is None or max(peaks.values()) > memory_bytes:
+        return None
+    return _planned(job, limit, memory_bytes, peaks)
+
+
+def halve_groups(plan: Plan) -> Plan:
+    """Returns the same pool, read in groups of half as many rows."""
+    group = plan.prefill_groups[0] // 2
+    job = dataclasses.replace(plan.job, prefill_batch=group)
+    return _planned(job, plan.limited_by, plan.memory_bytes, phase_bytes(job))
 
 
 def check_one_row(job: Job, memory_bytes: int) -> None:
-    """Raises UserError if weights and one row's state alone are too much; instant."""
-    if _least(job) > memory_bytes:
-        raise UserError(too_small(job, memory_bytes, "it", _least(job)))
+    """Raises UserError if weights and one row's state alone are too large; instant."""
+    if (least := least_bytes(job)) > memory_bytes:
+        raise UserError(_too_small(job, memory_bytes, "it", least))
 
 
-def phase_bytes(job: Job) -> dict[str, int]:
-    """Bytes at the peak of each phase, read off the compiled programs.
-
-    What a program does not take as an argument may be there all the same: the weights
-    while pairs are compacted, and the pool while a group's prompts are read.
-    """
-    return _peaks(job, compiled.programs(job))
-
-
-@functools.lru_cache(maxsize=256)
-def _probed(job: Job) -> dict[str, int]:
-    """`phase_bytes` of a job that is not going to run."""
-    return _peaks(job, compiled.compile_job(job))
+def check_staggered(job: Job) -> None:
+    """Raises UserError for a job that cannot be pooled, or runs on a mesh."""
+    if job.mesh:
+        raise UserError("staggered prefill runs on one device: leave the mesh out")
+    if not job.config.compacts:
+        raise UserError(
+            f"staggered prefill pools what a compaction after the prompt leaves; the "
+            f"schedule {job.config.schedule.phases!r} has none: use 'after_prefill', "
+            "or a codec that waits for the end of the prompt"
+        )
 
 
-def _peaks(job: Job, programs: Programs) -> dict[str, int]:
-    weights, group = weights_bytes(job), compiled.arguments(job.group)
-    logits = compiled.tree_bytes(group.logits)
-    whole = compiled.arguments(job).decode_state
-    pool = compiled.tree_bytes(whole) if job.is_staggered else 0
-    read, part, kept = map(
-        host.nbytes, (group.prefill_state, group.decode_state, whole)
+def out_of_memory(error: Exception) -> bool:
+    """Returns whether a device, or a compiler on its behalf, ran out of memory."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _peaks_if_compiled(job: Job) -> dict[str, int] | None:
+    """Returns `phase_bytes`; None if a compiler refuses for lack of memory."""
+    try:
+        return phase_bytes(job)
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return None
+
+
+def _planned(job: Job, limit: str, memory_bytes: int, peaks: dict[str, int]) -> Plan:
+    programs = compiled.programs(job)
+    return as_plan(job, limit, memory_bytes, max(peaks.values()), programs)
+
+
+def as_plan(
+    job: Job,
+    limit: str,
+    memory_bytes: int,
+    peak: int,
+    programs: Programs | None = None,
+) -> Plan:
+    """Returns the plan of a job whose largest phase takes `peak` bytes."""
+    states = state_bytes(job).values()
+    # A group's state and the pool are on the device at the same time.
+    most = sum(states) if job.is_staggered else max(states)
+    return Plan(
+        job=job,
+        limited_by=limit,
+        memory_bytes=memory_bytes,
+        peak_bytes=peak,
+        weights_bytes=weights_bytes(job),
+        row_bytes=most * job.data_parallel // job.batch,
+        host_bytes=footprint.host_bytes(job),
+        programs=programs,
     )
-    peaks = {"prefill": program_bytes(programs.prefill, read) + pool}
-    if programs.compact:
-        found = program_bytes(programs.compact, read + part)
-        peaks["compact"] = found + weights + logits + pool
-    if programs.insert:
-        peaks["insert"] = program_bytes(programs.insert, kept + part) + weights
-    peaks["decode"] = program_bytes(programs.decode, kept)
-    if programs.begin:
-        first = program_bytes(programs.begin, part) + weights + pool
-        peaks["decode"] = max(peaks["decode"], first)
-    return peaks
-
-
-def _host_bytes(job: Job) -> int:
-    """The most that a batch's values take in host memory, from their shapes."""
-    if job.config.offload is None:
-        return 0
-    group, kept = compiled.arguments(job.group), compiled.arguments(job).decode_state
-    read, part, kept = map(host.nbytes, (group.prefill_state, group.decode_state, kept))
-    if job.is_staggered:
-        return kept + read + part
-    return read + part if job.config.compacts else max(read, kept)
-
-
-def state_bytes(job: Job) -> dict[str, int]:
-    """Bytes of the KV state in each phase, from its shapes."""
-    read, written = compiled.arguments(job.group), compiled.arguments(job)
-    parts = {"prefill": read.prefill_state, "decode": written.decode_state.cache}
-    return {phase: compiled.tree_bytes(state) for phase, state in parts.items()}
-
-
-def device_memory(memory_gb: float | None = None) -> int:
-    """Bytes that weights, state and temporaries may take together.
-
-    Args:
-      memory_gb: the limit in units of 1e9 bytes. None is 92% of the own limit of the
-        smallest device on GPU and TPU, and half of the free memory of the machine, or
-        of the container, on a CPU, which its virtual devices share.
-
-    Raises:
-      UserError: a limit that is not positive, or above the device's own (on a CPU, all
-        of the machine's or the container's memory).
-    """
-    own = limits.device_bytes()
-    if memory_gb is None:
-        return own or limits.free_host_bytes() // 2 // len(jax.local_devices())
-    if real_number("memory_gb", memory_gb) <= 0:
-        raise UserError(f"memory_gb {memory_gb}: must be larger than 0")
-    own = own or limits.host_bytes()
-    if memory_gb * 1e9 > own:
-        offered = own // 10**8 / 10
-        raise UserError(f"memory_gb {memory_gb}: the device offers {offered}")
-    return int(memory_gb * 1e9)
-
-
-def host_memory(memory_gb: float | None = None) -> int:
-    """Bytes of host memory that values may take.
-
-    Args:
-      memory_gb: the limit in units of 1e9 bytes; None is half of what is free.
-
-    Raises:
-      UserError: a limit above the machine's memory.
-    """
-    if memory_gb is None:
-        return limits.free_host_bytes() // 2
-    if memory_gb * 1e9 > (own := limits.host_bytes()):
-        offered = own // 10**8 / 10
-        raise UserError(f"offload memory_gb {memory_gb}: the machine offers {offered}")
-    return int(memory_gb * 1e9)
-
-
-def _clearly_fits(job: Job, memory_bytes: int, batch: int) -> bool:
-    """Whether so many rows leave as much again for temporaries: no need to probe."""
-    state = max(state_bytes(dataclasses.replace(job, batch=batch)).values())
-    return weights_bytes(job) + 2 * state <= memory_bytes
-
-
-def _estimated(job: Job, memory_bytes: int) -> tuple[str, int]:
-    """The phase that limits the batch, and the batch that it allows."""
-    fits = {
-        phase: int((memory_bytes - fixed) // row)
-        // job.data_parallel
-        * job.data_parallel
-        if memory_bytes > fixed
-        else 0
-        for phase, (fixed, row) in memory_model(job).items()
-    }
-    limit = min(fits, key=fits.get)
-    return limit, fits[limit]
-
-
-def memory_model(job: Job) -> dict[str, tuple[float, float]]:
-    """Per phase, the bytes that are always there and those that each row adds."""
-    few, many = (probe * job.data_parallel for probe in _PROBES)
-    small, large = _estimate(job, few), _estimate(job, many)
-    step = many - few
-    rows = {phase: (large[phase] - small[phase]) / step for phase in small}
-    return {
-        phase: (max(small[phase] - few * row, 0.0), row) for phase, row in rows.items()
-    }
-
-
-def _estimate(job: Job, batch: int) -> dict[str, int]:
-    """`phase_bytes` from those of two layers and the other layers' shapes."""
-    short = dataclasses.replace(_largest_layers(job, 2), batch=batch)
-    whole = dataclasses.replace(job, batch=batch)
-    weights = weights_bytes(job) - weights_bytes(short)
-    before, after = state_bytes(whole), state_bytes(short)
-    more = {phase: weights + before[phase] - after[phase] for phase in before}
-    more["compact"] = more["prefill"] + before["decode"] - after["decode"]
-    return {phase: peak + more[phase] for phase, peak in _probed(short).items()}
 
 
 def _price(config: CacheSpec) -> str:
-    """Says what compiling costs where heads differ, which takes minutes.
+    """Returns a warning that heads of many sizes take minutes to compile, or "".
 
-    XLA compiles equal kernels once, so a part costs less than another shape. Seconds
-    are those of SmolLM2's programs to read and decode, on a Xeon of 2023.
+    XLA compiles equal kernels once, so another head group of a known shape costs less
+    than another shape. Seconds are those of SmolLM2's programs to read and decode, on a
+    Xeon of 2023.
     """
     if not config.budget or len(parts.different(config.budget)) == 1:
         return ""
@@ -345,98 +380,10 @@ def _price(config: CacheSpec) -> str:
     )
 
 
-def _largest_layers(job: Job, count: int) -> Job:
-    """The job of a model of so few layers: the largest stand for all temporaries."""
-    spec, config = job.spec, job.config
-    count = min(count, spec.num_layers)
-    stored = config.layer_codecs
-    stored = (*stored[: count - 1], stored[-1]) if stored else ()
-    slots = lambda sizes: sum(parts.each_head(sizes, spec.num_kv_heads))
-
-    def size(index):
-        held = slots(config.budget[index]) if config.budget else 0
-        return held, spec.sliding_window(index) or spec.context_length
-
-    largest = sorted(range(spec.num_layers), key=size)[-count:]
-    of_these = lambda every: every and tuple(every[index] for index in largest)
-    return dataclasses.replace(
-        job,
-        spec=dataclasses.replace(
-            spec, num_layers=count, sliding_windows=of_these(spec.sliding_windows)
-        ),
-        config=dataclasses.replace(
-            config,
-            budget=of_these(config.budget),
-            windows=of_these(config.windows),
-            layer_codecs=stored,
-        ),
-    )
-
-
-def plan_if_fits(job: Job, limit: str, memory_bytes: int) -> Plan | None:
-    """The plan of the job as it is, or None if its compiled programs do not fit."""
-    if within_host(job, job.batch)[0] < job.batch:
-        return None
-    try:
-        peak = max(phase_bytes(job).values())
-    except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        return None
-    if peak > memory_bytes:
-        return None
-    return as_plan(job, limit, memory_bytes, peak, compiled.programs(job))
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether a device, or a compiler on its behalf, has run out of memory."""
-    return "RESOURCE_EXHAUSTED" in str(error)
-
-
-def as_plan(
-    job: Job,
-    limit: str,
-    memory_bytes: int,
-    peak: int,
-    programs: Programs | None = None,
-) -> Plan:
-    held = state_bytes(job).values()  # of a group and its pool, at the same time
-    most = sum(held) if job.is_staggered else max(held)
-    row = most * job.data_parallel // job.batch
-    sizes = memory_bytes, peak, weights_bytes(job), row, _host_bytes(job)
-    return Plan(job, limit, *sizes, programs)
-
-
-def too_small(job: Job, memory_bytes: int, what: str, needed: int) -> str:
+def _too_small(job: Job, memory_bytes: int, what: str, needed: int) -> str:
     return (
         f"memory of {memory_bytes / 1e9:.3g} GB is too small for one row of "
         f"{job.spec.name}: {what} needs at least {needed / 1e9:.3g} GB, weights and KV "
-        f"state alone {_least(job) / 1e9:.3g}; give more memory, a smaller budget or a "
-        "shorter prompt"
+        f"state alone {least_bytes(job) / 1e9:.3g}; give more memory, a smaller budget "
+        "or a shorter prompt"
     )
-
-
-def _least(job: Job) -> int:
-    """Bytes of the weights and of one row's state."""
-    return weights_bytes(job) + max(
-        state_bytes(dataclasses.replace(job, batch=job.data_parallel)).values()
-    )
-
-
-def weights_bytes(job: Job) -> int:
-    """Bytes of the weights, from their shapes."""
-    return compiled.tree_bytes(compiled.arguments(job).params)
-
-
-def program_bytes(compiled: jax.stages.Compiled, on_host: int = 0) -> int:
-    """Bytes a program holds on the device; aliased outputs live in their inputs.
-
-    Args:
-      compiled: the program.
-      on_host: bytes of what it takes and gives on the host, which a CPU's compiler
-        counts as the device's.
-    """
-    m = compiled.memory_analysis()
-    held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
-    apart = m.host_argument_size_in_bytes + m.host_output_size_in_bytes
-    return held + m.temp_size_in_bytes - (0 if apart else on_host)

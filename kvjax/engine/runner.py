@@ -271,7 +271,7 @@ def generate_batches(
       params: the model's weights.
       job: what is done to each; its batch is planned here.
       prompts: token ids.
-      memory_bytes: see `kvjax.engine.planner.device_memory`.
+      memory_bytes: see `kvjax.engine.memory.device_memory`.
       seed: of the whole run.
       prompt_ids: each prompt's number in the whole run; None where these are all.
       max_batch: no larger batch is planned.

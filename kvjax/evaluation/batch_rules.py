@@ -8,7 +8,7 @@ Source: Metel et al. 2024, arXiv 2412.05693, section 4.1::
     batch_max   the largest of D that fits, see `divisors`
     search      the same, at the smallest |kv| that does, see `kvjax.evaluation.search`
     fixed       the method's `batch_size`, such as a paper's, which has to fit
-    staggered   the largest pool, then the largest groups, see `kvjax.engine.staggered`
+    staggered   the largest pool, then the largest groups, see `kvjax.engine.planner`
 
 Whether a batch fits is read off its compiled programs; `step_back` is for devices that
 run out of memory all the same. Over a mesh, batches are what its rows divide.
@@ -17,15 +17,16 @@ run out of memory all the same. Over a mesh, batches are what its rows divide.
 import dataclasses
 from collections.abc import Sequence
 
-from kvjax.engine import staggered
 from kvjax.engine.compiled import Job
+from kvjax.engine.footprint import state_bytes, weights_bytes
 from kvjax.engine.planner import (
     Plan,
     check_one_row,
+    check_staggered,
+    halve_groups,
     plan_if_fits,
     plan_job,
-    state_bytes,
-    weights_bytes,
+    plan_staggered,
 )
 from kvjax.messages import Say, silent
 from kvjax.types import UserError
@@ -44,7 +45,7 @@ def divisors(count: int) -> list[int]:
 def check(rule: str, job: Job, memory_bytes: int) -> None:
     """Raises UserError for a job that the rule can find no batch for; instant."""
     if rule == "staggered":
-        staggered.check(job)
+        check_staggered(job)
     check_one_row(job, memory_bytes)
     if rule == "fixed":
         least = weights_bytes(job) + max(state_bytes(job).values())
@@ -74,7 +75,7 @@ def find_batch(
             return planned
         raise _too_large(job, f"compiled, it exceeds {memory_bytes / 1e9:.3g} GB")
     if rule == "staggered":
-        return staggered.plan_job(job, memory_bytes, most, say)
+        return plan_staggered(job, memory_bytes, most, say)
     planned = plan_job(job, memory_bytes, most, say)
     even = rule in ("batch_max", "search")
     sizes = divisors(count) if even else range(1, count + 1)
@@ -123,9 +124,7 @@ def step_back(rule: str, planned: Plan, count: int, say: Say = silent) -> Plan:
             planned.job, f"though {planned.peak_bytes / 1e9:.3g} GB were planned"
         )
     if rule == "staggered" and planned.prefill_groups[0] > 1:
-        return dataclasses.replace(
-            staggered.halved(planned), limited_by="out of memory"
-        )
+        return dataclasses.replace(halve_groups(planned), limited_by="out of memory")
     fewer = planned.batch - planned.job.data_parallel
     if fewer < 1:
         raise UserError(

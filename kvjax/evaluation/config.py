@@ -12,7 +12,7 @@ from kvjax.cache import budgets, codecs, offload, parts, sizing
 from kvjax.cache.offload import Offload
 from kvjax.cache.schedule import Schedule
 from kvjax.cache.spec import CacheSpec, make_spec
-from kvjax.engine.planner import device_memory
+from kvjax.engine.memory import device_memory
 from kvjax.evaluation import tasks
 from kvjax.evaluation.tasks import base, data, text
 from kvjax.types import ModelSpec, UserError
@@ -233,7 +233,7 @@ class Experiment(abc.ABC):
     Attributes:
       experiment: "quality" or "throughput".
       model, dtype, mesh: of `kvjax.load`.
-      memory_gb: see `kvjax.engine.planner.device_memory`.
+      memory_gb: see `kvjax.engine.memory.device_memory`.
       seed: of all that is drawn.
       haystack: a folder of texts for tasks that need prose; None is the built-in one.
       data_dir: a folder of data sets.

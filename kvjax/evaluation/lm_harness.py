@@ -20,7 +20,7 @@ import jax
 from tqdm import tqdm
 
 from kvjax.engine import api, compiled, likelihood, runner, stop_texts
-from kvjax.engine.planner import device_memory
+from kvjax.engine.memory import device_memory
 from kvjax.engine.sampling import TokenSampler
 from kvjax.evaluation import lm_arguments
 from kvjax.evaluation.config import Method
@@ -49,7 +49,7 @@ class Requests:
       schedule: the phases of `kvjax.Schedule`.
       prefill_chunk, evict_size: as there.
       dtype, context: of `kvjax.load`.
-      memory_gb: see `kvjax.engine.planner.device_memory`; batches are as large as it
+      memory_gb: see `kvjax.engine.memory.device_memory`; batches are as large as it
         allows.
       codec, rope_positions, implementation: of `Method`.
       offload: N of `kvjax.Offload`; None keeps values on the device.

@@ -17,15 +17,9 @@ from kvjax import cache
 from kvjax.cache.spec import CacheSpec, make_spec
 from kvjax.engine import api, compiled, runner, stop_texts
 from kvjax.engine.compiled import Job
+from kvjax.engine.footprint import state_bytes, weights_bytes
 from kvjax.engine.memory import peak_memory
-from kvjax.engine.planner import (
-    Plan,
-    check_one_row,
-    plan_by_shapes,
-    plan_job,
-    state_bytes,
-    weights_bytes,
-)
+from kvjax.engine.planner import Plan, check_one_row, plan_by_shapes, plan_job
 from kvjax.engine.prefill_cache import PrefillCache
 from kvjax.engine.steps import NO_EOS
 from kvjax.evaluation import config, files, roofline

@@ -113,7 +113,7 @@ def predict(plan: Plan, rates: Rates, prompt_tokens: int | None = None) -> Predi
     """The most that a full batch can reach: nothing but the formulae is waited for.
 
     Args:
-      plan: of `planner.plan_job` or `staggered.plan_job`.
+      plan: of `planner.plan_job` or `planner.plan_staggered`.
       rates: see `measured_rates`.
       prompt_tokens: per prompt; None is the longest that the plan has room for.
     """

@@ -27,7 +27,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from kvjax.engine import compiled
-from kvjax.engine.planner import device_memory
+from kvjax.engine.memory import device_memory
 from kvjax.evaluation import files, quality, throughput
 from kvjax.evaluation.config import Experiment, Fields
 from kvjax.evaluation.report.records import FORMAT, Record, provenance

@@ -16,7 +16,7 @@ from kvjax import Offload, Schedule, UserError, attention, cache, policies
 from kvjax.attention.reference import PLAIN
 from kvjax.cache import codecs, offload
 from kvjax.cache.spec import make_spec
-from kvjax.engine import compiled, layerwise, planner, runner, staggered
+from kvjax.engine import compiled, footprint, layerwise, planner, runner
 from kvjax.engine.compiled import Job, bucket
 from kvjax.models import placement
 from kvjax.parallel import host, meshes
@@ -309,10 +309,10 @@ def test_planned_bytes_are_those_of_the_keys_and_l_layers(device_layers):
     spec = tiny_spec(num_layers=3, head_dim=16)
     plain = job_of(spec, None, None, None, None, 4)
     away = job_of(spec, None, None, None, on_host(8, device_layers), 4)
-    both = planner.state_bytes(plain)["decode"]
+    both = footprint.state_bytes(plain)["decode"]
     values = 4 * plain.decode_capacity[0] * spec.num_kv_heads * 16 * 4
     gone = (3 - device_layers) * values
-    assert planner.state_bytes(away)["decode"] == both - gone
+    assert footprint.state_bytes(away)["decode"] == both - gone
     planned = planner.plan_job(away, 10**8, 4)
     assert planned.host_bytes == gone
     assert planned.peak_bytes <= planner.plan_job(plain, 10**8, 4).peak_bytes - gone / 2
@@ -331,7 +331,7 @@ def test_the_host_limits_the_batch():
     fixed = job_of(spec, None, None, None, asked, batch=6)
     assert planner.plan_if_fits(fixed, "batch_size", 10**8) is None
     later = {"codec": codecs.after_prompt("identity")}
-    pool = staggered.plan_job(job_of(spec, None, None, None, asked, **later), 10**8)
+    pool = planner.plan_staggered(job_of(spec, None, None, None, asked, **later), 10**8)
     assert pool.limited_by == "host memory"
     assert 3 * row < pool.host_bytes <= 5.5 * row
     with pytest.raises(UserError, match=r"host memory of .* is too small for one row"):
@@ -346,9 +346,10 @@ def test_more_rows_fit_where_values_are_away():
         Job(spec, make_spec(spec, None, None, offload=x, codec=codec), 1, 1024, 16)
         for x, codec in ((None, "identity"), (on_host(16), later))
     )
-    limit = planner.weights_bytes(plain) + 12 * max(planner.state_bytes(plain).values())
+    state = max(footprint.state_bytes(plain).values())
+    limit = footprint.weights_bytes(plain) + 12 * state
     few = planner.plan_job(plain, limit).batch
-    many = staggered.plan_job(away, limit).batch
+    many = planner.plan_staggered(away, limit).batch
     assert many > 1.4 * few
 
 

@@ -17,7 +17,7 @@ from kvjax.cache import parts
 from kvjax.cache.spec import make_spec
 from kvjax.engine import layerwise, likelihood
 from kvjax.engine.compiled import Job, bucket
-from kvjax.engine.planner import phase_bytes, state_bytes
+from kvjax.engine.footprint import phase_bytes, state_bytes
 from kvjax.engine.steps import prefill
 from kvjax.parallel import meshes
 

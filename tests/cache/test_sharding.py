@@ -23,7 +23,9 @@ from kvjax.cache import sharded
 from kvjax.cache.spec import make_spec
 from kvjax.engine import compiled
 from kvjax.engine.compiled import Job, job_of, programs
-from kvjax.engine.planner import device_memory, plan_job, state_bytes, weights_bytes
+from kvjax.engine.footprint import state_bytes, weights_bytes
+from kvjax.engine.memory import device_memory
+from kvjax.engine.planner import plan_job
 from kvjax.models import decoder, placement
 from kvjax.parallel import axes, meshes
 

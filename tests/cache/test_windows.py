@@ -20,7 +20,7 @@ import kvjax
 from kvjax import Schedule, cache, policies
 from kvjax.attention import reference
 from kvjax.cache.spec import make_spec
-from kvjax.engine import layerwise, planner, runner, steps
+from kvjax.engine import footprint, layerwise, runner, steps
 from kvjax.engine.compiled import Job, programs
 from kvjax.models import placement, presets
 from kvjax.parallel import meshes
@@ -197,7 +197,7 @@ def test_the_state_lives_in_place():
     )
     config = make_spec(spec, None, None, Schedule("none", 16))
     job = Job(spec, config, 4, 1024, 16)
-    size = planner.state_bytes(job)["decode"]
+    size = footprint.state_bytes(job)["decode"]
     compiled = programs(job)
     for program in (compiled.prefill, compiled.decode):
         memory = program.memory_analysis()
@@ -210,7 +210,7 @@ def test_mistral_takes_half():
     spec = presets.spec("mistral-7b")
     job = Job(spec, make_spec(spec, None, None), 32, 8192 - 256, 256, "bfloat16")
     all_kept = dataclasses.replace(job, config=masked(job.config))
-    held, before = (planner.state_bytes(each) for each in (job, all_kept))
+    held, before = (footprint.state_bytes(each) for each in (job, all_kept))
     pair = 2 * 2 * spec.head_dim + 4  # a key, a value and a position
     slots = 32 * spec.num_layers * spec.num_kv_heads
     rows = 32 * (4 + 4 * spec.num_kv_heads)
@@ -311,7 +311,7 @@ def test_the_largest_layers_stand_for_temporaries():
     """Two layers are compiled for all; the first of Gemma 3's are all local."""
     spec = dataclasses.replace(model().spec, sliding_windows=(6, 6, 0))
     job = Job(spec, make_spec(spec, None, None), 1, 128, NEW)
-    short = planner._largest_layers(job, 2)
+    short = footprint._largest_layers(job, 2)
     assert short.prefill_capacity == (70, 143)
     assert short.spec.sliding_windows == short.config.windows == (6, 0)
 

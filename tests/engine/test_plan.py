@@ -8,15 +8,10 @@ from conftest import often, tiny_spec
 from kvjax import Schedule, UserError, plan, policies
 from kvjax.attention import reference
 from kvjax.cache.spec import make_spec
-from kvjax.engine import compiled, planner
+from kvjax.engine import compiled, memory, planner
 from kvjax.engine.compiled import Job, bucket
-from kvjax.engine.planner import (
-    phase_bytes,
-    plan_by_shapes,
-    plan_job,
-    state_bytes,
-    weights_bytes,
-)
+from kvjax.engine.footprint import phase_bytes, state_bytes, weights_bytes
+from kvjax.engine.planner import plan_by_shapes, plan_job
 from kvjax.parallel import limits
 
 SPEC = tiny_spec(num_layers=3, head_dim=16, context_length=4096)
@@ -162,8 +157,8 @@ def test_free_memory_is_the_container_s(tmp_path, monkeypatch, files, told, free
         (tmp_path / file).write_text(text + "\n")
     monkeypatch.setattr(limits, "_CGROUP", tmp_path)
     monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "meminfo")
-    assert planner.host_memory() == free // 2
-    assert planner.device_memory() == free // 2 // 8  # virtual devices share it
+    assert memory.host_memory() == free // 2
+    assert memory.device_memory() == free // 2 // 8  # virtual devices share it
 
 
 def test_too_little_memory_names_what_is_needed():

@@ -11,9 +11,10 @@ from testing.engine import run_batch
 
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.spec import make_spec
-from kvjax.engine import compiled, runner, staggered
+from kvjax.engine import compiled, planner, runner
 from kvjax.engine.compiled import Job, bucket
-from kvjax.engine.planner import phase_bytes, plan_job, state_bytes, weights_bytes
+from kvjax.engine.footprint import phase_bytes, state_bytes, weights_bytes
+from kvjax.engine.planner import plan_job
 from kvjax.engine.sampling import TokenSampler
 
 AFTER = Schedule("after_prefill", prefill_chunk=8)
@@ -109,7 +110,7 @@ def test_the_pool_is_not_copied(tiny):
 def test_the_largest_pool_then_the_largest_group():
     """The compiler's own count fits, and neither much more pool nor group does."""
     asked = job(SPEC, policies.snapkv(window=4), 128, longest=1024, new=64)
-    found = staggered.plan_job(asked, MEMORY)
+    found = planner.plan_staggered(asked, MEMORY)
     assert found.limited_by in ("prefill", "compact", "decode")
     peaks = phase_bytes(found.job)
     assert max(peaks.values()) <= found.peak_bytes <= MEMORY
@@ -123,7 +124,7 @@ def test_the_largest_pool_then_the_largest_group():
 @pytest.mark.e2e
 def test_few_prompts_leave_room_for_larger_groups():
     asked = job(SPEC, policies.recency(), 128, longest=1024, new=64)
-    few = staggered.plan_job(asked, MEMORY, max_batch=12)
+    few = planner.plan_staggered(asked, MEMORY, max_batch=12)
     assert (few.batch, few.limited_by) == (12, "prompts")
     group, times = few.prefill_groups
     assert 1 < group < 12
@@ -141,10 +142,10 @@ def test_refused():
         batch_max = job(
             SPEC, policies.recency(), 64, Schedule(prefill_chunk=8, evict_size=8)
         )
-        staggered.plan_job(batch_max, MEMORY)
+        planner.plan_staggered(batch_max, MEMORY)
     asked = job(SPEC, policies.recency(), 128, longest=1024, new=64)
     with pytest.raises(UserError, match="too small for one row"):
-        staggered.plan_job(asked, 10_000)
+        planner.plan_staggered(asked, 10_000)
     one = max(phase_bytes(dataclasses.replace(asked, batch=1)).values())
     with pytest.raises(UserError, match="too small for one row"):
-        staggered.plan_job(asked, int(one * 0.95))
+        planner.plan_staggered(asked, int(one * 0.95))

@@ -11,7 +11,7 @@ from conftest import tiny_model
 from testing.prose import HAYSTACK, make_tokenizer
 
 from kvjax.engine import api, runner
-from kvjax.engine.planner import phase_bytes
+from kvjax.engine.footprint import phase_bytes
 from kvjax.evaluation import batch_rules, roofline, run, tasks, throughput
 from kvjax.evaluation.batch_rules import (
     divisors,

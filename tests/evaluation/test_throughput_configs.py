@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvjax import load
-from kvjax.engine import compiled, planner
+from kvjax.engine import compiled, footprint
 from kvjax.evaluation import batch_rules, report, run, search, tasks, throughput
 from kvjax.evaluation.batch_rules import divisors
 from kvjax.models import decoder, presets
@@ -124,7 +124,8 @@ def test_the_search_on_a_cpu(smollm2):
     kept = search.at(sought[-1], 1024).cache_config(spec, 3000)
     assert len(set(kept.head_budgets(spec))) > 2 and kept.policy.num_pinned == 20
     job = throughput._job(smollm2, asked.methods[0], 3000, 512)
-    row, weights = max(planner.state_bytes(job).values()), planner.weights_bytes(job)
+    row = max(footprint.state_bytes(job).values())
+    weights = footprint.weights_bytes(job)
     assert weights + 3 * row < asked.memory_gb * 1e9 < weights + 4 * row
     (other,) = run.from_config(config_of(path, "multi_news").to_dict(), {}).tasks
     assert (other.name, other.num_examples) == ("multi_news", 12)

@@ -22,7 +22,7 @@ from device_parts import Part
 from device_sizes import FULL, TOY, Absent, Asked
 from kernel_proofs import Case
 
-from kvjax.engine import planner
+from kvjax.engine import memory
 from kvjax.evaluation import roofline, run
 from kvjax.evaluation.report.records import append_record
 from kvjax.parallel import limits
@@ -241,7 +241,7 @@ def test_runs_of_the_real_model_are_experiments():
 
 
 def test_too_little_memory_is_told(monkeypatch):
-    monkeypatch.setattr(planner, "device_memory", lambda: int(30.04e9))
+    monkeypatch.setattr(memory, "device_memory", lambda: int(30.04e9))
     paper, ours = (FULL.comparisons[n] for n in ("13B, 64 GB", "8B, 4,000 tokens"))
     with pytest.raises(Absent, match="offers 30 GB of the setting's 64"):
         device_runs.memory_gb(paper, 64.0)
@@ -251,11 +251,11 @@ def test_too_little_memory_is_told(monkeypatch):
 
 def test_too_large_a_model_is_told(tmp_path, monkeypatch):
     """Before anything is compiled or drawn."""
-    monkeypatch.setattr(planner, "device_memory", lambda: int(30e9))
+    monkeypatch.setattr(memory, "device_memory", lambda: int(30e9))
     given = Asked(tmp_path)
     with pytest.raises(Absent, match=r"8b in bfloat16 takes 33.* GB of 30"):
         device_parts.model("decode step", None, given)
-    monkeypatch.setattr(planner, "device_memory", lambda: int(16e9))
+    monkeypatch.setattr(memory, "device_memory", lambda: int(16e9))
     with pytest.raises(Absent, match=r"takes 16\.1 GB of 16"):
         device_parts.peak("FKV", given)
     with pytest.raises(Absent, match=r"takes 16\.1 GB of 16"):
