@@ -20,6 +20,7 @@ from kvjax.cache.state import (
     kept_positions,
     next_positions,
     raise_errors,
+    release,
     stored_bytes,
 )
 from kvjax.cache.update import measure, step_layer
@@ -43,6 +44,7 @@ __all__ = [
     "measure",
     "next_positions",
     "raise_errors",
+    "release",
     "squeeze",
     "step_layer",
     "stored_bytes",

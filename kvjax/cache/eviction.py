@@ -254,8 +254,9 @@ def _victims(
     def some_rows(carry):
         found, drop, busy = carry
         chosen = jnp.argsort(~busy, stable=True)[:rows]  # some may be done already
-        held, seen = jax.tree.map(lambda leaf: host.rows(leaf, chosen), (layer, stats))
-        new = choose(held, seen, drop[chosen], busy[chosen], last[chosen])
+        held = layout.rows(layer, chosen)
+        own_stats = jax.tree.map(lambda leaf: host.rows(leaf, chosen), stats)
+        new = choose(held, own_stats, drop[chosen], busy[chosen], last[chosen])
         add = lambda old, more: old.at[chosen].set(old[chosen] | more)
         done = drop.at[chosen].set(0), busy.at[chosen].set(False)
         return jax.tree.map(add, found, new), *done

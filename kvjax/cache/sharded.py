@@ -42,37 +42,41 @@ def state_partitions(
 def state_specs(
     spec: ModelSpec, config: CacheSpec, capacity: tuple[int, ...]
 ) -> PyTree:
-    """Which axis of every leaf of a `KVState` is rows and which is heads.
+    """Returns the mesh axes of every array of a `KVState`, as `PartitionSpec`s.
 
-    Found by making the state of more rows, and of more heads, and seeing which axes
-    grow: a policy's statistics and a codec's arrays may be laid out as they like.
+    The layout knows those of its layers. Statistics lead with rows; the axis of heads
+    is the one that grows with the number of heads, as policies may put it anywhere.
     """
+    rows, heads = PartitionSpec(axes.DATA), PartitionSpec(axes.DATA, axes.HEADS)
+    once, twice = (_shapes(spec, config, capacity, times) for times in (1, 2))
 
-    def shapes(batch: int, more: int):
-        wider = dataclasses.replace(
-            spec,
-            num_heads=more * spec.num_heads,
-            num_kv_heads=more * spec.num_kv_heads,
-        )
-        sizes = config.budget and tuple(
-            size if isinstance(size, int) else more * size for size in config.budget
-        )
-        kept = dataclasses.replace(config, budget=sizes)
-        make = functools.partial(init, wider, kept, batch, capacity)
-        return jax.eval_shape(make)
+    def of_stats(leaf, wider):
+        grows = [a != b for a, b in zip(leaf.shape[1:], wider.shape[1:], strict=True)]
+        return PartitionSpec(axes.DATA, *(axes.HEADS if g else None for g in grows))
 
-    def axis(size, rows, heads):
-        if size != rows:
-            return axes.DATA
-        return axes.HEADS if size != heads else None
+    return once.replace(
+        layers=tuple(map(once.layout.partition, once.layers)),
+        stats=jax.tree.map(of_stats, once.stats, twice.stats),
+        next_pos=rows,
+        error=heads,
+        measured=None if once.measured is None else rows,
+    )
 
-    def leaf(plain, rows, heads):
-        sizes = zip(plain.shape, rows.shape, heads.shape, strict=True)
-        return PartitionSpec(*(axis(*each) for each in sizes))
 
-    plain, structure = jax.tree.flatten(shapes(2, 1))
-    others = (jax.tree.leaves(shapes(*more)) for more in ((4, 1), (2, 2)))
-    return structure.unflatten(map(leaf, plain, *others))
+def _shapes(
+    spec: ModelSpec, config: CacheSpec, capacity: tuple[int, ...], times: int
+) -> KVState:
+    """Returns the shapes of one row's state, of a model with `times` the heads."""
+    wider = dataclasses.replace(
+        spec,
+        num_heads=times * spec.num_heads,
+        num_kv_heads=times * spec.num_kv_heads,
+    )
+    sizes = config.budget and tuple(
+        size if isinstance(size, int) else times * size for size in config.budget
+    )
+    config = dataclasses.replace(config, budget=sizes)
+    return jax.eval_shape(functools.partial(init, wider, config, 1, capacity))
 
 
 def step_layer(

@@ -9,7 +9,7 @@ from kvjax.cache import layouts, parts
 from kvjax.cache.layouts import Layout
 from kvjax.cache.parts import Heads
 from kvjax.cache.spec import CacheSpec
-from kvjax.parallel import axes
+from kvjax.parallel import axes, host
 from kvjax.types import ModelSpec, PyTree, Stats, Struct, static_field
 
 # Sticky error bits.
@@ -103,16 +103,39 @@ def advance(state: KVState, n: Int[Array, "B"]) -> KVState:
     return state.replace(next_pos=state.next_pos + n)
 
 
-def insert(state: KVState, other: KVState, row: Int[Array, ""]) -> KVState:
-    """The rows of `other` in the place of the state's own from `row` on."""
+def insert(
+    state: KVState, other: KVState, rows: Int[Array, "N"] | Int[Array, ""] | int
+) -> KVState:
+    """Copies each of the N rows of `other` to the row of the state that `rows` names.
 
-    def put(whole, part):
-        return jax.lax.dynamic_update_slice_in_dim(whole, part, row, axis=0)
+    A row of B or more is dropped; no other may be named twice. `other` stays valid and
+    may be inserted again, for several continuations of one prompt.
 
-    layers = zip(state.layers, other.layers, strict=True)
+    Args:
+      state: B rows.
+      other: N rows of the same capacities.
+      rows: one per row of `other`; or one number, the first of N neighbouring rows.
+    """
+    rows = jnp.asarray(rows, jnp.int32)
+    if not rows.ndim:
+        rows = rows + jnp.arange(len(other.next_pos), dtype=jnp.int32)
+    put = lambda mine, new: host.insert(mine, new, rows)
     rest = jax.tree.map(put, state.replace(layers=()), other.replace(layers=()))
+    layers = zip(state.layers, other.layers, strict=True)
     return rest.replace(
-        layers=tuple(state.layout.insert(mine, new, row) for mine, new in layers)
+        layers=tuple(state.layout.insert(mine, new, rows) for mine, new in layers)
+    )
+
+
+def release(state: KVState, rows: Int[Array, "N"]) -> KVState:
+    """Evicts all pairs of these rows, which are then empty until the next `insert`.
+
+    Error bits stay, and so do the policy's statistics of rows, which `insert` replaces.
+    A row of B or more is dropped.
+    """
+    return state.replace(
+        layers=tuple(state.layout.release(layer, rows) for layer in state.layers),
+        next_pos=state.next_pos.at[rows].set(0, mode="drop"),
     )
 
 
@@ -138,18 +161,13 @@ def _heads_of(
 
 
 def stored_bytes(state: KVState) -> tuple[int, int]:
-    """Bytes of the keys and values that are live, and those allocated for them.
+    """Returns the bytes of live keys and values, and the bytes allocated for them.
 
-    A rule that keeps fewer pairs than the budget in some heads leaves slots empty: they
-    hold nothing, and stay allocated.
+    A policy that keeps fewer pairs than the budget leaves slots empty, which stay
+    allocated.
     """
-    live, allocated = 0, 0
-    for layer in state.layers:
-        leaves = jax.tree.leaves(state.layout.stored(layer))
-        stored, positions = sum(x.nbytes for x in leaves), state.layout.positions(layer)
-        allocated += stored
-        live += int(jnp.sum(positions >= 0)) * stored // positions.size
-    return live, allocated
+    live, allocated = zip(*map(state.layout.nbytes, state.layers), strict=True)
+    return sum(live), sum(allocated)
 
 
 def raise_errors(state: KVState) -> None:

@@ -85,12 +85,16 @@ def exchange(
 
 
 def insert(
-    x: Shaped[Array, "B ..."], part: Shaped[Array, "R ..."], row: Int[Array, ""]
+    x: Shaped[Array, "B ..."], part: Shaped[Array, "N ..."], rows: Int[Array, "N"]
 ) -> Shaped[Array, "B ..."]:
-    """x with `part` in its rows from `row` on."""
-    if not is_host(x):
-        return lax.dynamic_update_slice_in_dim(x, to_device(part), row, axis=0)
-    return _by_rows(_insert, x, row, part, writes=1)
+    """Copies each row of `part` into the row of x that `rows` names.
+
+    No row is named twice; rows outside of 0 to B - 1 are dropped.
+    """
+    if is_host(x) or not is_short(x):
+        return _by_rows(_insert, x, rows, part, writes=len(rows))
+    given = x, rows, to_device(part)
+    return lax.platform_dependent(*given, cpu=_insert_on_cpu, default=_insert)
 
 
 def rows(x: Shaped[Array, "B ..."], chosen: Int[Array, "*N"]) -> Shaped[Array, "..."]:
@@ -251,15 +255,21 @@ def _exchange(x: Array, slots: Array, new: Array, wanted: Array) -> tuple:
     return x, _take(x, wanted)
 
 
-def _insert(x: Array, row: Array, part: Array) -> Array:
+def _insert(x: Array, rows: Array, part: Array) -> Array:
     numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(range(x.ndim)),
-        inserted_window_dims=(),
+        update_window_dims=tuple(range(1, x.ndim)),
+        inserted_window_dims=(0,),
         scatter_dims_to_operand_dims=(0,),
     )
-    index = lax.reshape(row, (1,))
-    inside = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    return lax.scatter(x, index, part, numbers, mode=inside)
+    index = lax.reshape(rows, (*rows.shape, 1))
+    beyond = lax.GatherScatterMode.FILL_OR_DROP
+    return lax.scatter(x, index, part, numbers, unique_indices=True, mode=beyond)
+
+
+def _insert_on_cpu(x: Array, rows: Array, part: Array) -> Array:
+    """XLA's CPU backend scatters short floats by widening all of x: scatter bits."""
+    bits = lambda leaf: lax.bitcast_convert_type(leaf, f"uint{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(_insert(bits(x), rows, bits(part)), x.dtype)
 
 
 def _rows_on_cpu(x: Array, chosen: Array) -> Array:

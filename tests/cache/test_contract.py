@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import often
 from testing import layer, toys
+from testing.pooled import POOLED
 from testing.rules import POLICIES, VARIANTS
 
 from kvjax import Schedule, cache, policies
@@ -35,10 +36,11 @@ OFTEN = (  # one of each kind of memory, where the same code serves all policies
     *("key_diff", "expected_attention", "lag_kv", "random"),
 )
 QUICK = ("fastgen", "average_attention", "key_diff")  # under every schedule each time
-LAYOUTS = {"halves": {"layout": toys.HALVES}}  # all but dense
+LAYOUTS = {"halves": {"layout": toys.HALVES}}  # test_layouts.py has another
 STORED = {  # how and where pairs are kept
     "dense": {},
     **LAYOUTS,
+    "pooled": {"layout": POOLED},
     "halved_but_ends": {"codec": toys.HALVED_BUT_ENDS},
     **{name: {"codec": codec} for name, codec in toys.OF_8_CHANNELS.items()},
 }
@@ -57,7 +59,7 @@ CASES = often(
 CASES += [pytest.param(each, marks=pytest.mark.slow) for each in SLOW]
 ELSEWHERE = [  # what is stored otherwise: all rules in one form, few in the others
     (name, SCHEDULES[i % 2], stored)
-    for stored in (*LAYOUTS, "halved_but_ends", "int8")
+    for stored in (*LAYOUTS, "pooled", "halved_but_ends", "int8")
     for i, name in enumerate(POLICIES)
 ]
 RARE = [each for each in ELSEWHERE if each[0] not in OFTEN and each[2] not in LAYOUTS]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache.layouts.base import put
+from kvjax.parallel import host
 
 RNG = np.random.default_rng(0)
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32", "bool")
@@ -52,3 +53,23 @@ def test_no_write_widens_what_is_stored(dtype, count):
     whole = re.escape(",".join(map(str, shape)))
     entry = text[text.index("ENTRY") :]  # within a fusion nothing is stored
     assert not re.search(rf"= f32\[{whole}\]", entry)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_inserted_bit_for_bit_and_those_beyond_dropped(dtype):
+    whole, part = (_numbers((rows, HEADS, SLOTS), dtype) for rows in (ROWS, 4))
+    rows, expected = np.array([2, ROWS, 0, 9], np.int32), whole.copy()
+    expected[[2, 0]] = part[[0, 2]]
+    found = np.asarray(jax.jit(host.insert)(whole, part, rows))
+    np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+def test_no_insert_widens_what_is_stored(dtype):
+    asked = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+    shape, rows = (ROWS, HEADS, SLOTS), jax.ShapeDtypeStruct((2,), "int32")
+    program = jax.jit(host.insert, donate_argnums=0).lower(
+        asked(shape), asked((2, HEADS, SLOTS)), rows
+    )
+    text = program.compile().as_text()
+    assert not re.search(rf"= f32\[{ROWS},{HEADS},{SLOTS}\]", text)

@@ -12,6 +12,7 @@ from kvjax.cache import budgets, codecs, layouts
 from kvjax.cache.layouts import dense
 from kvjax.cache.layouts.base import put
 from kvjax.types import EMPTY, Struct
+from testing import pooled
 
 ROUNDED = codecs.TensorCodec(
     name="bfloat16",
@@ -84,6 +85,11 @@ def _evict(layer, mask):
     return layer.replace(positions=tuple(jnp.where(m, EMPTY, p) for p, m in old))
 
 
+def _release(layer, rows):
+    empty = lambda positions: positions.at[rows].set(EMPTY, mode="drop")
+    return layer.replace(positions=tuple(map(empty, layer.positions)))
+
+
 def _compact(layer, per_slot, capacity):
     tidy, per_slot = dense.compact(_like_dense(layer), per_slot, capacity)
     parts = map(_split, (tidy.k, tidy.v, tidy.positions))
@@ -118,10 +124,14 @@ HALVES = layouts.Layout(
     write=_write,
     evict=_evict,
     compact=_compact,
+    rows=layouts.select_rows,
+    release=_release,
     insert=layouts.insert_rows,
+    partition=layouts.partition_rows,
+    nbytes=lambda layer: layouts.live_bytes(
+        _whole(layer.positions), (layer.k, layer.v)
+    ),
     attend=_attend,
-    write_attend=None,
-    stored=lambda layer: (layer.k, layer.v),
     check=_only_identity,
 )
 
@@ -137,6 +147,8 @@ def spoiled(state):
         return jax.tree.map(functools.partial(fill, positions), stored)
 
     def layer(held):  # of some layouts, positions and pairs lie in several arrays
+        if isinstance(held, pooled.PooledLayer):
+            return pooled.spoiled(held)
         junk = functools.partial(jax.tree.map, filled, held.positions)
         return held.replace(k=junk(held.k), v=junk(held.v))
 

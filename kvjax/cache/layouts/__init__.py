@@ -1,10 +1,16 @@
-"""Where pairs lie: `Layout` says what that takes, `DEFAULT` is the one of the package.
+"""Layouts of the KV cache in memory: the interface `Layout`, and `DEFAULT` (dense).
 
 A layout of your own is a `Layout` of pure functions, `register`ed by a name.
 """
 
 from kvjax.cache.layouts import dense
-from kvjax.cache.layouts.base import Layout, insert_rows
+from kvjax.cache.layouts.base import (
+    Layout,
+    insert_rows,
+    live_bytes,
+    partition_rows,
+    select_rows,
+)
 from kvjax.registry import Registry
 from kvjax.types import UserError
 
@@ -16,7 +22,7 @@ register(DEFAULT.name, lambda: DEFAULT)
 
 
 def make(layout: Layout | str, **options) -> Layout:
-    """The layout of that name, or `module:function` of the user's own; or as it is.
+    """Returns the layout of a name, or of a user's `module:function`; or it unchanged.
 
     Raises:
       UserError: an unknown name, or something that is no layout.
@@ -29,4 +35,14 @@ def make(layout: Layout | str, **options) -> Layout:
     return found
 
 
-__all__ = ["DEFAULT", "Layout", "insert_rows", "make", "names", "register"]
+__all__ = [
+    "DEFAULT",
+    "Layout",
+    "insert_rows",
+    "live_bytes",
+    "make",
+    "names",
+    "partition_rows",
+    "register",
+    "select_rows",
+]

@@ -7,9 +7,9 @@
                 |    |    |                                 live: 0 3 9 10 11
                 k,v  k,v  empty, will take the next pair
 
-Attention reads positions, never slot numbers, so pairs may lie in any order: an
-eviction only marks slots empty, and new pairs move into them (`claim`, `write`).
-Nothing is copied to make room. `compact` is the other way, and the one that changes C.
+Attention masks by positions, never by slot numbers, so pairs may lie in any order. An
+eviction only marks slots as empty, and new pairs are written there (`claim`, `write`):
+nothing is copied. `compact` moves the live pairs together, and may change C.
 """
 
 import jax
@@ -19,8 +19,18 @@ from jaxtyping import Array, Bool, Int
 from kvjax import attention
 from kvjax.attention.stored import Pairs, Stored
 from kvjax.cache.codecs import Codec, plain
-from kvjax.cache.layouts import groups
-from kvjax.cache.layouts.base import Layout, first_of, insert_rows, mark, put
+from kvjax.cache.layouts import groups, residual
+from kvjax.cache.layouts.base import (
+    Layout,
+    first_of,
+    insert_rows,
+    live_bytes,
+    mark,
+    partition_rows,
+    put,
+    select_rows,
+)
+from kvjax.cache.layouts.residual import Residual
 from kvjax.parallel import host
 from kvjax.types import (
     EMPTY,
@@ -34,33 +44,16 @@ from kvjax.types import (
 )
 
 
-class Residual(Struct):
-    """The first S and the newest R pairs of every row as they were.
-
-    Token p lies at p, or from S on at S + p mod R. Of keys that are encoded in groups
-    it is slot s that lies at s mod R, as a group is of neighbouring slots.
-
-    Attributes:
-      k: [B, K, S + R, D].
-      v: [B, K, S + R, D].
-      positions: i32[B, K, S + R]; -1 if there is none yet.
-    """
-
-    k: Array
-    v: Array
-    positions: Array
-
-
 class DenseLayer(Struct):
     """One layer's pairs.
 
     Attributes:
       k: stored keys, logically [B, K, C, D].
       v: stored values, logically [B, K, C, D].
-      positions: i32[B, K, C], the true position of each pair in its row; -1 if empty.
-      residual: first and newest pairs unencoded, None if the codec keeps none.
-      codec: how `k` and `v` are stored.
-      dtype: of decoded keys and values, a name.
+      positions: i32[B, K, C], the position of each slot's token; -1 if empty.
+      residual: the unencoded first and newest pairs; None if the codec asks for none.
+      codec: encodes and decodes `k` and `v`.
+      dtype: name of the dtype of decoded keys and values.
     """
 
     k: PyTree
@@ -74,120 +67,81 @@ class DenseLayer(Struct):
 def init(
     spec: ModelSpec, batch: int, capacity: int, codec: Codec, dtype: jnp.dtype
 ) -> DenseLayer:
-    """An empty layer of `capacity` slots per head."""
+    """Returns an empty layer of `capacity` slots per head."""
     shape = (batch, spec.num_kv_heads, capacity, spec.head_dim)
     whole = (*shape[:2], groups.rounded(capacity, codec.key), shape[3])
     return DenseLayer(
         k=codec.key.init(whole, dtype),
         v=_placed(codec, codec.value.init(shape, dtype)),
         positions=jnp.full(shape[:3], EMPTY, jnp.int32),
-        residual=_empty_ring(codec, shape, dtype),
+        residual=residual.empty(codec, shape, dtype),
         codec=codec,
         dtype=jnp.dtype(dtype).name,
     )
 
 
 def _placed(codec: Codec, v: PyTree) -> PyTree:
-    """Values where the codec has them."""
+    """Moves stored values to host memory if the codec keeps them there."""
     return host.to_host(v) if codec.value.on_host else v
 
 
-def _empty_ring(codec: Codec, shape: tuple[int, ...], dtype) -> Residual | None:
-    """Room for what the codec leaves as it is of (B, K, C, D); None if nothing."""
-    size = codec.sinks + codec.residual_length
-    if not size:
-        return None
-    ring = (*shape[:2], size, shape[3])
-    empty = jnp.full(ring[:3], EMPTY, jnp.int32)
-    return Residual(jnp.zeros(ring, dtype), jnp.zeros(ring, dtype), empty)
-
-
 def keys(layer: DenseLayer) -> Array:
-    """[B, K, C, D]."""
+    """Returns the decoded keys, [B, K, C, D]."""
     decoded = layer.codec.key.decode(layer.k, jnp.dtype(layer.dtype))
-    decoded = decoded[:, :, : layer.positions.shape[2]]  # of whole groups
-    return _with_residual(layer, decoded, "k")
+    # The last group of keys may reach beyond the capacity.
+    decoded = decoded[:, :, : layer.positions.shape[2]]
+    if layer.residual is None:
+        return decoded
+    return residual.overlay(
+        decoded, layer.residual.k, layer.residual, layer.codec, layer.positions
+    )
 
 
 def values(layer: DenseLayer) -> Array:
-    """[B, K, C, D]."""
-    stored = host.to_device(layer.v)
-    return _decoded_values(layer, stored)
-
-
-def _all_slots(positions: Int[Array, "B K C"]) -> Int[Array, "B K C"]:
-    slots = jnp.arange(positions.shape[2], dtype=jnp.int32)
-    return jnp.broadcast_to(slots, positions.shape)
+    """Returns the decoded values, [B, K, C, D]."""
+    return _decoded_values(layer, host.to_device(layer.v))
 
 
 def _decoded_values(
     layer: DenseLayer, stored: PyTree, slots: Int[Array, "B K N"] | None = None
 ) -> Array:
-    """[B, K, N, D] of what is stored in these slots, or in all."""
+    """Decodes the values [B, K, N, D] stored in these slots, or in all."""
     decoded = layer.codec.value.decode(stored, jnp.dtype(layer.dtype))
-    return _with_residual(layer, decoded, "v", slots)
-
-
-def _with_residual(
-    layer: DenseLayer,
-    decoded: Array,
-    which: str,
-    slots: Int[Array, "B K N"] | None = None,
-) -> Array:
-    """First and newest pairs in the place of their decoded codes."""
-    ring, positions = layer.residual, layer.positions
-    if ring is None:
+    if layer.residual is None:
         return decoded
-    if slots is None:
-        slots = _all_slots(positions)
-    else:
-        positions = jnp.take_along_axis(positions, slots, axis=2)
-    place = _place(layer.codec, positions, slots)  # of an empty slot, no matter
-    newest = jnp.take_along_axis(ring.positions, place, axis=2) == positions
-    newest = (newest & (positions >= 0))[..., None]
-    as_they_were = jnp.take_along_axis(getattr(ring, which), place[..., None], axis=2)
-    return jnp.where(newest, as_they_were, decoded)
-
-
-def _place(
-    codec: Codec, positions: Int[Array, "*axes"], slots: Int[Array, "*axes"]
-) -> Int[Array, "*axes"]:
-    """Where a `Residual` has these tokens, if it has them."""
-    if _in_groups(codec):
-        return slots % codec.residual_length
-    first, newest = codec.sinks, max(codec.residual_length, 1)
-    later = jnp.minimum(first + positions % newest, first + codec.residual_length - 1)
-    return jnp.where(positions < first, positions, later)
+    return residual.overlay(
+        decoded, layer.residual.v, layer.residual, layer.codec, layer.positions, slots
+    )
 
 
 def free_slots(positions: Int[Array, "B K C"], count: int) -> Int[Array, "B K T"]:
-    """The first `count` empty slots of every head, C where there are fewer."""
+    """Returns the first `count` empty slots of every head, C where there are fewer."""
     return first_of(positions < 0, count)
 
 
 def claim(
     layer: DenseLayer, per_slot: PyTree, positions: Int[Array, "B T"], n: Array
 ) -> tuple[DenseLayer, PyTree, Int[Array, "B K T"], Bool[Array, "B K"]]:
-    """Gives the first `n` of T new pairs of every row an empty slot each.
+    """Assigns an empty slot to each of the first `n` of T new pairs of every row.
 
-    The pairs themselves are still to be written there: by `write`, or by a kernel.
+    `write` or a kernel then writes the pairs there.
 
     Args:
       layer: the layer to be written to.
-      per_slot: the policy's statistics; those of the slots claimed become zero.
+      per_slot: the policy's statistics; those of the claimed slots become zero.
       positions: of the new tokens.
-      n: real tokens per row, the others are padding and get none.
+      n: real tokens per row; the others are padding and get no slot.
 
     Returns:
-      The layer with the new positions, the statistics, the slots (C for none), and for
-      every head whether some pair found no empty slot (it is dropped, and the caller
-      raises the sticky error bit).
+      The layer with the new positions, the statistics, the slots (C for none), and
+      True for every head without enough empty slots. Its pairs without a slot are
+      dropped, and the caller sets the sticky error bit.
     """
     capacity, length = layer.positions.shape[2], positions.shape[1]
     slots = free_slots(layer.positions, length)
     real = jnp.arange(length, dtype=jnp.int32)[None, :] < n[:, None]
     overflow = jnp.any(real[:, None] & (slots >= capacity), axis=-1)
-    slots = jnp.where(real[:, None], slots, capacity)  # out of range: not written
+    slots = jnp.where(real[:, None], slots, capacity)  # out of range: dropped
     written = mark if length == 1 else put
     zeros = lambda leaf: written(leaf, slots, jnp.zeros((), leaf.dtype))
     here = jnp.broadcast_to(positions[:, None], slots.shape)
@@ -215,23 +169,19 @@ def write_keys(
     slots: Int[Array, "B K T"],
     positions: Int[Array, "B T"],
 ) -> DenseLayer:
-    """`write`, of keys [B, K, T, D] whose values are still to come."""
-    codec, ring, capacity = layer.codec.key, layer.residual, layer.positions.shape[2]
-    if _in_groups(layer.codec):
-        stored = groups.with_new(layer.k, codec, ring.k, k, slots, capacity)
+    """Writes keys [B, K, T, D]; `exchange_values` writes their values."""
+    codec, capacity = layer.codec.key, layer.positions.shape[2]
+    if codec.group_size > 1:
+        stored = groups.with_new(layer.k, codec, layer.residual.k, k, slots, capacity)
     else:
         put_new = lambda leaf, new: put(leaf, slots, new)
         stored = jax.tree.map(put_new, layer.k, codec.encode(k))
     layer = layer.replace(k=stored)
-    if ring is None:
+    if layer.residual is None:
         return layer
     here = _written(layer, slots, positions)
-    place = _places(layer.codec, here, slots, ring)
-    return layer.replace(
-        residual=ring.replace(
-            k=put(ring.k, place, k), positions=put(ring.positions, place, here)
-        )
-    )
+    kept = residual.with_keys(layer.residual, layer.codec, k, here, slots)
+    return layer.replace(residual=kept)
 
 
 def exchange_values(
@@ -241,7 +191,7 @@ def exchange_values(
     positions: Int[Array, "B T"],
     wanted: Int[Array, "B K N"],
 ) -> tuple[DenseLayer, Array]:
-    """Writes values [B, K, T, D] of keys that are written, and reads [B, K, N, D]."""
+    """Writes values [B, K, T, D], and reads the slots `wanted`, [B, K, N, D]."""
     leaves, structure = jax.tree.flatten(layer.v)
     new = jax.tree.leaves(layer.codec.value.encode(v))
     pairs = zip(leaves, new, strict=True)
@@ -254,59 +204,49 @@ def exchange_values(
 def _with_values(
     layer: DenseLayer, stored: PyTree, v: Array, slots: Array, positions: Array
 ) -> DenseLayer:
-    """The layer with these values, the last of them in its residual too."""
-    layer, ring = layer.replace(v=stored), layer.residual
-    if ring is None:
+    """Replaces the stored values, and copies new ones to the residual."""
+    layer = layer.replace(v=stored)
+    if layer.residual is None:
         return layer
     here = _written(layer, slots, positions)
-    place = _places(layer.codec, here, slots, ring)
-    return layer.replace(residual=ring.replace(v=put(ring.v, place, v)))
+    kept = residual.with_values(layer.residual, layer.codec, v, here, slots)
+    return layer.replace(residual=kept)
 
 
 def _written(
     layer: DenseLayer, slots: Int[Array, "B K T"], positions: Int[Array, "B T"]
 ) -> Int[Array, "B K T"]:
-    """Positions of new pairs, -1 where they are given no slot."""
+    """Returns the positions of new pairs, -1 for those without a slot."""
     here = jnp.broadcast_to(positions[:, None], slots.shape)
     return jnp.where(slots < layer.positions.shape[2], here, EMPTY)
 
 
-def _places(
-    codec: Codec,
-    positions: Int[Array, "B K T"],
-    slots: Int[Array, "B K T"],
-    ring: Residual,
-) -> Int[Array, "B K T"]:
-    """Where the first and newest of these pairs go; those at -1 are none."""
-    order = jnp.where(positions < 0, EMPTY, slots) if _in_groups(codec) else positions
-    newest = jnp.max(order, axis=-1, keepdims=True)
-    kept = (order > newest - codec.residual_length) | (positions < codec.sinks)
-    beyond = ring.positions.shape[2]
-    return jnp.where(kept & (positions >= 0), _place(codec, positions, slots), beyond)
-
-
-def _in_groups(codec: Codec) -> bool:
-    return codec.key.group_size > 1
-
-
 def evict(layer: DenseLayer, mask: Bool[Array, "B K C"]) -> DenseLayer:
-    """Marks the slots in the mask empty."""
+    """Marks the slots in the mask as empty."""
     return layer.replace(positions=jnp.where(mask, EMPTY, layer.positions))
 
 
+def release(layer: DenseLayer, rows: Int[Array, "N"]) -> DenseLayer:
+    """Marks all slots of these rows as empty; rows of B or more are dropped."""
+    empty = lambda positions: positions.at[rows].set(EMPTY, mode="drop")
+    layer, kept = layer.replace(positions=empty(layer.positions)), layer.residual
+    if kept is None:
+        return layer
+    return layer.replace(residual=kept.replace(positions=empty(kept.positions)))
+
+
+def nbytes(layer: DenseLayer) -> tuple[int, int]:
+    """Returns the bytes of live pairs, and of all slots with the residual."""
+    return live_bytes(layer.positions, (layer.k, layer.v, layer.residual))
+
+
 def encode(layer: DenseLayer, codec: Codec) -> DenseLayer:
-    """The same pairs, stored by another codec."""
-    k, v, positions = keys(layer), values(layer), layer.positions
-    ring = _empty_ring(codec, k.shape, k.dtype)
-    if ring is not None:
-        place = _places(codec, positions, _all_slots(positions), ring)
-        new = k, v, positions
-        put_new = lambda leaf, new: put(leaf, place, new)
-        ring = Residual(*map(put_new, (ring.k, ring.v, ring.positions), new))
+    """Stores the same pairs by another codec."""
+    k, v = keys(layer), values(layer)
     return layer.replace(
         k=groups.all_of(codec.key, k),
         v=_placed(codec, codec.value.encode(v)),
-        residual=ring,
+        residual=residual.of_pairs(codec, k, v, layer.positions),
         codec=codec,
     )
 
@@ -314,9 +254,9 @@ def encode(layer: DenseLayer, codec: Codec) -> DenseLayer:
 def compact(
     layer: DenseLayer, per_slot: PyTree, capacity: int
 ) -> tuple[DenseLayer, PyTree]:
-    """Moves the live pairs, in the order of their positions, to the first slots.
+    """Moves the live pairs to the first slots, in the order of their positions.
 
-    The result has `capacity` slots; a head must not hold more pairs than that.
+    The result has `capacity` slots; no head may hold more pairs than that.
     """
     last = jnp.iinfo(jnp.int32).max
     late = jnp.where(layer.positions < 0, last, layer.positions)
@@ -324,7 +264,7 @@ def compact(
     short = capacity - order.shape[-1]
 
     def move(leaf, fill=0):
-        if host.is_host(leaf):  # an empty slot may hold any number
+        if host.is_host(leaf):  # `fill` is left out: an empty slot may hold any number
             return host.take(leaf, jnp.pad(order, [(0, 0), (0, 0), (0, max(short, 0))]))
         index = order.reshape(order.shape + (1,) * (leaf.ndim - 3))
         moved = jnp.take_along_axis(leaf, index, axis=2)
@@ -361,7 +301,7 @@ def attend(
 def write_attend(
     layer: DenseLayer, q, k, v, slots, positions, n, stats, implementation, scoring
 ):
-    """Both in one kernel, where there is one that can write what is stored."""
+    """Writes and attends in one kernel, where one can write the stored dtype."""
     how = stats, implementation, scoring
     if layer.codec.value.on_host:
         if all(host.can_write(leaf, k.shape[2]) for leaf in jax.tree.leaves(layer.v)):
@@ -383,13 +323,16 @@ def write_attend(
 
 
 def _attend_beside(layer: DenseLayer, q, k, v, slots, positions, n, *how):
-    """Both, for the values of a host that cannot write so many: all go to and fro."""
+    """Writes and attends where the host cannot write so many of its values itself.
+
+    All values cross the link to the device and back.
+    """
     here = write(layer.replace(v=host.to_device(layer.v)), k, v, slots, positions)
     return here.replace(v=host.to_host(here.v)), *attend(here, q, positions, n, *how)
 
 
 def _stored(layer: DenseLayer) -> tuple[Pairs, Pairs]:
-    """Keys and values as attention reads them: stored, where nothing overlies them."""
+    """Returns keys and values for attention: decoded only if there is a residual."""
     arrays = layer.k, host.to_device(layer.v)
     if (layer.codec.key, layer.codec.value.decode) == (plain, plain.decode):
         return arrays
@@ -404,20 +347,20 @@ def _stored(layer: DenseLayer) -> tuple[Pairs, Pairs]:
 
 
 def _with_numbers(stored: PyTree, numbers: Array) -> PyTree:
-    """What is stored, with these in the place of `numbers_of`."""
+    """Replaces the numbers of a stored tensor: its codes, or the tensor itself."""
     coded = isinstance(stored, Codes)
     return stored._replace(codes=numbers) if coded else numbers
 
 
 def _with_scales(stored: PyTree, new: PyTree, slots: Int[Array, "B K 1"]) -> PyTree:
-    """What is stored, with the new pairs' scales, which no kernel writes."""
+    """Writes the scales of new pairs, which no kernel writes."""
     if not isinstance(stored, Codes):
         return stored
     return stored._replace(scale=mark(stored.scale, slots, new.scale))
 
 
 def check(codec: Codec) -> None:
-    """Raises UserError for tokens that are encoded together where this cannot be."""
+    """Raises UserError for a codec whose groups of tokens cannot be stored."""
     size, newest = codec.key.group_size, codec.residual_length
     if codec.value.group_size > 1:
         raise UserError(
@@ -443,12 +386,15 @@ LAYOUT = Layout(
     write=write,
     evict=evict,
     compact=compact,
+    rows=select_rows,
+    release=release,
     insert=insert_rows,
+    partition=partition_rows,
+    nbytes=nbytes,
     attend=attend,
-    write_attend=write_attend,
-    stored=lambda layer: (layer.k, layer.v, layer.residual),
     check=check,
+    write_attend=write_attend,
+    encode=encode,
     write_keys=write_keys,
     exchange_values=exchange_values,
-    encode=encode,
 )
