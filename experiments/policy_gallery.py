@@ -45,7 +45,9 @@ from kvjax.types import UserError
 FLAGS = flags.FLAGS
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-COMBINATORS = ("protect", "mix", "smooth", "chunked", "shared_heads", "per_head")
+COMBINATORS = (
+    *("protect", "mix", "smooth", "chunked", "shared_heads", "per_head", "by_size"),
+)
 
 
 def define_flags() -> None:

@@ -14,7 +14,7 @@ from kvjax.engine import layerwise
 from kvjax.engine.compiled import Job, tree_bytes
 from kvjax.engine.layerwise import LayerByLayer
 from kvjax.engine.runner import Prefilled, Prompts
-from kvjax.policies import watching
+from kvjax.policies import joint
 from kvjax.types import Model
 
 
@@ -64,7 +64,7 @@ class PrefillCache:
         key = full, new, *map(tuple, prompts)
         found = self._kept.get(key)
         if found is None:
-            every = watching.together(self._policies) if config.policy else None
+            every = joint.combine(self._policies) if config.policy else None
             full = dataclasses.replace(full, policy=every)
             found = layerwise.prefill(self.model, full, prompts, new)
             size = tree_bytes(found)
@@ -74,7 +74,7 @@ class PrefillCache:
         if not config.policy:
             return found
         index = self._policies.index(config.policy)
-        stats = tuple(watching.only(stats, index) for stats in found.state.stats)
+        stats = tuple(joint.member_stats(stats, index) for stats in found.state.stats)
         return found._replace(state=found.state.replace(stats=stats))
 
 

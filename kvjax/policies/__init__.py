@@ -1,6 +1,6 @@
-"""Which key-value pairs stay: eviction rules as pure functions over arrays.
+"""Eviction policies: pure functions over arrays that rank the cached KV pairs.
 
-A rule needs no model and no cache of ours::
+A policy needs no model and no cache of kvjax::
 
     from kvjax import policies
     from kvjax.types import Observation, View
@@ -13,13 +13,22 @@ A rule needs no model and no cache of ours::
     scores = policy.score(stats, view)
     evict_mask = policies.select_evictions(scores, positions, num_evict)  # [B, K, C]
 
-`docs/policies_alone.md` has a whole attention layer and the helpers that rules are made
-of, here and in `kvjax.policies.ordering`; `docs/policies.md` shows what each rule
-keeps. `make` takes a rule's name, one of `names()`, one of your own that you
-`register`, or `my_rules:my_function`.
+Where to find what::
+
+    papers/            one module per paper: h2o.py, snapkv.py, fastgen.py, ...
+    baselines.py       recency, sliding_window, random
+    combinators.py     protect, mix, smooth, chunked, shared_heads, per_head, by_size
+    base.py            Policy, and helpers that policies are written with
+    ordering.py        helpers that look at pairs in the order of their positions
+    attention_sums.py  policies over attention weights that are summed per pair
+    recent_queries.py  policies that remember the last queries of every row
+    checks.py          checks of a policy before anything is compiled
+
+`make` takes the name of a policy, one of `names()`, one of your own that you
+`register`, or `my_policies:my_function`. `docs/policies_alone.md` runs policies in an
+attention layer of your own; `docs/policies.md` shows what each policy keeps.
 """
 
-from kvjax.policies.attention_sums import average_attention, h2o, h2o_sinks, roco
 from kvjax.policies.base import (
     LayerParams,
     Policy,
@@ -35,6 +44,7 @@ from kvjax.policies.base import (
     with_params,
     zeros_per_slot,
 )
+from kvjax.policies.baselines import random, recency, sliding_window
 from kvjax.policies.combinators import (
     by_size,
     chunked,
@@ -44,14 +54,23 @@ from kvjax.policies.combinators import (
     shared_heads,
     smooth,
 )
-from kvjax.policies.expected import expected_attention
-from kvjax.policies.head_profiles import fastgen, retrieval_heads, simlayerkv
-from kvjax.policies.keys import key_diff, key_norm, lag_kv
-from kvjax.policies.observation_window import chunk_kv, snapkv, tova
-from kvjax.policies.persistence import scissorhands, scissorhands_released
-from kvjax.policies.positional import random, recency, sliding_window, streaming
-from kvjax.policies.redundancy import r_kv
-from kvjax.policies.value_norms import criticalkv
+from kvjax.policies.papers.batch_max import average_attention
+from kvjax.policies.papers.chunk_kv import chunk_kv
+from kvjax.policies.papers.criticalkv import criticalkv
+from kvjax.policies.papers.duo_attention import retrieval_heads
+from kvjax.policies.papers.expected_attention import expected_attention
+from kvjax.policies.papers.fastgen import fastgen
+from kvjax.policies.papers.h2o import h2o, h2o_sinks
+from kvjax.policies.papers.key_diff import key_diff
+from kvjax.policies.papers.key_norm import key_norm
+from kvjax.policies.papers.lag_kv import lag_kv
+from kvjax.policies.papers.r_kv import r_kv
+from kvjax.policies.papers.roco import roco
+from kvjax.policies.papers.scissorhands import scissorhands, scissorhands_released
+from kvjax.policies.papers.simlayerkv import simlayerkv
+from kvjax.policies.papers.snapkv import snapkv
+from kvjax.policies.papers.streaming_llm import streaming
+from kvjax.policies.papers.tova import tova
 from kvjax.registry import Registry
 
 _registry = Registry("policy", Policy)
@@ -71,6 +90,7 @@ for _factory in (
     r_kv,
     random,
     recency,
+    retrieval_heads,
     roco,
     scissorhands,
     scissorhands_released,
@@ -81,7 +101,6 @@ for _factory in (
     tova,
 ):
     register(_factory.__name__, _factory)
-
 
 __all__ = [
     "LayerParams",

@@ -1,6 +1,9 @@
 """The rules with arrays alone."""
 
 import functools
+import inspect
+import pathlib
+import re
 import types
 
 import jax
@@ -176,6 +179,27 @@ def test_streaming_keeps_sinks_and_newest():
     score = policies.streaming(sinks=2).score((), view(pos, [5]))
     gone = policies.select_evictions(score, jnp.asarray(pos), jnp.asarray([7]))
     assert np.flatnonzero(~gone[0, 0]).tolist() == [0, 1, 9, 10, 11]
+
+
+def test_every_public_policy_is_registered_and_in_readme():
+    """Under one name in Python, in configs and in README's table."""
+    factories = {
+        name
+        for name in policies.__all__
+        if inspect.isfunction(found := getattr(policies, name))
+        and (signature := inspect.signature(found)).return_annotation is policies.Policy
+        and all(
+            each.default is not each.empty for each in signature.parameters.values()
+        )
+    }
+    assert factories == set(policies.names())
+    readme = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+    table = readme.partition("| policy | source |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1] for line in table.splitlines()[2:]]
+    in_table = set(re.findall(r"`(\w+)`", " ".join(rows)))
+    assert in_table <= factories
+    assert factories - in_table <= {"retrieval_heads"}  # below the table
+    assert "`retrieval_heads`" in readme
 
 
 def test_factories_give_one_policy():

@@ -1,4 +1,4 @@
-"""Rules that weigh a pair by what its value adds to the output."""
+"""CriticalKV (Feng et al. 2025), arXiv 2502.03805."""
 
 import jax.numpy as jnp
 
@@ -11,7 +11,7 @@ from kvjax.policies.base import (
     validate,
     zeros_per_slot,
 )
-from kvjax.policies.observation_window import snapkv
+from kvjax.policies.papers.snapkv import snapkv
 from kvjax.types import Stats
 
 

@@ -7,13 +7,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from kvjax.policies.base import (
-    Policy,
-    check_counts,
-    check_range,
-    memoized,
-    real_mask,
-)
+from kvjax.policies.base import Policy, check_counts, check_range, memoized, real_mask
 from kvjax.types import Observation, Stats, View
 
 

@@ -1,4 +1,4 @@
-"""Rules that count how often a pair mattered to the queries of a history window."""
+"""Scissorhands (Liu et al. 2023), arXiv 2305.17118."""
 
 from collections.abc import Callable
 
@@ -6,13 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt
 
-from kvjax.policies.base import (
-    Policy,
-    check_counts,
-    memoized,
-    real_mask,
-    recent_mask,
-)
+from kvjax.policies.base import Policy, check_counts, memoized, real_mask, recent_mask
 from kvjax.types import Observation, Stats
 
 

@@ -1,6 +1,4 @@
-"""Rules that look at keys and values; attention need hand over nothing."""
-
-import functools
+"""LagKV (Liang et al. 2025), arXiv 2504.04704."""
 
 import jax
 import jax.numpy as jnp
@@ -10,54 +8,6 @@ from jaxtyping import Array, Float
 from kvjax.policies.base import Policy, check_counts, memoized, stateless
 from kvjax.policies.ordering import sort_by_position, take
 from kvjax.types import View
-
-
-@memoized
-def key_diff() -> Policy:
-    """Keeps the keys that point away from the average direction.
-
-        score = -cos(key, mean over the live slots of key / |key|)
-
-    Keys that resemble the others are redundant; the distinctive ones carry what a
-    later question may ask for, and this is known without asking it. Reads the keys
-    once per eviction, so about 1 / (2 p) of attention's traffic while decoding.
-
-    Source: KeyDiff (Park et al. 2025), arXiv 2504.15364.
-    """
-
-    def score(view: View) -> Array:
-        live = view.positions >= 0
-        keys = jnp.where(live[..., None], view.keys().astype(jnp.float32), 0.0)
-        norm = jnp.sqrt(jnp.sum(keys * keys, axis=-1))
-        per_norm = jnp.where(live, 1.0 / jnp.maximum(norm, 1e-12), 0.0)  # [B, K, C]
-        product = functools.partial(jnp.einsum, precision="highest")
-        anchor = product("bkcd,bkc->bkd", keys, per_norm)
-        count = jnp.maximum(jnp.sum(live, axis=2, keepdims=True), 1)
-        anchor = anchor / count.astype(jnp.float32)
-        length = jnp.sqrt(jnp.sum(anchor * anchor, axis=-1, keepdims=True))
-        anchor = anchor / jnp.maximum(length, 1e-12)
-        return -product("bkcd,bkd->bkc", keys, anchor) * per_norm
-
-    return stateless("key_diff", score)
-
-
-@memoized
-def key_norm() -> Policy:
-    """Keeps the keys of the smallest norm.
-
-        score = -|key|
-
-    In trained decoders a small norm of a key goes with high attention to it.
-
-    Source: L2 norm (Devoto et al. 2024), arXiv 2406.11430. The authors leave the first
-      two layers alone; give those layers a larger budget for that.
-    """
-
-    def score(view: View) -> Array:
-        keys = view.keys().astype(jnp.float32)
-        return -jnp.sqrt(jnp.sum(keys * keys, axis=-1))
-
-    return stateless("key_norm", score)
 
 
 @memoized

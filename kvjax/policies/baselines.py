@@ -1,4 +1,4 @@
-"""Rules that look at positions alone; attention need hand over nothing."""
+"""Policies that look at positions only: the baselines of most comparisons."""
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -11,7 +11,6 @@ from kvjax.policies.base import (
     recent_mask,
     stateless,
 )
-from kvjax.policies.combinators import protect
 from kvjax.types import View, whole_number
 
 
@@ -53,28 +52,6 @@ def sliding_window(window: int = 4096) -> Policy:
         return jnp.where(recent_mask(view, window), _position(view), -jnp.inf)
 
     return stateless("sliding_window", score)
-
-
-@memoized
-def streaming(sinks: int = 4) -> Policy:
-    """Keeps attention sinks and the newest pairs.
-
-        score = +inf for positions below `sinks`, else the position
-
-    The first tokens receive attention whatever they say; without them the model falls
-    apart, with them and a window it writes on forever.
-
-    Args:
-      sinks: how many of the first tokens stay; the paper's 4.
-
-    Source: StreamingLLM (Xiao et al. 2024), arXiv 2309.17453, section 3.2. The paper
-      renumbers positions inside the cache: `rope_positions="cache"` does so. By default
-      pairs keep the positions they were made with.
-    Raises:
-      UserError: a negative number of sinks.
-    """
-    check_counts("streaming", 0, sinks=sinks)
-    return protect(recency(), sinks=sinks, recent=0)._replace(name="streaming")
 
 
 @memoized

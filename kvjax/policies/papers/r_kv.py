@@ -1,4 +1,4 @@
-"""Rules that let go of what other pairs already say."""
+"""R-KV (Cai et al. 2025), arXiv 2505.24133."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,12 @@ from jaxtyping import Array, Float
 
 from kvjax.policies.base import Policy, check_counts, check_range, memoized, recent_mask
 from kvjax.policies.combinators import check_pooling
-from kvjax.policies.observation_window import asking, in_window, products
 from kvjax.policies.ordering import pooled
+from kvjax.policies.recent_queries import (
+    in_window,
+    recent_query_policy,
+    scaled_products,
+)
 from kvjax.types import View
 
 
@@ -50,7 +54,7 @@ def r_kv(
     def score(ring, view):
         recent = recent_mask(view, window)
         among = (view.positions >= 0) & ~recent
-        logits = jnp.max(products(ring, view), axis=2)  # [B, K, W, C]
+        logits = jnp.max(scaled_products(ring, view), axis=2)  # [B, K, W, C]
         seen = among[:, :, None]
         if view.scoring.local_window:
             seen = seen & in_window(ring, view)
@@ -64,7 +68,7 @@ def r_kv(
         mixed = weight * importance - (1 - weight) * _redundancy(view, alike)
         return jnp.where(recent, jnp.inf, mixed)
 
-    return asking("r_kv", window, score, num_pinned=window)
+    return recent_query_policy("r_kv", window, score, num_pinned=window)
 
 
 def _redundancy(view: View, alike: float) -> Float[Array, "B K C"]:

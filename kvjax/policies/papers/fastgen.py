@@ -1,9 +1,9 @@
-"""Rules that first find out what kind of head or layer they deal with."""
+"""FastGen (Ge et al. 2024), arXiv 2310.01801."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.policies.attention_sums import average_attention, seen_by
+from kvjax.policies.attention_sums import num_queries
 from kvjax.policies.base import (
     Policy,
     check_counts,
@@ -14,10 +14,9 @@ from kvjax.policies.base import (
     select_evictions,
     zeros_per_slot,
 )
-from kvjax.policies.combinators import by_size
-from kvjax.policies.keys import key_diff
-from kvjax.policies.observation_window import asked, asking
 from kvjax.types import Observation, Stats, UserError, View
+
+_SPECIAL, _PUNCTUATION = 1.0, 2.0  # kinds of token; 0 is any other
 
 
 @memoized
@@ -111,7 +110,7 @@ def fastgen(
         choice = stats.per_row[..., None, None]
         kept = jnp.take_along_axis(choices, choice, axis=2)[:, :, 0]
         kept = kept | jnp.isnan(attn_sum)
-        average = jnp.where(kept, attn_sum / seen_by(view), -jnp.inf)
+        average = jnp.where(kept, attn_sum / num_queries(view), -jnp.inf)
         return jnp.where(view.positions < sinks, jnp.inf, average)
 
     return Policy(
@@ -122,64 +121,6 @@ def fastgen(
         name="fastgen",
         num_pinned=sinks,
     )
-
-
-@memoized
-def simlayerkv(
-    threshold: float = 0.9, sinks: int = 4, recent: int = 1024, queries: int = 32
-) -> Policy:
-    """Keeps only sinks and a window in lazy layers, and leaves the others alone.
-
-        laziness = weight of the last `queries` queries on the first `sinks` tokens and
-                   on the `recent` tokens up to their own; mean over queries and heads
-        lazy     = laziness > threshold, for each row and layer
-        score    = +inf for the sinks, position for the others;
-                   -inf beyond sinks and window if lazy
-
-    Some layers only look at the beginning and at what is near; they need nothing else.
-    A layer that is not lazy keeps all that the budget allows, the newest first. Lazy
-    ones leave slots empty: live bytes fall, allocated ones do not.
-
-    Args:
-      threshold: from 0 to 1; the authors' 0.9 for Llama-3, 0.65 for Llama-2, 0.8 for
-        Mistral, 0.85 for Qwen2.
-      sinks: first tokens; the paper's 4.
-      recent: window; the paper's 1,024.
-      queries: last queries that are asked; the paper's 32. With 1 it is the rule that
-        the released code applies at the first decode step.
-
-    Needs: queries, of which the last are remembered.
-    Source: SimLayerKV (Zhang et al. 2024), arXiv 2410.13846. The released code counts a
-      pair twice that is both sink and recent; here it counts once.
-    Raises:
-      UserError: a threshold outside 0 .. 1, numbers that are too small.
-    """
-    check_range("simlayerkv", 0, 1, threshold=threshold)
-    check_counts("simlayerkv", 0, sinks=sinks)
-    check_counts("simlayerkv", 1, recent=recent, queries=queries)
-
-    def score(ring, view):
-        near = recent_mask(view, recent) | (view.positions < sinks)
-        kept = near | ~_lazy(ring, view)[:, None, None]
-        position = jnp.where(kept, view.positions.astype(jnp.float32), -jnp.inf)
-        return jnp.where(view.positions < sinks, jnp.inf, position)
-
-    def _lazy(ring, view):
-        weights = asked(ring, view)  # [B, K, G, W, C]
-        since = (ring.after - recent)[:, None, :, None]  # [B, 1, W, 1]
-        pos = view.positions[:, :, None]
-        near = (pos >= since) | (pos < sinks)
-        total = jnp.einsum("bkgwc,bkwc->bk", weights, near.astype(jnp.float32))
-        total = view.gather_heads(total)  # [B, H]
-        heads = total.shape[1] * weights.shape[2]
-        count = jnp.maximum(jnp.sum(ring.after > 0, axis=1), 1) * heads
-        return jnp.sum(total, axis=1) / count.astype(jnp.float32) > threshold
-
-    policy = asking("simlayerkv", queries, score, num_pinned=sinks)
-    return policy._replace(needs_all_heads=True)
-
-
-_SPECIAL, _PUNCTUATION = 1.0, 2.0  # kinds of token; 0 is any other
 
 
 def _kind(
@@ -203,27 +144,3 @@ def _nearby(view: View, observation: Observation, local: int) -> Float[Array, "B
     inside = (behind < local).astype(jnp.float32)  # [B, K, T, C]
     weights = jnp.einsum("bkgtc,bktc->bkgc", observation.attn_weights, inside)
     return jnp.mean(weights, axis=2)
-
-
-def retrieval_heads(above: float = 1.2) -> Policy:
-    """KeyDiff in heads that keep many pairs, average attention in the others.
-
-        score = KeyDiff's in heads with |kv| > above * mean over all heads,
-                else average attention's
-
-    A few heads fetch what was said long ago, and need pairs that are unlike each other,
-    looked at or not; the others go on with the text, and need what they look at. Which
-    is which is in their sizes, under a budget that gives heads what they need:
-    `budget="25%"`, or the budget rule `calibrated`. Where all heads keep alike this is
-    KeyDiff. A share such as "25%" keeps a quarter alike, so that heads which no text's
-    repetition asks much of can still hold what is said again and again.
-
-    Args:
-      above: from how many times the mean on a head keeps many.
-
-    Source: DuoAttention (Xiao et al. 2024), arXiv 2410.10819, for heads of two kinds;
-      its retrieval heads keep all pairs and are found by training, its others stream.
-    Raises:
-      UserError: a negative number.
-    """
-    return by_size(key_diff(), average_attention(), above)._replace(even=0.25)

@@ -1,0 +1,1 @@
+"""One module per paper; `kvjax.policies` exports the policy factories."""
