@@ -114,7 +114,7 @@ def kvjax_side(baseline: baselines.Baseline):
     import kvjax
     from kvjax.cache.spec import make_spec
     from kvjax.engine import runner
-    from kvjax.engine.compiled import Job
+    from kvjax.engine.jobs import Job
     from kvjax.evaluation.tasks import text
     from kvjax.models.weights import hub
 

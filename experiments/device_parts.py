@@ -33,7 +33,7 @@ import kvjax
 from kvjax.cache.schedule import Schedule
 from kvjax.cache.spec import make_spec
 from kvjax.engine import footprint, memory, planner, runner
-from kvjax.engine.compiled import Job
+from kvjax.engine.jobs import Job
 from kvjax.evaluation import roofline
 from kvjax.models import presets
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from kvjax import cache, policies
 from kvjax.cache.schedule import Schedule
 from kvjax.cache.spec import CacheSpec, make_spec
-from kvjax.engine import api, compiled, runner
+from kvjax.engine import api, jobs, runner
 from kvjax.engine.prefill_cache import PrefillCache
 from kvjax.evaluation.tasks import needle
 from kvjax.evaluation.tasks.text import haystack
@@ -111,7 +111,7 @@ def _schedules() -> list[Schedule]:
 def _outcome(readings: PrefillCache, config: CacheSpec, tokens: Sequence[int]):
     """The positions kept of the prompt, by layer and head, and the tokens after it."""
     ends, model = api.end_tokens(readings.model), readings.model
-    job = compiled.job_of(model, config, len(tokens), NEW, eos=ends)
+    job = jobs.job_of(model, config, len(tokens), NEW, eos=ends)
     run = readings.runner(job)
     state = runner.prefill_batch(run, [tokens], [0])
     kept = cache.kept_positions(state.cache)[0]

@@ -26,7 +26,7 @@ from absl import flags, logging
 import kvjax
 from kvjax import cache
 from kvjax.cache import budgets, squeeze
-from kvjax.engine import compiled, steps
+from kvjax.engine import compiled, jobs, steps
 from kvjax.evaluation.report import figures
 from kvjax.evaluation.tasks import text
 from kvjax.models import decoder
@@ -212,8 +212,8 @@ def _prefill(model, rule: budgets.BudgetRule, prompt):
     """A call that reads the prompt and returns the seconds it took."""
     schedule = kvjax.Schedule("after_prefill")
     config = cache.make_spec(model.spec, "recency", 64, schedule, budget_rule=rule)
-    length = compiled.bucket(model.spec, config, len(prompt), 1)
-    job = compiled.job_of(model, config, length, 1)
+    length = jobs.bucket(model.spec, config, len(prompt), 1)
+    job = jobs.job_of(model, config, length, 1)
     tokens = np.zeros((1, length), np.int32)
     tokens[0, : len(prompt)] = prompt
     given = jnp.asarray(tokens), jnp.asarray([len(prompt)], jnp.int32)

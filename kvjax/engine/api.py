@@ -14,8 +14,8 @@ from kvjax.cache.codecs import Codec
 from kvjax.cache.offload import Offload
 from kvjax.cache.schedule import Schedule
 from kvjax.cache.spec import CacheSpec, make_spec
-from kvjax.engine import compiled, stop_texts
-from kvjax.engine.compiled import Job
+from kvjax.engine import jobs, stop_texts
+from kvjax.engine.jobs import Job
 from kvjax.engine.memory import device_memory
 from kvjax.engine.planner import Plan, plan_job
 from kvjax.engine.runner import generate_batches
@@ -160,9 +160,9 @@ def generate(
     tokens = _fitted(model, tokenize(model, prompts), new, truncate)
     longest = max(map(len, tokens))
     config = _config(model, policy, budget, schedule, how | {"length": longest})
-    prompt = compiled.bucket(model.spec, config, longest, new)
+    prompt = jobs.bucket(model.spec, config, longest, new)
     eos = NO_EOS if ignore_eos else end_tokens(model)
-    job = compiled.job_of(model, config, prompt, new, sampling, eos)
+    job = jobs.job_of(model, config, prompt, new, sampling, eos)
     memory, done = device_memory(memory_gb), {}
     with messages.progress(len(tokens), show_progress) as say:
         batches = generate_batches(model.params, job, tokens, memory, seed, say=say)
@@ -217,9 +217,9 @@ def plan(
     longest = whole_number("prompt_tokens", longest, 1)
     options = {"length": longest} | options
     config = _config(model, policy, budget, schedule, options)
-    prompt = compiled.bucket(spec, config, longest, new)
+    prompt = jobs.bucket(spec, config, longest, new)
     if isinstance(model, Model):
-        job = compiled.job_of(model, config, prompt, new)
+        job = jobs.job_of(model, config, prompt, new)
     else:
         over = meshes.mesh(mesh, spec.num_kv_heads) if mesh else None
         rows, kind = over.shape[axes.DATA] if over else 1, weights.checked_dtype(dtype)

@@ -1,125 +1,31 @@
-"""The compiled programs of a job: all that runs on the device for one shape of batch.
+"""The compiled programs of a job.
 
-A `Job` is everything that decides a program's shape. Its programs are compiled ahead of
-their first use, so that the plan can read what memory they take. A few jobs' programs
-are kept in this process (`programs`, `clear`), all of them on disk by JAX's persistent
-compilation cache, for the next one.
+They are compiled ahead of their first use, so that the planner can read the memory that
+they take. The most recently used are kept in this process up to a limit in bytes, see
+`kept_limit`; JAX's persistent compilation cache keeps all of them on disk.
 """
 
 import collections
-import dataclasses
 import functools
 import math
+import os
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from kvjax import cache
-from kvjax.cache import parts, sharded
-from kvjax.cache.spec import CacheSpec
+from kvjax.cache import sharded
 from kvjax.engine import memory, steps
-from kvjax.engine.sampling import TokenSampler
-from kvjax.engine.steps import GREEDY, NO_EOS
-from kvjax.models import decoder, placement
+from kvjax.engine.jobs import Job
+from kvjax.models import decoder
 from kvjax.models.weights import param_cache
 from kvjax.parallel import axes, host, meshes
-from kvjax.types import Model, ModelSpec, PyTree, UserError
-
-_GRAIN = 128  # prompts are padded to multiples of this many tokens
-_KEPT = 2  # jobs of a policy whose programs stay in memory: 250 to 450 MB a job
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A batch's shape and what happens to it; hashable.
-
-    Attributes:
-      spec: the model's shape.
-      config: what is kept of the KV cache.
-      batch: B, rows that decode together.
-      max_prompt_len: most prompt tokens per row, see `bucket`.
-      max_new_tokens: most tokens to generate per row, or to be given it.
-      dtype: of weights and stored pairs, a name ("float32").
-      sampling: the sampling rule.
-      eos: tokens that end a row.
-      mesh: the devices it runs on, see `kvjax.cache.sharded`; None is the default
-        device.
-      decode_chunk: most tokens that one call generates, so that somebody can look at
-        them in between; None for all.
-      scored: whether the new tokens are given, and asked how likely they are.
-      keep_logits: of a scored job, whether all logits are wanted.
-      prefill_batch: rows whose prompts are read together; None for all. Fewer, and the
-        prompts are read group by group into a pool of `batch` rows (staggered prefill).
-    """
-
-    spec: ModelSpec
-    config: CacheSpec
-    batch: int
-    max_prompt_len: int
-    max_new_tokens: int
-    dtype: str = "float32"
-    sampling: TokenSampler = GREEDY
-    eos: tuple[int, ...] = NO_EOS
-    mesh: Mesh | None = None
-    decode_chunk: int | None = None
-    scored: bool = False
-    keep_logits: bool = False
-    prefill_batch: int | None = None
-
-    def __post_init__(self):
-        if self.batch % self.data_parallel:
-            raise UserError(
-                f"a batch of {self.batch} does not divide over the "
-                f"{self.data_parallel} groups of devices that the mesh's data axis "
-                "makes: take a multiple"
-            )
-        if self.mesh:
-            parts.check_split(self.config.budget, self.mesh.shape[axes.HEADS])
-
-    @property
-    def data_parallel(self) -> int:
-        """Groups of devices that share out the rows."""
-        return self.mesh.shape[axes.DATA] if self.mesh else 1
-
-    @property
-    def prefill_capacity(self) -> tuple[int, ...]:
-        sizes = self.max_prompt_len, self.max_new_tokens
-        return self.config.prefill_capacity(self.spec, *sizes)
-
-    @property
-    def decode_capacity(self) -> tuple[int, ...]:
-        sizes = self.max_prompt_len, self.max_new_tokens
-        return self.config.decode_capacity(self.spec, *sizes)
-
-    @property
-    def group(self) -> "Job":
-        """The job of the rows that are read together."""
-        batch = self.prefill_batch or self.batch
-        return dataclasses.replace(self, batch=batch, prefill_batch=None)
-
-    @property
-    def is_staggered(self) -> bool:
-        """Whether prompts are read into a pool, group by group."""
-        return self.prefill_batch is not None and self.prefill_batch < self.batch
-
-
-def job_of(
-    model: Model,
-    config: CacheSpec,
-    prompt: int,
-    new: int,
-    sampling: TokenSampler = GREEDY,
-    eos: tuple[int, ...] = NO_EOS,
-) -> Job:
-    """The smallest batch of a model, where and in what dtype its params are."""
-    over, dtype = placement.of(model.params), str(model.params["embed"].dtype)
-    rows = over.shape[axes.DATA] if over else 1
-    return Job(model.spec, config, rows, prompt, new, dtype, sampling, eos, over)
+from kvjax.types import PyTree, UserError, real_number
 
 
 class Programs(NamedTuple):
@@ -128,128 +34,107 @@ class Programs(NamedTuple):
     Attributes:
       init: () -> an empty state of the rows that are read together.
       prefill: (params, state, tokens, lengths) -> (state, logits).
-      compact: (state, policy's params) -> state; None where it keeps its capacity.
-      keys: (seed, prompts' numbers) -> keys, see `row_keys`; None in a scored job.
-      begin: (state, logits, active, keys) -> DecodeState; likewise.
-      pool: () -> a DecodeState with no row in use; None where all are read at once.
-      insert: (pool, part, row) -> pool; as `pool`.
+      keys: (seed, prompt numbers) -> keys, see `row_keys`; None in a scored job.
+      compact: (state, policy's params) -> state; None if nothing happens between
+        prefill and decode.
+      begin: (state, logits, active, keys) -> DecodeState; None in a scored job.
+      pool: () -> a DecodeState with no row in use; None unless prefill is staggered.
+      insert: (pool, part, row) -> pool; None unless prefill is staggered.
       decode: (params, DecodeState, limit) -> (DecodeState, tokens); in a scored job
         `steps.score`, (params, state, logits, tokens, lengths) -> (state, Scores).
     """
 
     init: jax.stages.Compiled
     prefill: jax.stages.Compiled
-    compact: jax.stages.Compiled | None
     keys: jax.stages.Compiled | None
-    begin: jax.stages.Compiled | None
-    pool: jax.stages.Compiled | None
-    insert: jax.stages.Compiled | None
-    decode: jax.stages.Compiled
+    compact: jax.stages.Compiled | None = None
+    begin: jax.stages.Compiled | None = None
+    pool: jax.stages.Compiled | None = None
+    insert: jax.stages.Compiled | None = None
+    decode: jax.stages.Compiled | None = None
 
 
-def bucket(spec: ModelSpec, config: CacheSpec, longest: int, new: int) -> int:
-    """Prompt tokens that a program is compiled for.
-
-    A state whose capacity does not depend on the prompt gets one program for every
-    prompt that the model can read. Otherwise prompts share programs in steps of 128
-    tokens, or an eighth of their length.
-
-    Raises:
-      UserError: prompt and new tokens together exceed the model's context.
-    """
-    if longest + new > spec.context_length:
-        raise UserError(
-            f"a prompt of {longest} tokens and {new} new ones exceed the context of "
-            f"{spec.name}, {spec.context_length} tokens: shorten the prompt"
-        )
-    if config.schedule.evicts_in_prefill:
-        return spec.context_length
-    grain = max(_GRAIN, 1 << max((longest - 1).bit_length() - 3, 0))
-    return math.ceil(longest / grain) * grain
+class _Kept(NamedTuple):
+    programs: Programs
+    nbytes: int
 
 
-def size_class(config: CacheSpec, longest: int) -> int:
-    """Prompts of one class share programs without much waste: each is twice as long.
-
-    One class where the state's capacity does not depend on the prompt.
-    """
-    if config.schedule.evicts_in_prefill:
-        return 0
-    return max(longest - 1, _GRAIN - 1).bit_length()
-
-
-_known: collections.OrderedDict[Job, Programs] = collections.OrderedDict()
+_kept: collections.OrderedDict[Job, _Kept] = collections.OrderedDict()
 _lock = threading.Lock()
 
 
 def programs(job: Job) -> Programs:
-    """The job's programs, compiled if they are not among those that are kept."""
-    return _kept(job, functools.partial(compile_job, job))
+    """Returns the job's programs, and compiles them unless they are kept."""
+    return _find(job, functools.partial(compile_job, job))
 
 
 def decoding(job: Job, reading: Programs) -> Programs:
-    """Programs of a job that reads as another one does, and keeps other sizes then."""
-    return _kept(job, functools.partial(_compile_decoding, job, reading))
+    """Returns programs of a job that reads as `reading` does, with other budgets."""
+    return _find(job, functools.partial(_compile_decoding, job, reading))
 
 
-def _kept(job: Job, make: Callable[[], Programs]) -> Programs:
+def _find(job: Job, make: Callable[[], Programs]) -> Programs:
     with _lock:
-        made = _known.pop(job, None)
-        if not made:
-            _make_room(job)
-    if not made:
-        memory.trim()  # of what dropped programs left, and the loading of weights
+        found = _kept.pop(job, None)
+        if not found:
+            _make_room()
+    if not found:
+        memory.trim()  # returns what dropped programs and the loading of weights left
+        before = memory.resident()
         made = make()
-        memory.trim()  # of what the compiler left
+        memory.trim()  # returns what the compiler left
+        found = _Kept(made, max(memory.resident() - before, 0))
     with _lock:
-        _known[job] = made
-    return made
+        _kept[job] = found
+    return found.programs
 
 
-def _make_room(job: Job) -> None:
-    """A compiler takes as much memory as two programs: other policies' go first."""
-    policy = job.config.policy
-    for other in [known for known in _known if known.config.policy != policy]:
-        del _known[other]
-    while len(_known) >= _KEPT:
-        _known.popitem(last=False)
+def _make_room() -> None:
+    """Drops the least recently used programs, until one more like the largest fits."""
+    sizes = [kept.nbytes for kept in _kept.values()]
+    largest, limit = max(sizes, default=0), kept_limit()
+    while _kept and sum(kept.nbytes for kept in _kept.values()) + largest > limit:
+        _kept.popitem(last=False)
+
+
+def kept_limit() -> int:
+    """Returns the most bytes that kept programs may take: $KVJAX_PROGRAMS_GB, or 1 GB.
+
+    Programs of a 135M model take 0.25 to 0.45 GB a job on a CPU, and a compiler twice
+    as much while it runs.
+    """
+    text = os.environ.get("KVJAX_PROGRAMS_GB", "1")
+    try:
+        return int(real_number("KVJAX_PROGRAMS_GB", float(text), 0) * 1e9)
+    except ValueError:
+        raise UserError(f"KVJAX_PROGRAMS_GB is {text!r}: give gigabytes") from None
 
 
 def clear() -> None:
-    """Forgets all compiled programs; those that somebody still holds go on working."""
+    """Drops all kept programs; those that a caller holds go on working."""
     with _lock:
-        _known.clear()
+        _kept.clear()
     jax.clear_caches()
 
 
 def compile_job(job: Job) -> Programs:
     """Compiles everything that the job runs, and keeps nothing."""
     keep_compiled()
-    group = job.group
-    given = arguments(group)
-    alike = {"spec": job.spec, "config": job.config}
     with meshes.use(job.mesh):
-        return Programs(
-            init=_compile_init(group),
-            prefill=_compiled(
-                steps.prefill,
-                *(given.params, given.prefill_state, given.tokens, given.rows),
-                **alike,
-            ),
-            compact=_compile_compact(group) if job.config.compacts else None,
-            keys=None if job.scored else _compile_keys(group),
-            begin=None if job.scored else _compile_begin(group),
-            pool=_compile_pool(job) if job.is_staggered else None,
-            insert=_compile_insert(job) if job.is_staggered else None,
-            decode=_compile_score(job) if job.scored else _compile_decode(job),
+        reading = Programs(
+            init=_compile_init(job.group),
+            prefill=_compile_prefill(job.group),
+            keys=None if job.scored else _compile_keys(job.group),
         )
+    return _compile_decoding(job, reading)
 
 
 def _compile_decoding(job: Job, reading: Programs) -> Programs:
+    """Returns `reading` with the programs that run once the prompts are in."""
     keep_compiled()
     with meshes.use(job.mesh):
         return reading._replace(
-            compact=_compile_compact(job.group),
+            compact=_compile_compact(job.group) if job.config.compacts else None,
             begin=None if job.scored else _compile_begin(job.group),
             pool=_compile_pool(job) if job.is_staggered else None,
             insert=_compile_insert(job) if job.is_staggered else None,
@@ -263,6 +148,19 @@ def _compiled(function, *args, **static) -> jax.stages.Compiled:
     return compiled
 
 
+def _compile_prefill(job: Job) -> jax.stages.Compiled:
+    shapes = arguments(job)
+    return _compiled(
+        steps.prefill,
+        shapes.params,
+        shapes.prefill_state,
+        shapes.tokens,
+        shapes.rows,
+        spec=job.spec,
+        config=job.config,
+    )
+
+
 def _compile_init(job: Job) -> jax.stages.Compiled:
     placed = None
     if job.mesh:
@@ -273,9 +171,11 @@ def _compile_init(job: Job) -> jax.stages.Compiled:
 
 
 def _compile_compact(job: Job) -> jax.stages.Compiled:
-    given = arguments(job)
+    shapes = arguments(job)
     return _compiled(
-        *(steps.compact, given.prefill_state, given.params.get("policy")),
+        steps.compact,
+        shapes.prefill_state,
+        shapes.params.get("policy"),
         spec=job.spec,
         config=job.config,
         capacity=job.decode_capacity,
@@ -288,17 +188,21 @@ def _compile_keys(job: Job) -> jax.stages.Compiled:
 
 
 def _compile_begin(job: Job) -> jax.stages.Compiled:
-    given = arguments(job)
-    state = given.decode_state
+    shapes = arguments(job)
+    state = shapes.decode_state
     return _compiled(
-        *(steps.begin, state.cache, given.logits, given.active, state.keys),
+        steps.begin,
+        state.cache,
+        shapes.logits,
+        shapes.active,
+        state.keys,
         sampling=job.sampling,
         eos=job.eos,
     )
 
 
 def _compile_pool(job: Job) -> jax.stages.Compiled:
-    """A pool that no row of is in use."""
+    """Compiles a pool with no row in use."""
 
     def make():
         shape = arguments(job).decode_state
@@ -318,9 +222,11 @@ def _compile_insert(job: Job) -> jax.stages.Compiled:
 
 
 def _compile_decode(job: Job) -> jax.stages.Compiled:
-    given = arguments(job)
+    shapes = arguments(job)
     return _compiled(
-        *(steps.decode, given.params, given.decode_state),
+        steps.decode,
+        shapes.params,
+        shapes.decode_state,
         jax.ShapeDtypeStruct((), jnp.int32),
         spec=job.spec,
         config=job.config,
@@ -331,10 +237,14 @@ def _compile_decode(job: Job) -> jax.stages.Compiled:
 
 
 def _compile_score(job: Job) -> jax.stages.Compiled:
-    given = arguments(job)
+    shapes = arguments(job)
     return _compiled(
-        *(steps.score, given.params, given.decode_state.cache, given.logits),
-        *(given.new, given.rows),
+        steps.score,
+        shapes.params,
+        shapes.decode_state.cache,
+        shapes.logits,
+        shapes.new,
+        shapes.rows,
         spec=job.spec,
         config=job.config,
         keep_logits=job.keep_logits,
@@ -342,7 +252,7 @@ def _compile_score(job: Job) -> jax.stages.Compiled:
 
 
 class Arguments(NamedTuple):
-    """What a job's programs are given: shapes, and over a mesh how they are split."""
+    """The shapes of all arguments of a job's programs; over a mesh, their shardings."""
 
     params: PyTree
     prefill_state: cache.KVState
@@ -355,7 +265,7 @@ class Arguments(NamedTuple):
 
 
 def arguments(job: Job) -> Arguments:
-    """The shapes of everything that the job's programs are given."""
+    """Returns the shapes of all arguments of the job's programs."""
     spec, array = job.spec, jax.ShapeDtypeStruct
     rows, active = array((job.batch,), jnp.int32), array((job.batch,), jnp.bool)
     params = decoder.param_shapes(spec, jnp.dtype(job.dtype))
@@ -364,7 +274,7 @@ def arguments(job: Job) -> Arguments:
     keys = jax.eval_shape(row_keys, array((), jnp.int32), rows)
     after = host.like(functools.partial(init_state, job))
     before = host.like(functools.partial(init_state, job, is_prefill=True))
-    given = Arguments(
+    shapes = Arguments(
         params=params,
         prefill_state=before,
         decode_state=steps.DecodeState(after, rows, active, rows, keys),
@@ -374,17 +284,17 @@ def arguments(job: Job) -> Arguments:
         active=active,
         new=array((job.batch, job.max_new_tokens), jnp.int32),
     )
-    return _split(job, given) if job.mesh else given
+    return _split(job, shapes) if job.mesh else shapes
 
 
-def _split(job: Job, given: Arguments) -> Arguments:
-    """The same with how every array is split over the job's mesh."""
+def _split(job: Job, shapes: Arguments) -> Arguments:
+    """Returns the shapes with every array's sharding over the job's mesh."""
     by_row = NamedSharding(job.mesh, PartitionSpec(axes.DATA))
     whole = NamedSharding(job.mesh, PartitionSpec())
     state = functools.partial(sharded.state_partitions, job.spec, over=job.mesh)
     params = decoder.param_partitions(job.spec, job.mesh)
-    if "policy" in given.params:
-        params["policy"] = jax.tree.map(lambda _: whole, given.params["policy"])
+    if "policy" in shapes.params:
+        params["policy"] = jax.tree.map(lambda _: whole, shapes.params["policy"])
     after = state(job.config, job.decode_capacity)
     splits = Arguments(
         params,
@@ -396,23 +306,20 @@ def _split(job: Job, given: Arguments) -> Arguments:
         lambda leaf, split: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=split
         ),
-        given,
+        shapes,
         splits,
     )
 
 
 def init_state(job: Job, is_prefill: bool = False) -> cache.KVState:
-    """An empty state for the job's batch, of reading prompts or of generating."""
+    """Returns an empty state for the job's batch, to prefill or to decode."""
     config = job.config.reading if is_prefill else job.config
     capacity = job.prefill_capacity if is_prefill else job.decode_capacity
     return cache.init(job.spec, config, job.batch, capacity, jnp.dtype(job.dtype))
 
 
 def keep_compiled() -> None:
-    """Turns on JAX's persistent compilation cache, unless the user has set one up.
-
-    An unrolled model takes seconds to minutes to compile; the next process should not.
-    """
+    """Turns on JAX's persistent compilation cache, unless the user has set one up."""
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update(
             "jax_compilation_cache_dir", str(param_cache.cache_dir() / "xla")
@@ -422,13 +329,13 @@ def keep_compiled() -> None:
 
 @jax.jit
 def row_keys(seed: Array, index: Int[Array, "B"]) -> Array:
-    """One PRNG key per prompt: the same alone, in a batch, or in another order."""
+    """Returns one PRNG key per prompt, the same alone, in a batch or in any order."""
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), index)
     return axes.constrain(keys, "batch")
 
 
 def tree_bytes(tree: PyTree) -> int:
-    """Bytes on each device, not on its host, of a pytree of arrays or shapes."""
+    """Returns the bytes on each device, not on its host, of arrays or shapes."""
 
     def size(leaf):
         split = getattr(leaf, "sharding", None)

@@ -11,7 +11,8 @@ import jax
 
 from kvjax.cache import parts
 from kvjax.engine import compiled
-from kvjax.engine.compiled import Job, Programs
+from kvjax.engine.compiled import Programs
+from kvjax.engine.jobs import Job
 from kvjax.parallel import host
 
 _PROBES = (2, 6)  # batches whose programs show how memory grows with the rows

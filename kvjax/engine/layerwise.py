@@ -23,7 +23,7 @@ from kvjax.cache import parts
 from kvjax.cache.schedule import Schedule
 from kvjax.cache.spec import CacheSpec
 from kvjax.engine import runner, steps
-from kvjax.engine.compiled import Job
+from kvjax.engine.jobs import Job
 from kvjax.engine.runner import Prefilled, Prompts
 from kvjax.engine.steps import DecodeState
 from kvjax.models import decoder

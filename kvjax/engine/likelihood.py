@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.cache.spec import CacheSpec
-from kvjax.engine import api, compiled, memory, runner
-from kvjax.engine.compiled import Job
+from kvjax.engine import api, jobs, memory, runner
+from kvjax.engine.jobs import Job
 from kvjax.engine.planner import plan_job
 from kvjax.types import Model, UserError
 
@@ -121,13 +121,13 @@ def _jobs(
     groups = defaultdict(list)
     for tokens, indices in asked.items():
         width = _width(max(len(pairs[i][1]) for i in indices))
-        groups[compiled.size_class(config, len(tokens)), width].append(
+        groups[jobs.size_class(config, len(tokens)), width].append(
             _Context(tokens, indices)
         )
     for (_, width), contexts in sorted(groups.items(), reverse=True):
         contexts.sort(key=lambda context: len(context.tokens), reverse=True)
-        size = compiled.bucket(model.spec, config, len(contexts[0].tokens), 0)
-        job = compiled.job_of(model, config, size, width)
+        size = jobs.bucket(model.spec, config, len(contexts[0].tokens), 0)
+        job = jobs.job_of(model, config, size, width)
         yield dataclasses.replace(job, scored=True), contexts
 
 

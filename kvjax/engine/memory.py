@@ -92,7 +92,18 @@ def _resident_peak(reset: bool = False) -> int | None:
         status = pathlib.Path("/proc/self/status").read_text()
     except OSError:
         return None
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return _field(status, "VmHWM")
+
+
+def resident() -> int:
+    """Returns the process's resident set in bytes; 0 on systems other than Linux."""
+    with contextlib.suppress(OSError):
+        return _field(pathlib.Path("/proc/self/status").read_text(), "VmRSS")
+    return 0
+
+
+def _field(status: str, name: str) -> int:
+    line = next(line for line in status.splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
 
 

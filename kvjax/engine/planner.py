@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from kvjax.cache import parts
 from kvjax.cache.spec import CacheSpec
 from kvjax.engine import compiled, footprint
-from kvjax.engine.compiled import Job, Programs
+from kvjax.engine.compiled import Programs
 from kvjax.engine.footprint import (
     least_bytes,
     phase_bytes,
@@ -31,6 +31,7 @@ from kvjax.engine.footprint import (
     state_bytes,
     weights_bytes,
 )
+from kvjax.engine.jobs import Job
 from kvjax.engine.memory import host_memory
 from kvjax.messages import Say, silent
 from kvjax.types import UserError

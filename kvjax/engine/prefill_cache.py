@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 from kvjax.cache.spec import CacheSpec
 from kvjax.engine import layerwise
-from kvjax.engine.compiled import Job, tree_bytes
+from kvjax.engine.compiled import tree_bytes
+from kvjax.engine.jobs import Job
 from kvjax.engine.layerwise import LayerByLayer
 from kvjax.engine.runner import Prefilled, Prompts
 from kvjax.policies import joint

@@ -23,7 +23,8 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache
 from kvjax.cache import budgets, sizing
 from kvjax.engine import compiled, memory, steps
-from kvjax.engine.compiled import Job, Programs
+from kvjax.engine.compiled import Programs
+from kvjax.engine.jobs import Job
 from kvjax.engine.planner import Plan, plan_job
 from kvjax.messages import Say, silent
 from kvjax.parallel import axes, meshes

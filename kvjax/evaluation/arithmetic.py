@@ -18,8 +18,8 @@ from kvjax import policies
 from kvjax.cache.offload import Offload
 from kvjax.cache.schedule import Schedule
 from kvjax.cache.spec import CacheSpec, make_spec
-from kvjax.engine.compiled import Job
 from kvjax.engine.footprint import state_bytes, weights_bytes
+from kvjax.engine.jobs import Job
 from kvjax.engine.planner import as_plan
 from kvjax.evaluation import roofline
 from kvjax.evaluation.roofline import Device, Rates, Work

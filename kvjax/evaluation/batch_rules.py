@@ -17,8 +17,8 @@ run out of memory all the same. Over a mesh, batches are what its rows divide.
 import dataclasses
 from collections.abc import Sequence
 
-from kvjax.engine.compiled import Job
 from kvjax.engine.footprint import state_bytes, weights_bytes
+from kvjax.engine.jobs import Job
 from kvjax.engine.planner import (
     Plan,
     check_one_row,

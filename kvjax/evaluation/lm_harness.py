@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from kvjax.engine import api, compiled, likelihood, runner, stop_texts
+from kvjax.engine import api, jobs, likelihood, runner, stop_texts
 from kvjax.engine.memory import device_memory
 from kvjax.engine.sampling import TokenSampler
 from kvjax.evaluation import lm_arguments
@@ -305,7 +305,7 @@ class Requests:
             whole = self.tok_encode(context) or [self.prefix_token_id]
             prompts.append(whole[-(self.max_length - new) :])
             cut.append(len(whole) - len(prompts[-1]))
-            size = compiled.size_class(self.config, len(prompts[-1]))
+            size = jobs.size_class(self.config, len(prompts[-1]))
             groups[new, size, how, until].append(index)
         self._tell("contexts", cut)
         texts: dict[int, str] = {}
@@ -402,9 +402,9 @@ class Requests:
     def _written(self, how, new, until, rows, prompts, bar):
         """The texts of a group's requests, as their batches come in."""
         longest = max(len(prompts[i]) for i in rows)
-        size = compiled.bucket(self.model.spec, self.config, longest, new)
+        size = jobs.bucket(self.model.spec, self.config, longest, new)
         ends = api.end_tokens(self.model)
-        job = compiled.job_of(self.model, self.config, size, new, how, ends)
+        job = jobs.job_of(self.model, self.config, size, new, how, ends)
         job = dataclasses.replace(job, decode_chunk=min(new, _LOOK))
         text = functools.partial(stop_texts.text_before, self.tokenizer, until)
         for chosen, result in runner.generate_batches(

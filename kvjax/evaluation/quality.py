@@ -15,9 +15,9 @@ import numpy as np
 
 from kvjax import cache
 from kvjax.cache.spec import CacheSpec, make_spec
-from kvjax.engine import api, compiled, runner, stop_texts
-from kvjax.engine.compiled import Job
+from kvjax.engine import api, jobs, runner, stop_texts
 from kvjax.engine.footprint import state_bytes, weights_bytes
+from kvjax.engine.jobs import Job
 from kvjax.engine.memory import peak_memory
 from kvjax.engine.planner import Plan, check_one_row, plan_by_shapes, plan_job
 from kvjax.engine.prefill_cache import PrefillCache
@@ -157,11 +157,11 @@ def _windows(setting: Setting) -> list[fidelity.Window]:
 
 def _job(setting: Setting, kept: CacheSpec, task: Samples) -> Job:
     model, asked = setting.model, setting.experiment.fidelity
-    bucket = functools.partial(compiled.bucket, model.spec, kept)
+    bucket = functools.partial(jobs.bucket, model.spec, kept)
     bucket(asked.prompt_tokens, asked.continuation_tokens)  # raises if they do not fit
     eos = NO_EOS if task.run.ignore_eos else api.end_tokens(model)
     prompt = bucket(task.longest, task.new)
-    job = compiled.job_of(model, kept, prompt, task.new, eos=eos)
+    job = jobs.job_of(model, kept, prompt, task.new, eos=eos)
     return dataclasses.replace(job, decode_chunk=_LOOK if _stop_texts(task) else None)
 
 
@@ -335,8 +335,8 @@ def _forced(run: _Run, kept: CacheSpec) -> np.ndarray:
 
 def _window_job(model: Model, kept: CacheSpec, windows) -> Job:
     prompt, new = len(windows[0].prompt), len(windows[0].continuation)
-    bucket = compiled.bucket(model.spec, kept, prompt, new)
-    job = compiled.job_of(model, kept, bucket, new)
+    bucket = jobs.bucket(model.spec, kept, prompt, new)
+    job = jobs.job_of(model, kept, bucket, new)
     return dataclasses.replace(job, scored=True, keep_logits=True)
 
 

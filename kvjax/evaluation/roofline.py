@@ -40,7 +40,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.cache import codecs
 from kvjax.cache.spec import CacheSpec
-from kvjax.engine.compiled import Job
+from kvjax.engine.jobs import Job
 from kvjax.engine.planner import Plan
 from kvjax.models import decoder, layers
 from kvjax.parallel import host

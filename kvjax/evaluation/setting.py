@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.cache import parts
-from kvjax.engine.compiled import Job
+from kvjax.engine.jobs import Job
 from kvjax.engine.planner import Plan
 from kvjax.evaluation.config import Experiment, Method
 from kvjax.evaluation.report.records import (

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 
 from kvjax.cache.schedule import Schedule
-from kvjax.engine import compiled, runner
-from kvjax.engine.compiled import Job
+from kvjax.engine import compiled, jobs, runner
+from kvjax.engine.jobs import Job
 from kvjax.engine.memory import peak_memory
 from kvjax.engine.planner import Plan, out_of_memory
 from kvjax.evaluation import batch_rules, config, roofline, search
@@ -219,8 +219,8 @@ def needed(line: Record) -> tuple[str, ...]:
 def _job(model: Model, method: Method, longest: int, new: int) -> Job:
     """Without an end token: all rows generate `new` tokens."""
     kept = method.cache_config(model.spec, longest)
-    prompt = compiled.bucket(model.spec, kept, longest, new)
-    job = compiled.job_of(model, kept, prompt, new)
+    prompt = jobs.bucket(model.spec, kept, longest, new)
+    job = jobs.job_of(model, kept, prompt, new)
     return dataclasses.replace(job, batch=method.batch_size or job.batch)
 
 

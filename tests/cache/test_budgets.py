@@ -13,7 +13,7 @@ import kvjax
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache import budgets
 from kvjax.engine import compiled, steps
-from kvjax.engine.compiled import Job, bucket
+from kvjax.engine.jobs import Job, bucket
 from kvjax.models import decoder
 
 AFTER = Schedule("after_prefill", prefill_chunk=8)
@@ -118,9 +118,9 @@ def test_programs_are_shared(four):
     """A second batch that comes to the same sizes compiles nothing."""
     job = job_of(four, toys.loudest_layers())
     run_batch(four.params, job, PROMPTS, range(3))
-    known = list(compiled._known)
+    known = list(compiled._kept)
     run_batch(four.params, job, PROMPTS[::-1], range(3))
-    assert set(compiled._known) == set(known)
+    assert set(compiled._kept) == set(known)
 
 
 def job_of(model, rule):

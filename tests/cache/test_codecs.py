@@ -10,8 +10,8 @@ from testing import layer, toys
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache import codecs
-from kvjax.engine.compiled import Job, bucket
 from kvjax.engine.footprint import state_bytes
+from kvjax.engine.jobs import Job, bucket
 
 SPEC = layer.spec_of(heads=2, group=3, depth=8)
 LENGTHS, PROMPT, NEW = (5, 48, 33), 48, 20

@@ -16,8 +16,8 @@ from kvjax import Offload, Schedule, UserError, attention, cache, policies
 from kvjax.attention.reference import PLAIN
 from kvjax.cache import codecs, offload
 from kvjax.cache.spec import make_spec
-from kvjax.engine import compiled, footprint, layerwise, planner, runner
-from kvjax.engine.compiled import Job, bucket
+from kvjax.engine import compiled, footprint, jobs, layerwise, planner, runner
+from kvjax.engine.jobs import Job, bucket
 from kvjax.models import placement
 from kvjax.parallel import host, meshes
 from kvjax.types import Scoring
@@ -433,7 +433,7 @@ def test_a_split_model_writes_the_same():
         assert one.tokens == other.tokens
         kept = one.kept_positions, other.kept_positions
         jax.tree.map(np.testing.assert_array_equal, *kept)
-    job = compiled.job_of(parted, make_spec(parted.spec, None, None), 64, 8)
+    job = jobs.job_of(parted, make_spec(parted.spec, None, None), 64, 8)
     config = make_spec(parted.spec, None, None, offload=Offload(6, 1))
     found = planner.plan_job(dataclasses.replace(job, config=config, batch=2), 10**8, 2)
     values = found.batch * (64 + 8) * 4 * 8 * 4  # of one layer

@@ -16,8 +16,8 @@ from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache import parts
 from kvjax.cache.spec import make_spec
 from kvjax.engine import layerwise, likelihood
-from kvjax.engine.compiled import Job, bucket
 from kvjax.engine.footprint import phase_bytes, state_bytes
+from kvjax.engine.jobs import Job, bucket
 from kvjax.engine.steps import prefill
 from kvjax.parallel import meshes
 

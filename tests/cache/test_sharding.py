@@ -22,8 +22,9 @@ from kvjax import Schedule, UserError, policies
 from kvjax.cache import sharded
 from kvjax.cache.spec import make_spec
 from kvjax.engine import compiled
-from kvjax.engine.compiled import Job, job_of, programs
+from kvjax.engine.compiled import programs
 from kvjax.engine.footprint import state_bytes, weights_bytes
+from kvjax.engine.jobs import Job, job_of
 from kvjax.engine.memory import device_memory
 from kvjax.engine.planner import plan_job
 from kvjax.models import decoder, placement

@@ -14,7 +14,7 @@ from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache import budgets, squeeze
 from kvjax.cache.calibrations import Calibration
 from kvjax.engine import runner
-from kvjax.engine.compiled import Job, bucket
+from kvjax.engine.jobs import Job, bucket
 
 AFTER = Schedule("after_prefill", prefill_chunk=8)
 

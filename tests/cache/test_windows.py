@@ -21,7 +21,8 @@ from kvjax import Schedule, cache, policies
 from kvjax.attention import reference
 from kvjax.cache.spec import make_spec
 from kvjax.engine import footprint, layerwise, runner, steps
-from kvjax.engine.compiled import Job, programs
+from kvjax.engine.compiled import programs
+from kvjax.engine.jobs import Job
 from kvjax.models import placement, presets
 from kvjax.parallel import meshes
 from kvjax.types import Observation, Scoring, View

@@ -16,7 +16,8 @@ from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.spec import make_spec
 from kvjax.engine import api, compiled, steps
 from kvjax.engine.api import tokenize
-from kvjax.engine.compiled import Job, bucket, programs, tree_bytes
+from kvjax.engine.compiled import programs, tree_bytes
+from kvjax.engine.jobs import Job, bucket
 from kvjax.engine.steps import prefill
 from kvjax.models import decoder
 

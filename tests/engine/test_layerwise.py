@@ -11,7 +11,7 @@ from testing.engine import run_batch, score_tokens
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.spec import make_spec
 from kvjax.engine import layerwise, runner
-from kvjax.engine.compiled import Job, bucket
+from kvjax.engine.jobs import Job, bucket
 from kvjax.engine.prefill_cache import PrefillCache
 from kvjax.engine.steps import compact, prefill, score
 from kvjax.policies.base import head_numbers, stateless

@@ -10,7 +10,7 @@ from testing.engine import run_batch
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.engine import compiled, layerwise, runner
-from kvjax.engine.compiled import Job, bucket
+from kvjax.engine.jobs import Job, bucket
 from kvjax.models import decoder
 from kvjax.policies.base import scatter_new, with_params, zeros_per_slot
 from kvjax.types import Stats

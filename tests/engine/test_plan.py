@@ -8,9 +8,9 @@ from conftest import often, tiny_spec
 from kvjax import Schedule, UserError, plan, policies
 from kvjax.attention import reference
 from kvjax.cache.spec import make_spec
-from kvjax.engine import compiled, memory, planner
-from kvjax.engine.compiled import Job, bucket
+from kvjax.engine import jobs, memory, planner
 from kvjax.engine.footprint import phase_bytes, state_bytes, weights_bytes
+from kvjax.engine.jobs import Job, bucket
 from kvjax.engine.planner import plan_by_shapes, plan_job
 from kvjax.parallel import limits
 
@@ -100,10 +100,10 @@ def test_the_longest_prompt_is_one_that_generate_takes(tiny, schedule):
     room = tiny.spec.context_length - 16
     assert found.longest_prompt == room
     assert f"prompts of up to {room} tokens and 16 new" in repr(found)
-    shared = compiled.bucket(tiny.spec, found.job.config, found.longest_prompt, 16)
+    shared = jobs.bucket(tiny.spec, found.job.config, found.longest_prompt, 16)
     assert shared == found.job.max_prompt_len
     with pytest.raises(UserError, match=f"a prompt of {room + 1} tokens and 16 new"):
-        compiled.bucket(tiny.spec, found.job.config, room + 1, 16)
+        jobs.bucket(tiny.spec, found.job.config, room + 1, 16)
 
 
 def test_compiling_heads_of_many_sizes_is_told_beforehand(tiny):

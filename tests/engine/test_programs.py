@@ -1,6 +1,8 @@
-"""Compiled programs: a few jobs' are kept, and memory does not grow with policies."""
+"""Compiled programs: kept up to a limit, so that memory does not grow with policies."""
 
 import dataclasses
+import itertools
+import operator
 import pathlib
 import weakref
 
@@ -10,9 +12,9 @@ from conftest import tiny_model, tiny_spec
 from testing.engine import compilations
 
 import kvjax
-from kvjax import Schedule, cache, policies
-from kvjax.engine import compiled, runner
-from kvjax.engine.compiled import Job
+from kvjax import Schedule, UserError, cache, policies
+from kvjax.engine import compiled, memory, runner
+from kvjax.engine.jobs import Job
 from kvjax.engine.planner import plan_job
 from kvjax.models import decoder
 from kvjax.parallel import meshes
@@ -26,26 +28,41 @@ def job(spec, budget, policy=None):
     return Job(spec, config, 2, 64, 4)
 
 
-def test_a_few_jobs_are_kept():
+@pytest.fixture
+def sized(monkeypatch):
+    """Every job's programs take 100 MB, as the process's memory has it."""
+    kvjax.clear_programs()
+    resident = itertools.count(step=10**8)
+    monkeypatch.setattr(memory, "resident", lambda: next(resident))
+
+
+@pytest.mark.parametrize(("gigabytes", "kept"), [("0.35", 3), ("0.15", 1), ("0", 1)])
+def test_programs_are_kept_up_to_a_limit(sized, monkeypatch, gigabytes, kept):
+    """The least recently used ones are dropped, and their memory is free."""
+    monkeypatch.setenv("KVJAX_PROGRAMS_GB", gigabytes)
     spec = tiny_spec(num_layers=1)
-    jobs = [job(spec, 16 + i) for i in range(compiled._KEPT + 2)]
-    first = compiled.programs(jobs[0])
-    assert compiled.programs(jobs[0]) is first
+    jobs = [job(spec, 16 + i) for i in range(4)]
+    dropped = weakref.ref(compiled.programs(jobs[0]).prefill)
     for each in jobs:
         compiled.programs(each)
-    assert len(compiled._known) == compiled._KEPT
-    assert jobs[-1] in compiled._known and jobs[0] not in compiled._known
+    assert list(compiled._kept) == jobs[-kept:]
+    assert dropped() is None
     kvjax.clear_programs()
-    assert not compiled._known
+    assert not compiled._kept
 
 
-def test_a_compiler_gets_the_room_of_another_policys_programs():
+def test_two_policies_in_turn_compile_once_each(sized):
     spec = tiny_spec(num_layers=1)
-    first, second = job(spec, 16), job(spec, 16, policies.key_diff())
-    gone = weakref.ref(compiled.programs(first).prefill)
-    compiled.programs(second)
-    assert list(compiled._known) == [second]
-    assert gone() is None
+    two = [job(spec, 16), job(spec, 16, policies.key_diff())]
+    first = [compiled.programs(each) for each in two]
+    again = [compiled.programs(each) for each in two]
+    assert all(map(operator.is_, first, again))
+
+
+def test_a_limit_that_is_no_number_is_refused(monkeypatch):
+    monkeypatch.setenv("KVJAX_PROGRAMS_GB", "much")
+    with pytest.raises(UserError, match="KVJAX_PROGRAMS_GB is 'much': give gigabytes"):
+        compiled.kept_limit()
 
 
 def test_a_plan_carries_the_programs_that_it_measured(tiny):

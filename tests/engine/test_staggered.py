@@ -12,8 +12,8 @@ from testing.engine import run_batch
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.spec import make_spec
 from kvjax.engine import compiled, planner, runner
-from kvjax.engine.compiled import Job, bucket
 from kvjax.engine.footprint import phase_bytes, state_bytes, weights_bytes
+from kvjax.engine.jobs import Job, bucket
 from kvjax.engine.planner import plan_job
 from kvjax.engine.sampling import TokenSampler
 

@@ -24,7 +24,7 @@ from testing.engine import live_at_prefill, run_batch
 from kvjax import Offload, Schedule, policies
 from kvjax.cache import codecs
 from kvjax.cache.spec import make_spec
-from kvjax.engine import api, compiled, stop_texts
+from kvjax.engine import api, jobs, stop_texts
 from kvjax.engine.sampling import TokenSampler
 from kvjax.types import UserError
 
@@ -55,8 +55,8 @@ def test_pauses_change_nothing(model, case, how):
         schedule,
     )
     prompts = [ids(model, words(n, n)) for n in (3, 24, 61)]
-    size = compiled.bucket(model.spec, config, 61, 18)
-    whole = compiled.Job(model.spec, config, 4, size, 18, sampling=how, eos=(11, 17))
+    size = jobs.bucket(model.spec, config, 61, 18)
+    whole = jobs.Job(model.spec, config, 4, size, 18, sampling=how, eos=(11, 17))
     paused = dataclasses.replace(whole, decode_chunk=5)
     at_once, by_fives = (
         run_batch(model.params, job, prompts, range(3), seed=2)
@@ -71,7 +71,7 @@ def test_pauses_change_nothing(model, case, how):
 def test_stopped_rows_end_at_the_next_look(model):
     config = make_spec(model.spec, None, None)
     prompts = [ids(model, words(n, n)) for n in (3, 24)]
-    job = compiled.Job(model.spec, config, 2, 128, 18, decode_chunk=5)
+    job = jobs.Job(model.spec, config, 2, 128, 18, decode_chunk=5)
     whole = run_batch(model.params, job, prompts, range(2))
     long = len(whole.tokens[1]) == 18 and whole.tokens[0][:5] != whole.tokens[1][:5]
     assert long, "choose other prompts"

@@ -10,8 +10,8 @@ from testing.engine import run_batch
 
 from kvjax import Offload, Schedule, cache, policies
 from kvjax.cache.spec import make_spec
-from kvjax.engine.compiled import Job
 from kvjax.engine.footprint import state_bytes, weights_bytes
+from kvjax.engine.jobs import Job
 from kvjax.engine.planner import as_plan
 from kvjax.engine.steps import forward
 from kvjax.evaluation import roofline

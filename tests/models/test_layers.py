@@ -9,7 +9,8 @@ import pytest
 from conftest import tiny_spec
 
 from kvjax.cache.spec import make_spec
-from kvjax.engine.compiled import Job, bucket, programs
+from kvjax.engine.compiled import programs
+from kvjax.engine.jobs import Job, bucket
 from kvjax.models import layers
 
 RNG = np.random.default_rng(0)

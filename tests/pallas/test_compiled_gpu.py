@@ -28,7 +28,8 @@ from kvjax.cache import codecs
 from kvjax.cache.offload import Offload
 from kvjax.cache.spec import make_spec
 from kvjax.engine import steps
-from kvjax.engine.compiled import Job, arguments
+from kvjax.engine.compiled import arguments
+from kvjax.engine.jobs import Job
 from kvjax.pallas import gpu
 from kvjax.pallas.common import STATS
 from kvjax.parallel import host

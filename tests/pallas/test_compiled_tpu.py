@@ -23,7 +23,8 @@ from kvjax import Offload, Schedule
 from kvjax.cache import codecs
 from kvjax.cache.spec import make_spec
 from kvjax.engine import steps
-from kvjax.engine.compiled import Job, arguments
+from kvjax.engine.compiled import arguments
+from kvjax.engine.jobs import Job
 from kvjax.pallas import tpu, tpu_call
 from kvjax.parallel import host
 

@@ -14,8 +14,8 @@ import kvjax
 from kvjax import Schedule, cache, policies
 from kvjax.cache import codecs
 from kvjax.engine import layerwise, runner
-from kvjax.engine.compiled import Job, bucket
 from kvjax.engine.footprint import state_bytes
+from kvjax.engine.jobs import Job, bucket
 
 AFTER = Schedule("after_prefill", prefill_chunk=8)
 WHILE = Schedule("prefill_and_decode", prefill_chunk=8, evict_size=8)

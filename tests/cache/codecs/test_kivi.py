@@ -15,7 +15,7 @@ import kvjax
 from kvjax import Schedule, UserError, cache
 from kvjax.cache import codecs, layouts
 from kvjax.engine import layerwise, runner
-from kvjax.engine.compiled import Job, bucket
+from kvjax.engine.jobs import Job, bucket
 from kvjax.parallel import meshes
 
 B, K, C, D = 3, 2, 61, 8  # slots fill no whole number of groups

@@ -1,0 +1,135 @@
+"""A job: the shape of a batch, and what is done to it."""
+
+import dataclasses
+import math
+
+from jax.sharding import Mesh
+
+from kvjax.cache import parts
+from kvjax.cache.spec import CacheSpec
+from kvjax.engine.sampling import TokenSampler
+from kvjax.engine.steps import GREEDY, NO_EOS
+from kvjax.models import placement
+from kvjax.parallel import axes
+from kvjax.types import Model, ModelSpec, UserError
+
+_GRAIN = 128  # prompts are padded to multiples of this many tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The static description of a batch, which decides its programs; hashable.
+
+    Attributes:
+      spec: the model's shape.
+      config: configuration of the KV cache.
+      batch: B, rows that decode together.
+      max_prompt_len: most prompt tokens per row, see `bucket`.
+      max_new_tokens: most tokens to generate or to score per row.
+      dtype: of weights and stored pairs, a name ("float32").
+      sampling: how tokens are drawn.
+      eos: tokens that end a row.
+      mesh: the devices it runs on, see `kvjax.cache.sharded`; None is the default
+        device.
+      decode_chunk: most tokens that one call of `decode` draws, so that the host can
+        look for stop texts in between; None for all.
+      scored: whether new tokens are given and scored, instead of drawn.
+      keep_logits: whether a scored job returns all logits.
+      prefill_batch: rows whose prompts are read together; None for all. If fewer,
+        prompts are read group by group into a pool of `batch` rows (staggered prefill).
+    """
+
+    spec: ModelSpec
+    config: CacheSpec
+    batch: int
+    max_prompt_len: int
+    max_new_tokens: int
+    dtype: str = "float32"
+    sampling: TokenSampler = GREEDY
+    eos: tuple[int, ...] = NO_EOS
+    mesh: Mesh | None = None
+    decode_chunk: int | None = None
+    scored: bool = False
+    keep_logits: bool = False
+    prefill_batch: int | None = None
+
+    def __post_init__(self):
+        if self.batch % self.data_parallel:
+            raise UserError(
+                f"a batch of {self.batch} does not divide over the "
+                f"{self.data_parallel} groups of devices that the mesh's data axis "
+                "makes: take a multiple"
+            )
+        if self.mesh:
+            parts.check_split(self.config.budget, self.mesh.shape[axes.HEADS])
+
+    @property
+    def data_parallel(self) -> int:
+        """The number of device groups that the rows are divided over."""
+        return self.mesh.shape[axes.DATA] if self.mesh else 1
+
+    @property
+    def prefill_capacity(self) -> tuple[int, ...]:
+        sizes = self.max_prompt_len, self.max_new_tokens
+        return self.config.prefill_capacity(self.spec, *sizes)
+
+    @property
+    def decode_capacity(self) -> tuple[int, ...]:
+        sizes = self.max_prompt_len, self.max_new_tokens
+        return self.config.decode_capacity(self.spec, *sizes)
+
+    @property
+    def group(self) -> "Job":
+        """The job of the rows whose prompts are read together."""
+        batch = self.prefill_batch or self.batch
+        return dataclasses.replace(self, batch=batch, prefill_batch=None)
+
+    @property
+    def is_staggered(self) -> bool:
+        """Whether prompts are read into a pool, group by group."""
+        return self.prefill_batch is not None and self.prefill_batch < self.batch
+
+
+def job_of(
+    model: Model,
+    config: CacheSpec,
+    prompt: int,
+    new: int,
+    sampling: TokenSampler = GREEDY,
+    eos: tuple[int, ...] = NO_EOS,
+) -> Job:
+    """Returns the smallest batch of a model, on its devices and in its dtype."""
+    over, dtype = placement.of(model.params), str(model.params["embed"].dtype)
+    rows = over.shape[axes.DATA] if over else 1
+    return Job(model.spec, config, rows, prompt, new, dtype, sampling, eos, over)
+
+
+def bucket(spec: ModelSpec, config: CacheSpec, longest: int, new: int) -> int:
+    """Returns the prompt length that a program is compiled for.
+
+    If the state's capacity does not depend on the prompt, one program serves every
+    prompt that the model can read. Otherwise lengths are rounded up to multiples of 128
+    tokens, or of an eighth of their length.
+
+    Raises:
+      UserError: prompt and new tokens together exceed the model's context.
+    """
+    if longest + new > spec.context_length:
+        raise UserError(
+            f"a prompt of {longest} tokens and {new} new ones exceed the context of "
+            f"{spec.name}, {spec.context_length} tokens: shorten the prompt"
+        )
+    if config.schedule.evicts_in_prefill:
+        return spec.context_length
+    grain = max(_GRAIN, 1 << max((longest - 1).bit_length() - 3, 0))
+    return math.ceil(longest / grain) * grain
+
+
+def size_class(config: CacheSpec, longest: int) -> int:
+    """Returns the power of two that prompts of this length share a batch in.
+
+    There is one class if the state's capacity does not depend on the prompt.
+    """
+    if config.schedule.evicts_in_prefill:
+        return 0
+    return max(longest - 1, _GRAIN - 1).bit_length()
