@@ -182,9 +182,9 @@ def test_other_engines_stand_beside_ours():
         (None, "holds no records.jsonl"),
         ("", "holds no records: no method has finished"),
         ('{"method": "A"', "holds no records"),
-        ('{"a"\n{}\n', "line 1 is no record in JSON: mend or remove it"),
-        ('{"method": "A", "task": "x"}\n', "line 1 is no record of a finished method"),
-        ("[1]\n{}\n", "line 1 is no record"),
+        ('{"a"\n{}\n', "line 1 is not a record in JSON: repair or remove it"),
+        ('{"format": 2, "method": "A"}\n', "line 1 lacks 'experiment': repair"),
+        ("[1]\n{}\n", "line 1 is not a record"),
     ],
 )
 def test_what_is_no_run(tmp_path, content, message):

@@ -1,4 +1,4 @@
-"""Files of records: lines that come back, torn and old ones, how they were made."""
+"""Files of records: round trips, torn lines, other formats, and provenance."""
 
 import json
 import pathlib
@@ -13,10 +13,9 @@ from kvjax.cache.schedule import PHASES
 from kvjax.evaluation.report.records import (
     FORMAT,
     append_record,
-    is_torn,
     provenance,
+    read,
     read_records,
-    upgraded,
 )
 from kvjax.types import UserError
 
@@ -46,9 +45,11 @@ def test_a_torn_last_line_is_dropped_and_written_over(tmp_path, torn):
     append_record(path, FULL)
     with path.open("ab") as file:
         file.write(torn.encode()[:15])
-    assert read_records(path) == [FULL] and is_torn(path)
+    (source,) = read([path])
+    assert source.records == read_records(path) == [FULL] and source.torn
     append_record(path, RECORDS[1])
-    assert read_records(path) == RECORDS[:2] and not is_torn(path)
+    (source,) = read([path])
+    assert source.records == RECORDS[:2] and not source.torn
 
 
 def test_a_last_line_without_its_line_break_is_kept(tmp_path):
@@ -61,7 +62,7 @@ def test_a_last_line_without_its_line_break_is_kept(tmp_path):
 
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
     path = tmp_path / "records.jsonl"
-    path.write_text('{}\n{"a"\n{}\n')
+    path.write_text('{"format": 2}\n{"a"\n{}\n')
     with pytest.raises(UserError, match=r"records\.jsonl, line 2"):
         read_records(path)
 
@@ -79,77 +80,17 @@ def test_a_record_says_how_it_was_made(monkeypatch):
     assert made["versions"]["jax"] == jax.__version__
 
 
-OLD = {  # a line of the first format
-    "method": "key_diff, 50%",
-    "label": "key_diff",
-    "schedule": "prefill+decode",
-    "budget": 512,
-    "rope": "slot",
-    "batch": 10,
-    "batch_limit": "prompts",
-    "tasks": {
-        "needle": {
-            "metric": "accuracy",
-            "metrics": {"accuracy": 1.0},
-            "score": 1.0,
-            "examples": 2,
-            "cells": [{"depth": 0.5, "score": 1.0, "examples": 2}],
-        }
-    },
-    "accuracy": 1.0,
-    "examples": 2,
-    "tokens_per_s": 3.0,
-    "kv_bytes_per_row": 8,
-    "command": "python x.py --peer_python=a",
-    "versions": {"jax": "0.10.2"},
-}
-NEW = {
-    "format": 2,
-    "experiment": "quality",
-    "method": "key_diff, 50%",
-    "series": "key_diff",
-    "schedule": "prefill_and_decode",
-    "budget": 512,
-    "budget_share": 0.5,
-    "codec": "identity",
-    "rope_positions": "cache",
-    "batch_size": 10,
-    "limited_by": "prompts",
-    "tasks": {
-        "needle": {
-            "metric": "accuracy",
-            "metrics": {"accuracy": 1.0},
-            "score": 1.0,
-            "num_examples": 2,
-            "breakdown": [{"depth": 0.5, "score": 1.0, "num_examples": 2}],
-        }
-    },
-    "score": 1.0,
-    "num_examples": 2,
-    "output_tokens_per_s": 3.0,
-    "kv_bytes_peak_per_seq": 8,
-    "provenance": {
-        "command": "python x.py --baseline_python=a",
-        "versions": {"jax": "0.10.2"},
-    },
-}
-
-
-def test_records_of_the_first_format_are_upgraded(tmp_path):
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"format": FORMAT + 1}, "format 3 is newer than 2: update kvjax"),
+        ({"method": "A"}, "format 1 is older than 2: run it again"),
+    ],
+)
+def test_another_format_is_an_error(tmp_path, record, message):
     path = tmp_path / "records.jsonl"
-    path.write_text(json.dumps(OLD))
-    assert read_records(path) == [NEW] == [upgraded(NEW)]
-    speed = upgraded({"kind": "throughput", "role": "ed", "schedule": "decode"})
-    assert (speed["experiment"], speed["batch_rule"]) == ("throughput", "ed")
-    assert speed["schedule"] == "decode_only"
-    assert upgraded({"schedule": "full"})["schedule"] == "none"
-    assert "experiment" not in upgraded({"method": "A", "task": "x", "examples": [1]})
-
-
-def test_a_later_format_is_an_error(tmp_path):
-    path = tmp_path / "records.jsonl"
-    path.write_text(json.dumps({"format": FORMAT + 1}))
-    with pytest.raises(UserError, match=r"line 1: format 3 is newer than 2"):
+    path.write_text(json.dumps(record))
+    with pytest.raises(UserError, match=f"line 1: {message}"):
         read_records(path)
 
 
@@ -167,9 +108,7 @@ def test_a_devices_lines_say_of_which_run_they_are(path):
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.stem)
-def test_committed_records_come_in_the_words_of_today(path):
+def test_committed_records_can_be_read(path):
     for record in read_records(path):
-        assert record["format"] == FORMAT and "score" in record
-        assert record["schedule"] in PHASES
-        assert not set(record) & {"accuracy", "batch", "group", "label", "kind", "rope"}
+        assert "score" in record and record["schedule"] in PHASES
         assert record["provenance"]["versions"]

@@ -12,7 +12,7 @@ from kvjax.evaluation.report.page import (
     write_comparison,
     write_report,
 )
-from kvjax.evaluation.report.sources import read
+from kvjax.evaluation.report.records import read
 from kvjax.evaluation.report.tables import terminal_width
 
 __all__ = [

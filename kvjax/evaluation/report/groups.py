@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from kvjax.evaluation.report.records import PROBES, Record
-from kvjax.evaluation.report.sources import Source
+from kvjax.evaluation.report.records import PROBES, Record, Source
 from kvjax.types import UserError
 
 ROW = ["series", "schedule", "budget", "codec"]  # a method, whatever its task

@@ -17,8 +17,7 @@ from markdown_it import MarkdownIt
 from kvjax.evaluation import files
 from kvjax.evaluation.report import figures, groups, scatters, tables
 from kvjax.evaluation.report.groups import Quality, Throughput
-from kvjax.evaluation.report.records import PROBES, Record
-from kvjax.evaluation.report.sources import Source
+from kvjax.evaluation.report.records import PROBES, Record, Source
 from kvjax.types import UserError
 
 _SUMMARY = (

@@ -1,66 +1,65 @@
-"""Records of runs: one JSON line per method in a file that may be interrupted.
+"""Records of runs: one JSON line per method, in a file that may be interrupted.
 
-A record is a dict, one per method (and number of new tokens) and one JSON line in a
-file. What it may hold; a missing value counts as unknown and shows as "-":
+A record is a dict. It may hold these fields; tables show a missing one as "-":
 
-    format                      `FORMAT`; what lacks it is of the first format, and
-                                `upgraded` when it is read
-    experiment                  "quality" or "throughput": which protocol was run
-    method, policy, schedule    names; `method` is what tables and pictures call it
-    series                      what methods have in common that differ in budget and
-                                schedule only: the name of their row in a sweep
+    format                      `FORMAT`, the version of these fields
+    experiment                  "quality" or "throughput": the protocol that was run
+    method, policy, schedule    names; tables and figures show `method`
+    series                      the name shared by methods that differ in budget and
+                                schedule only: their row in a sweep
     budget                      slots per KV head: an int, one per layer, or None (all)
     budget_rule                 how layers share it: squeeze(p=0.3); None is uniform
-    budget_share                the share of a prompt that the budget is, such as 0.5:
-                                of the run's longest, where the config said "50%"
-    mean_slots, smallest_slots, largest_slots    of KV heads, before a prompt is read
-    sizes                       the slots of each [L][K]; None where all have as many
-    codec                       how pairs are stored; "identity": as they are
-    rope_positions              "original" or "cache": where keys stand
-    engine                      "kvjax", or whose else it is
-    batch_size, limited_by      prompts that fit at a time, and what limits them
-    prefill_batch, batch_rule   prompts read at a time, and how the batch was found
-    tolerance, tried            of a method whose |kv| was sought: how far its score may
-                                be below the full cache's; and of every |kv| tried,
+    budget_share                the budget as a share of the longest prompt, such as
+                                0.5, where the config says "50%"
+    mean_slots, smallest_slots, largest_slots    over KV heads, before a prompt is read
+    sizes                       slots of every head, [L][K]; None where all are equal
+    codec                       how KV pairs are stored; "identity": unchanged
+    rope_positions              "original" or "cache": the positions keys are rotated to
+    engine                      "kvjax", or another library
+    batch_size, limited_by      prompts per batch, and what limits it
+    prefill_batch, batch_rule   prompts per prefill, and how the batch was chosen
+    tolerance, tried            where |kv| was searched: how far the score may be below
+                                the full cache's, and every |kv| that was tried,
                                 {budget, batch_size, score, num_examples, ..., chosen}
-    score, num_examples         the mean of the tasks' scores, among how many prompts
+    score, num_examples         the mean of the tasks' scores, over how many prompts
     tasks                       {name: {metric, score, metrics, num_examples, interval,
                                 interval_method, breakdown, survivors, ...}};
-                                `interval` is of 95%, `breakdown` has the score of every
-                                depth and the like, `survivors` a `survivor_map`
+                                `interval` is a 95% confidence interval, `breakdown`
+                                scores by depth and the like, `survivors` a
+                                `survivor_map`
     kl, loss, reference_loss    nats per token
     top1_agreement              share of tokens
-    prefill_tokens_per_s, decode_tokens_per_s    the latter of generated tokens, with an
-                                answer's first, which comes out of the prompt; None
-                                where there is no other
+    prefill_tokens_per_s, decode_tokens_per_s    prompt tokens; generated tokens without
+                                each answer's first, which prefill produces (None where
+                                there is no other)
     output_tokens_per_s         end to end: generated tokens by total time
-    predicted_tokens_per_s      the same, if the roofline were reached
-    probe_flops_per_s, probe_bytes_per_s    of a fixed product and a fixed copy beside
-                                its batches: how much of the machine was left for them
+    predicted_tokens_per_s      the same, at the roofline
+    probe_flops_per_s, probe_bytes_per_s    of a fixed matrix product and a fixed copy
+                                beside its batches: how much of the machine was free
     prefill_roofline, decode_roofline    shares of the roofline's rates
     offload                     fields of `kvjax.Offload`; None for none
-    kv_bytes_peak_per_seq       most bytes of KV cache that one prompt takes at any time
-    host_bytes_per_seq          besides: the most that its values take in host memory
-    kv_bytes_decode             the same while tokens are generated
-    kv_bytes_live, kv_bytes_allocated    of it, bytes of one prompt's keys and values at
-                                the end: of the pairs kept, and of all slots
+    kv_bytes_peak_per_seq       bytes of KV cache of one prompt, at most
+    host_bytes_per_seq          bytes of values that it has in host memory, at most
+    kv_bytes_decode             bytes of KV cache of one prompt while decoding
+    kv_bytes_live, kv_bytes_allocated    keys and values of one prompt at the end: of
+                                the pairs kept, and of all slots
     planned_bytes, measured_bytes, memory_bytes    of the whole run; the last, its limit
-    prompt_tokens, max_new_tokens, new_tokens    of a prompt; the last, where all
-                                prompts have exactly as many
+    prompt_tokens, max_new_tokens, new_tokens    per prompt; the last, where all
+                                prompts have the same number
     seconds, seed, model, device
     provenance                  {"command", "versions"}: see `provenance`
 """
 
 import importlib.metadata
 import json
+import mmap
 import os
 import pathlib
 import platform
-import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -69,75 +68,80 @@ from kvjax.evaluation import files
 from kvjax.types import UserError
 
 Record = dict[str, Any]
-Needed = Callable[[Record], Iterable[str]]  # the fields that a record has to have
+Needed = Callable[[Record], Iterable[str]]  # the fields that a record must have
 
 FORMAT = 2
 PROBES = "probe_flops_per_s", "probe_bytes_per_s"
-_BLOCK = 1 << 16  # bytes that are read from a file's end at a time
 SURVIVOR_PARTS = 64  # of a prompt, in a map of survivors
 
-# What the first format called otherwise.
-_FIELDS = {
-    "accuracy": "score",
-    "batch": "batch_size",
-    "batch_limit": "limited_by",
-    "examples": "num_examples",
-    "group": "prefill_batch",
-    "kind": "experiment",
-    "kv_bytes_per_row": "kv_bytes_peak_per_seq",
-    "label": "series",
-    "role": "batch_rule",
-    "rope": "rope_positions",
-    "tokens_per_s": "output_tokens_per_s",
-}
-_FLAG = "--peer_python=", "--baseline_python="
-_TASK_FIELDS = {"cells": "breakdown", "examples": "num_examples"}
-_VALUES = {
-    "rope_positions": {"true": "original", "slot": "cache"},
-    "schedule": {
-        "full": "none",
-        "prefill+decode": "prefill_and_decode",
-        "decode": "decode_only",
-    },
-}
+
+class Source(NamedTuple):
+    """A file of records.
+
+    Attributes:
+      path: as reports name it.
+      records: all of them.
+      torn: whether its last line was cut short; that line is left out.
+    """
+
+    path: str
+    records: list[Record]
+    torn: bool = False
+
+
+def read(paths: Sequence[str | os.PathLike]) -> list[Source]:
+    """Reads the files of records that a report of several runs is made from.
+
+    Args:
+      paths: files or folders, each file read once. Of a folder, records.jsonl is read
+        or, where there is none, every *.jsonl but batches.jsonl.
+
+    Raises:
+      UserError: no path, no records, or a file that does not hold records.
+    """
+    if not paths:
+        raise UserError("no runs named: give their folders or records.jsonl files")
+    unique = {f.resolve(): f for path in paths for f in _files(pathlib.Path(path))}
+    sources = [_read(path, _finished) for path in unique.values()]
+    for source in sources:
+        if not source.records:
+            raise UserError(
+                f"{source.path} holds no records: no method has finished there"
+            )
+    return sources
 
 
 def read_records(
     path: str | os.PathLike, needed: Needed = lambda record: ()
 ) -> list[Record]:
-    """Returns the records of a JSON-lines file, upgraded; none without such a file.
+    """Returns the records of a JSON-lines file; none where there is no such file.
 
     A last line that an interruption cut short is left out.
 
     Args:
       path: of the file.
-      needed: says which fields a record has to have.
+      needed: returns the fields that a record must have.
 
     Raises:
-      UserError: another line is no record, of a later format or lacks a field, naming
-        file and line.
+      UserError: another line is not a record, is of another format, or lacks a field;
+        it names file and line.
     """
     path = pathlib.Path(path)
-    if not path.exists():
-        return []
-    *lines, last = path.read_bytes().split(b"\n")
-    lines = lines if _is_torn(last) else [*lines, last]
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line]
-    return [_parse(path, number, line, needed) for number, line in numbered]
+    return _read(path, needed).records if path.exists() else []
 
 
 def append_record(path: str | os.PathLike, record: Record) -> None:
-    """Adds one line to a JSON-lines file and has it on disk on return.
+    """Adds one line to a JSON-lines file; it is on disk on return.
 
-    It says which format it is of. NumPy scalars and arrays become plain numbers. A torn
+    The line names its format. NumPy scalars and arrays become plain numbers. A torn
     last line is removed first.
 
     Raises:
-      UserError: the disk is full, or does not take it for another reason.
+      UserError: the disk is full, or writing fails for another reason.
     """
-    line = json.dumps({"format": FORMAT} | record, default=_plain).encode() + b"\n"
+    line = json.dumps({"format": FORMAT} | record, default=_as_json).encode() + b"\n"
     with files.on_disk(path), open(path, "ab+") as file:
-        last = _last(file)
+        last = _last_line(file)
         if _is_torn(last):
             file.truncate(file.seek(0, os.SEEK_END) - len(last))
         elif last:
@@ -147,42 +151,10 @@ def append_record(path: str | os.PathLike, record: Record) -> None:
         os.fsync(file.fileno())
 
 
-def is_torn(path: str | os.PathLike) -> bool:
-    """Whether a file's last line was cut short: `read_records` leaves it out."""
-    with open(path, "rb") as file:
-        return _is_torn(_last(file))
-
-
-def upgraded(record: Record) -> Record:
-    """A record in the words of `FORMAT`, whichever format it was written in.
-
-    Raises:
-      ValueError: its format is a later one.
-    """
-    if (found := record.get("format", 1)) > FORMAT:
-        raise ValueError(f"format {found} is newer than {FORMAT}: update kvjax")
-    if found == FORMAT:
-        return record
-    new = {"format": FORMAT, "codec": "identity"} | _renamed(record, _FIELDS)
-    for field, values in _VALUES.items():
-        if field in new:
-            new[field] = values.get(new[field], new[field])
-    if "score" in new:
-        new.setdefault("experiment", "quality")
-    if share := _share_in_name(new):
-        new["budget_share"] = share
-    if new.get("tasks"):
-        new["tasks"] = {name: _upgraded_task(t) for name, t in new["tasks"].items()}
-    made = {key: new.pop(key) for key in ("command", "versions") if key in new}
-    if "command" in made:
-        made["command"] = made["command"].replace(*_FLAG)
-    return new | ({"provenance": made} if made else {})
-
-
 def provenance() -> Record:
-    """What a record says of its making: the command, and what computed it.
+    """Returns a record's `provenance`: the command and the versions of its software.
 
-    A script below the current folder is named from there.
+    A script below the current folder is named relative to it.
     """
     import kvjax
 
@@ -203,20 +175,20 @@ def provenance() -> Record:
 
 
 def survivor_map(kept: Sequence[Sequence[np.ndarray]], length: int) -> list[str]:
-    """What is left of a prompt, small enough for a line of records.
+    """Returns which parts of a prompt are still cached, as short strings.
 
     Args:
-      kept: positions of the kept pairs, `[layer][head]`; those from `length` on, which
-        were generated, do not count.
+      kept: positions of the kept pairs, `[layer][head]`. Positions from `length` on,
+        which were generated, do not count.
       length: of the prompt, in tokens.
 
     Returns:
-      A string per layer of `SURVIVOR_PARTS` characters, or one per token if there are
-      fewer. They stand for equal parts of the prompt, from "0", nothing is kept there,
-      to "9", everything is.
+      One string per layer of `SURVIVOR_PARTS` characters, or one per token if there are
+      fewer. Each stands for an equal part of the prompt, from "0" (nothing of it is
+      kept) to "9" (all of it).
     """
     edges = np.linspace(0, length, min(SURVIVOR_PARTS, length) + 1).round()
-    room = np.diff(edges)
+    sizes = np.diff(edges)
 
     def counts(head):
         return np.diff(np.searchsorted(np.sort(head), edges))
@@ -224,48 +196,81 @@ def survivor_map(kept: Sequence[Sequence[np.ndarray]], length: int) -> list[str]
     return [
         "".join(
             str(round(9 * share))
-            for share in np.mean([counts(head) for head in layer], 0) / room
+            for share in np.mean([counts(head) for head in layer], 0) / sizes
         )
         for layer in kept
     ]
 
 
 def survivor_shares(drawn: Sequence[str]) -> Float[np.ndarray, "L parts"]:
-    """The shares that a `survivor_map` says, 0 to 1, to the nearest ninth."""
+    """Returns the shares in a `survivor_map`, 0 to 1, to the nearest ninth."""
     return np.array([[int(digit) / 9 for digit in layer] for layer in drawn])
 
 
-def _renamed(old: Record, names: dict[str, str]) -> Record:
-    return {names.get(key, key): value for key, value in old.items()}
+def _files(path: pathlib.Path) -> list[pathlib.Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise UserError(f"{path} is not there: name a run's folder or its records")
+    if (path / "records.jsonl").is_file():
+        return [path / "records.jsonl"]
+    found = sorted(f for f in path.glob("*.jsonl") if f.name != "batches.jsonl")
+    if not found:
+        raise UserError(
+            f"{path} holds no records.jsonl: no method has finished there, or it is "
+            "not the folder of a run"
+        )
+    return found
 
 
-def _upgraded_task(task: Record) -> Record:
-    new = _renamed(task, _TASK_FIELDS)
-    if "breakdown" in new:
-        new["breakdown"] = [_renamed(each, _TASK_FIELDS) for each in new["breakdown"]]
-    return new
+def _finished(record: Record) -> tuple[str, ...]:
+    return "method", "experiment"
 
 
-def _share_in_name(record: Record) -> float | None:
-    """The first format told a budget's share in the method's name only: "tova, 50%"."""
-    found = re.fullmatch(
-        re.escape(str(record.get("series"))) + r", (\d+)%", str(record.get("method"))
-    )
-    return int(found[1]) / 100 if found else None
+def _read(path: pathlib.Path, needed: Needed) -> Source:
+    *lines, last = path.read_bytes().split(b"\n")
+    torn = _is_torn(last)
+    numbered = enumerate(lines if torn else [*lines, last], 1)
+    records = [_parse(path, number, line, needed) for number, line in numbered if line]
+    return Source(os.path.normpath(path), records, torn)
 
 
-def _last(file: IO[bytes]) -> bytes:
-    """What follows the last line break; reads no more than that and a block."""
-    last, start = b"", file.seek(0, os.SEEK_END)
-    while start and b"\n" not in last:
-        end, start = start, max(0, start - _BLOCK)
-        file.seek(start)
-        last = file.read(end - start) + last
-    return last.rpartition(b"\n")[2]
+def _parse(path: pathlib.Path, number: int, line: bytes, needed: Needed) -> Record:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        raise UserError(
+            f"{path}, line {number} is not a record in JSON: repair or remove it"
+        )
+    if (found := record.get("format", 1)) > FORMAT:
+        raise UserError(
+            f"{path}, line {number}: format {found} is newer than {FORMAT}: "
+            "update kvjax"
+        )
+    if found < FORMAT:
+        raise UserError(
+            f"{path}, line {number}: format {found} is older than {FORMAT}: run it "
+            "again with this kvjax"
+        )
+    if lacking := [field for field in needed(record) if field not in record]:
+        raise UserError(
+            f"{path}, line {number} lacks {lacking[0]!r}: repair or remove it"
+        )
+    return record
+
+
+def _last_line(file: IO[bytes]) -> bytes:
+    """Returns what follows the last line break, without reading the whole file."""
+    if not file.seek(0, os.SEEK_END):
+        return b""  # an empty file cannot be mapped
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content[content.rfind(b"\n") + 1 :]
 
 
 def _is_torn(last: bytes) -> bool:
-    """Whether what follows the last line break is the beginning of a record only."""
+    """Returns whether what follows the last line break is an incomplete record."""
     try:
         json.loads(last)
     except ValueError:
@@ -273,27 +278,7 @@ def _is_torn(last: bytes) -> bool:
     return False
 
 
-def _parse(path: pathlib.Path, number: int, line: bytes, needed: Needed) -> Record:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise UserError(
-            f"{path}, line {number} is no record in JSON: mend or remove it"
-        )
-    try:
-        record = upgraded(found)
-    except ValueError as error:
-        raise UserError(f"{path}, line {number}: {error}") from None
-    if lacking := [field for field in needed(record) if field not in record]:
-        raise UserError(
-            f"{path}, line {number} lacks {lacking[0]!r}: mend or remove it"
-        )
-    return record
-
-
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError(f"a record cannot hold a {type(value).__name__}: {value!r}")

@@ -13,8 +13,7 @@ import pandas as pd
 
 from kvjax.evaluation.report import groups
 from kvjax.evaluation.report.groups import Quality, series, spread, text
-from kvjax.evaluation.report.records import PROBES, Record
-from kvjax.evaluation.report.sources import Source
+from kvjax.evaluation.report.records import PROBES, Record, Source
 
 Columns = dict[str, Callable[[Record], str]]
 _OVER = "†"
