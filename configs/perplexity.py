@@ -11,8 +11,8 @@ predictions and shares of the same likeliest token; also how many of two pass ke
 found, as an experiment has a task.
 
 Layer by layer, so that nothing is timed. Half an hour on two CPU cores; our table is in
-docs/decisions.md, its records in docs/data/perplexity.jsonl. Stop it at any moment and
-start it again. `--config.fidelity.num_windows=16` narrows what luck makes of it.
+docs/results/perplexity.md, its records in docs/data/perplexity.jsonl. Stop it at any
+moment and start it again. `--config.fidelity.num_windows=16` narrows the uncertainty.
 """
 
 from ml_collections import ConfigDict

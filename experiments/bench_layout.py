@@ -1,4 +1,4 @@
-r"""Measures the choices behind the cache's layout; `docs/decisions.md` has the figures.
+r"""Measures the choices behind the cache's layout, for docs/results/cache_layout.md.
 
     python experiments/bench_layout.py --section=layers,keys,append,room,compile
 

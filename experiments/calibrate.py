@@ -261,7 +261,7 @@ def picture(found):
 def multiplied_dtype():
     """bfloat16 where the machine multiplies it in one instruction, else float32."""
     device = jax.devices()[0]
-    if device.platform == "cpu":  # see docs/decisions.md: only matrix units are faster
+    if device.platform == "cpu":  # only matrix units are faster: docs/decisions/cpu.md
         file = pathlib.Path("/proc/cpuinfo")
         native = file.exists() and "amx_bf16" in file.read_text()
     else:  # GPUs from Ampere on, and every TPU

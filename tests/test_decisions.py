@@ -1,4 +1,4 @@
-"""Every figure in docs/decisions.md can be repeated, or is in a committed record."""
+"""Every figure of docs/decisions and docs/results names its record, command or test."""
 
 import pathlib
 import re
@@ -6,34 +6,43 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-TEXT = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
-SECTIONS = dict(part.partition("\n")[::2] for part in TEXT.split("\n## ")[1:])
+PAGES = [p for d in ("decisions", "results") for p in (ROOT / "docs" / d).glob("*.md")]
+SECTIONS = {
+    f"{page.parent.name}/{page.stem}: {title}": text
+    for page in sorted(PAGES)
+    for title, text in (
+        part.partition("\n")[::2] for part in page.read_text("utf-8").split("\n## ")[1:]
+    )
+}
 PATH = re.compile(r"\b(?:docs/data|experiments|configs|tests)/[\w./*\\]*\w")
-PAGE = re.compile(r"\]\((\w+\.md)")  # made of records
+LINKED = re.compile(r"\]\((?:\.\./)?((?:results/)?\w+\.md)")  # pages made of records
 UNITS = r"(?:ms|s|MB|GB|MiB|GB/s|tok/s|tokens/s|tokens per second|kcycles)\b"
 FIGURE = re.compile(rf"^\|.*\d|\b\d[\d,.]*\s{UNITS}", re.MULTILINE)
 
 
-def named(section):
-    """Files and folders that a section names."""
-    paths = (found.replace("\\", "") for found in PATH.findall(section))
-    return {*paths, *(f"docs/{page}" for page in PAGE.findall(section))}
+def paths_in(section: str) -> set[str]:
+    """Files and folders that a section names, from the repository's root."""
+    return {found.replace("\\", "") for found in PATH.findall(section)}
+
+
+def test_sections_are_found():
+    assert len(SECTIONS) > 50
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_a_section_with_figures_says_where_they_are_from(title):
+def test_figures_name_their_source(title):
     section = SECTIONS[title]
     if FIGURE.search(section):
-        assert named(section) or "by shapes" in section
+        assert paths_in(section) or LINKED.search(section) or "by shapes" in section
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_what_a_section_names_is_there(title):
+def test_sources_exist(title):
     """Of names with braces, what stands before these."""
-    paths = named(SECTIONS[title])
+    paths = paths_in(SECTIONS[title])
     assert not [path for path in paths if not any(ROOT.glob(f"{path}*"))]
 
 
-def test_no_figure_is_a_probe_s():
-    """Measured by hand, once, with nothing to repeat it by."""
-    assert not re.findall(r"\ba probe\b|no script reproduces", TEXT)
+def test_every_result_names_a_record_or_a_command():
+    for page in (ROOT / "docs" / "results").glob("*.md"):
+        assert page.stem == "index" or paths_in(page.read_text("utf-8")), page.name

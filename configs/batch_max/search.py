@@ -22,8 +22,8 @@ mean.
 
 Steps of |kv| that halve try fewer than the paper's, which
 `--config.budget_steps='(128,64)'` has. Raise `--config.num_examples`, of each task, for
-scores that tell more. 45 minutes on two CPU cores, 20 of summaries; docs/decisions.md
-says what came out. Stop it at any moment and start it again.
+scores that tell more. 45 minutes on two CPU cores, 20 of summaries; the results are in
+docs/results/throughput.md. Stop it at any moment and start it again.
 """
 
 from ml_collections import ConfigDict

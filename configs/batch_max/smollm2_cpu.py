@@ -23,9 +23,9 @@ freed memory kept, at the same batches.
 `:quality` races at equal scores rather than equal |kv|: KeyDiff in heads that retrieve
 and average attention in the others, with two and one eighths of the pairs where they
 are needed, evicting 32 while reading, beside SnapKV at 512 in the other libraries and
-the full cache; 48 prompts, 512 new tokens, one batch at least. docs/decisions.md has
-what came of it: an eighth finds what kvpress' SnapKV at 512 does, at 3.9 times its
-tokens/s, a quarter what the full cache finds, at 4.9 times transformers'.
+the full cache; 48 prompts, 512 new tokens, one batch at least. The results
+are in docs/results/throughput.md: an eighth finds what kvpress' SnapKV at 512 does, at
+3.9 times its tokens/s, a quarter what the full cache finds, at 4.9 times transformers'.
 
 The paper uses larger models on a GPU; model, memory, lengths and |kv| are our choice.
 Times are the medians of three batches or more. About an hour on two CPU cores, and two

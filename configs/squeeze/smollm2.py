@@ -17,8 +17,8 @@ compiles once more when sizes are known, in its prefill's time: compare no rates
 `budgets.py` has the same rules at shares of 10 to 80%.
 
 Expected, of 10 keys: H2O finds 5, the others 2; squeezed at 0.35 none, at 0.8 4 and 2.
-docs/decisions.md says why. Seven minutes of CPU time, four with programs of an earlier
-run on disk.
+docs/results/squeeze.md says why. Seven minutes of CPU time, four with programs of an
+earlier run on disk.
 """
 
 from ml_collections import ConfigDict, FieldReference

@@ -47,7 +47,7 @@ class Offload:
         8.49 at L = 0 and 14.25 at L = 1, we infer that 1 is better than 0.
       renormalize: whether the weights of the N are made to sum to 1. The paper states
         no such step; without it an output lacks the share of what was not fetched, and
-        we found predictions ten times as far off (docs/decisions.md).
+        we found predictions ten times as far off (docs/results/offload.md).
       queries: where G queries share a KV head, which the paper does not look at:
         `union`, each names N pairs, and all attend to what any of them named, up to
         G N; `mean`, the group names N by the mean of its weights.

@@ -298,7 +298,7 @@ def test_a_calibration_s_sizes_are_those_of_its_cosines(tmp_path):
 
 
 def test_the_package_s_calibration_has_cosines():
-    """Of SmolLM2's 30 layers all but three lend, see docs/decisions.md."""
+    """Of SmolLM2's 30 layers all but three lend, see docs/results/squeeze.md."""
     shape = {"num_layers": 30, "num_kv_heads": 3, "num_heads": 9}
     spec = tiny_spec(name="smollm2-135m-instruct", **shape)
     rule = squeeze.squeeze(0.35, least=40, source="calibration")
