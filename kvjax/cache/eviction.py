@@ -1,10 +1,11 @@
-"""Which pairs go: before new tokens, and between the prompt and decoding.
+"""Eviction: before new tokens are appended, and between prefill and decode.
 
-A policy's scores choose them; how many is for the budget and the schedule to say.
+The budget and the schedule decide how many pairs a head evicts, the policy's scores
+decide which.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,24 +22,24 @@ from kvjax.policies import base
 from kvjax.types import PyTree, Scoring, Stats, View
 
 
-class Lent(NamedTuple):
-    """What a layer's policy is lent to choose by; see `kvjax.types.View`."""
+class PolicyInputs(NamedTuple):
+    """Inputs of one layer's policy besides the cache; see `kvjax.types.View`."""
 
     apply_rope: Callable[..., Array]
     scoring: Scoring = Scoring()
-    policy_params: PyTree = None
-    number: int | Int[Array, ""] = 0
+    params: PyTree = None
+    layer_number: int | Int[Array, ""] = 0
 
 
-class _Crowded(NamedTuple):
-    """A part of a layer in which some heads may have to drop pairs.
+class _Demand(NamedTuple):
+    """The evictions that a head group needs before new pairs fit.
 
     Attributes:
-      place: of the part in the state.
-      heads: of the part.
-      drop: i32[B, K], how many each head does.
-      busy: bool[B], rows in which one does.
-      view: (layer, now, keep) -> what the policy sees.
+      place: of the head group in the state.
+      heads: of the head group.
+      drop: i32[B, K], pairs that each head has to evict.
+      busy: bool[B], rows in which some head has to evict.
+      view: (layer, query_position, num_keep) -> the policy's view.
     """
 
     place: int
@@ -48,9 +49,9 @@ class _Crowded(NamedTuple):
     view: Callable[..., View]
 
 
-def make_room(
+def evict_overflow(
     state: KVState,
-    layers: Mapping[int, Lent],
+    inputs: Mapping[int, PolicyInputs],
     tokens: int,
     *,
     config: CacheSpec,
@@ -58,49 +59,48 @@ def make_room(
     is_prefill: bool,
     head_numbers: Int[Array, "K"] | None = None,
 ) -> KVState:
-    """Evicts in all these layers what has to go before new tokens are appended.
+    """Evicts pairs in these layers where new tokens would exceed the budget.
 
-    A head whose live pairs and the new ones would exceed the budget drops its least
-    important ones. Heads that drop any also lose what the policy would not keep at any
-    budget; under one that looks across heads, all heads of their row do.
+    A head whose live pairs and the new ones would exceed the budget evicts its least
+    important pairs. It also evicts pairs that the policy would keep at no budget; under
+    a policy that compares heads, so do all other heads of its row.
 
-    What goes depends on nothing that the step computes, so that one question settles it
-    for all layers: a step in which none is full costs next to nothing, and on a GPU no
-    layer waits for the host to hear whether it is.
+    Evictions depend on nothing that the step computes, so one condition covers all
+    layers: a step without evictions costs next to nothing, and on a GPU no layer waits
+    for the host to read a condition.
 
     Args:
-      state: what the rows have kept so far.
-      layers: by their place in the state.
-      tokens: T, new ones per row; one of decoding.
-      config: what is kept, and when.
+      state: before the tokens are appended.
+      inputs: of the policy, by the layer's index in the state.
+      tokens: T, new tokens per row; 1 when decoding.
+      config: budgets, schedule, policy and layout.
       n: real tokens per row.
-      is_prefill: whether the tokens are the prompt's.
-      head_numbers: the heads' indices in the model's layer, where they are not all.
+      is_prefill: whether the tokens belong to the prompt.
+      head_numbers: the heads' numbers in the model's layer, if the state has not all.
     """
-    schedule, layout = config.schedule, config.layout
-    if not schedule.evicts(is_prefill):
+    layout = config.layout
+    if not config.schedule.evicts(is_prefill):
         return state
-    crowded = [
-        _crowded(state, index, place, heads, lent, config, n, head_numbers)
-        for index, lent in layers.items()
+    demands = [
+        _demand(state, index, place, heads, own_inputs, config, n, head_numbers)
+        for index, own_inputs in inputs.items()
         for place, heads in parts_of(state, index)
     ]
     few = config.rows_per_eviction or max(4, -(-len(n) // 8))
     rows = few if tokens == 1 else len(n)
-    gone = jax.lax.cond(
-        functools.reduce(jnp.logical_or, [jnp.any(each.busy) for each in crowded]),
-        lambda: [_victims(state, each, config, rows) for each in crowded],
-        lambda: [_no_victims(state, each, layout) for each in crowded],
+    masks = jax.lax.cond(
+        functools.reduce(jnp.logical_or, [jnp.any(each.busy) for each in demands]),
+        lambda: [_select(state, each, config, rows) for each in demands],
+        lambda: [_select_none(state, each, layout) for each in demands],
     )
-    for each, (victims, nan) in zip(crowded, gone, strict=True):
-        state = noted(state, NAN_SCORE, nan, each.heads)
-        layer = layout.evict(state.layers[each.place], victims)
-        stats = state.stats[each.place]
+    for demand, (evicted, is_nan) in zip(demands, masks, strict=True):
+        place = demand.place
+        layer, stats = layout.evict(state.layers[place], evicted), state.stats[place]
         if config.eviction != "in_place":
-            layer, stats = tidied(layer, stats, each.busy, layout)
-        state = state.replace(
-            layers=with_item(state.layers, each.place, layer),
-            stats=with_item(state.stats, each.place, stats),
+            layer, stats = compacted_if(demand.busy, layer, stats, layout)
+        state = with_error(state, NAN_SCORE, is_nan, demand.heads).replace(
+            layers=with_item(state.layers, place, layer),
+            stats=with_item(state.stats, place, stats),
         )
     return state
 
@@ -115,148 +115,139 @@ def compact(
     head_numbers: Int[Array, "K"] | None = None,
     scorings: Sequence[Scoring] | None = None,
 ) -> KVState:
-    """Shrinks (or grows) the state between prefill and decode.
+    """Evicts between prefill and decode, and moves the live pairs to a new capacity.
 
-    Heads that hold more than the schedule lets into decoding drop their least important
-    pairs first: to the budget (`after_prefill`), or to the room that the first decoded
-    token would make (`decode_only`). What the policy would not keep at any budget goes
-    too. Under `prefill_only` nothing goes: heads are within the budget. Codecs that
-    wait for the end of the prompt encode what is left.
+    Under `after_prefill`, heads keep at most their budget. Under `decode_only`, a head
+    at or above its budget keeps as many pairs as before the first decoded token, its
+    budget less `evict_size`. Pairs that the policy would keep at no budget are evicted
+    too. Under the other schedules nothing is evicted here. Codecs that wait for the end
+    of the prompt encode the live pairs.
 
     Args:
       state: after the prompt.
-      config: what is kept, and when.
-      capacity: slots per head of every part of every layer afterwards.
+      config: budgets, schedule, policy and layout.
+      capacity: slots per head afterwards, one number per head group of every layer.
       apply_ropes: `LayerOps.apply_rope` of every layer.
-      policy_params: every layer's weights of a learned rule.
+      policy_params: every layer's weights of a learned policy.
       first_layer: the number in the model of the state's first layer.
-      head_numbers: the heads' indices in the model's layer, where they are not all.
-      scorings: `LayerOps.scoring` of every layer; None where all are plain.
+      head_numbers: the heads' numbers in the model's layer, if the state has not all.
+      scorings: `LayerOps.scoring` of every layer; None for plain ones.
     """
     layout, layers, stats = config.layout, [], []
-    count = state.error.shape[1]
-    for index, place, heads in _all_parts(state):
-        layer, stat = state.layers[place], state.stats[place]
-        if config.policy and not config.schedule.evicts_in_prefill:
-            budget = parts.size_of(config.budget[index], heads)
-            held = layout.live(layer)
-            if config.schedule.evicts_in_decode:
-                fewer = budget - config.schedule.evict_size
-                target = jnp.where(held >= budget, fewer, held)
-            else:
-                target = jnp.minimum(held, budget)
-            view = view_of(
-                layer,
-                state.next_pos - 1,
-                target,
-                apply_rope=apply_ropes[index],
-                scoring=scorings[index] if scorings else Scoring(),
-                config=config,
-                number=first_layer + index,
-                params=policy_params and policy_params[index],
-                heads=numbers_of_heads(count, heads, head_numbers),
-                budget=budget,
-            )
-            drop = held - target
-            gone, nan = _chosen(stat, view, drop, drop > 0, config)
-            layer = layout.evict(layer, gone)
-            state = noted(state, NAN_SCORE, nan, heads)
-        layer, per_slot = layout.compact(layer, stat.per_slot, capacity[place])
-        if config.codec.after_prompt:
-            layer = layout.encode(layer, config.codec_of(index))
-        layers.append(layer)
-        stats.append(stat._replace(per_slot=per_slot))
+    evicts = config.policy and not config.schedule.evicts_in_prefill
+    for index in range(len(state.heads)):
+        inputs = PolicyInputs(
+            apply_ropes[index],
+            scorings[index] if scorings else Scoring(),
+            policy_params and policy_params[index],
+            first_layer + index,
+        )
+        for place, heads in parts_of(state, index):
+            layer, stat = state.layers[place], state.stats[place]
+            if evicts:
+                budget = parts.size_of(config.budget[index], heads)
+                view = view_maker(state, config, inputs, heads, budget, head_numbers)
+                num_keep = _kept_after_prompt(layout.live(layer), budget, config)
+                drop = layout.live(layer) - num_keep
+                seen = view(layer, state.next_pos - 1, num_keep)
+                evicted, is_nan = _select_by_score(stat, seen, drop, drop > 0, config)
+                layer = layout.evict(layer, evicted)
+                state = with_error(state, NAN_SCORE, is_nan, heads)
+            layer, per_slot = layout.compact(layer, stat.per_slot, capacity[place])
+            if config.codec.after_prompt:
+                layer = layout.encode(layer, config.codec_of(index))
+            layers.append(layer)
+            stats.append(stat._replace(per_slot=per_slot))
     return state.replace(layers=tuple(layers), stats=tuple(stats))
 
 
-def _all_parts(state: KVState) -> Iterator[tuple[int, int, parts.Heads]]:
-    """Layer, place and heads of every part; over a mesh, those heads that are here."""
-    for index in range(len(state.heads)):
-        for place, heads in parts_of(state, index):
-            yield index, place, heads
+def _kept_after_prompt(
+    live: Int[Array, "B K"], budget: int, config: CacheSpec
+) -> Int[Array, "B K"]:
+    """Returns the pairs that every head keeps when the prompt is read."""
+    if not config.schedule.evicts_in_decode:
+        return jnp.minimum(live, budget)
+    return jnp.where(live >= budget, budget - config.schedule.evict_size, live)
 
 
 def parts_of(state: KVState, index: int) -> list[tuple[int, parts.Heads]]:
-    """Place and heads of a layer's parts; over a mesh, those heads that are here."""
+    """Returns the place and the heads of a layer's head groups.
+
+    On a mesh, heads are those that this device holds.
+    """
     count = state.error.shape[1]
     return [(place, parts.here(heads, count)) for place, heads in state.parts(index)]
 
 
-def _crowded(
+def _demand(
     state: KVState,
     index: int,
     place: int,
     heads: parts.Heads,
-    lent: Lent,
+    inputs: PolicyInputs,
     config: CacheSpec,
     n: Int[Array, "B"],
     head_numbers: Int[Array, "K"] | None,
-) -> _Crowded:
-    """How many pairs the heads of a part drop before n new ones."""
+) -> _Demand:
+    """Counts the pairs that the heads of a head group evict before n new ones."""
     budget = parts.size_of(config.budget[index], heads)
-    held = config.layout.live(state.layers[place])
-    full = (held + n[:, None] > budget) & (n > 0)[:, None]
-    drop = jnp.where(full, held - (budget - config.schedule.evict_size), 0)
+    live = config.layout.live(state.layers[place])
+    overflows = (live + n[:, None] > budget) & (n > 0)[:, None]
+    drop = jnp.where(overflows, live - (budget - config.schedule.evict_size), 0)
     busy = jnp.any(drop > 0, axis=1)
-    if config.policy.needs_all_heads:  # whoever asks for the others' must be answered
+    if config.policy.needs_all_heads:
+        # The policy gathers scores of all heads, so all devices of a row take part.
         busy = axes.any_head(busy)
-    view = functools.partial(
-        view_of,
-        apply_rope=lent.apply_rope,
-        scoring=lent.scoring,
-        config=config,
-        number=lent.number,
-        params=lent.policy_params,
-        heads=numbers_of_heads(state.error.shape[1], heads, head_numbers),
-        budget=budget,
-    )
-    return _Crowded(place, heads, drop, busy, view)
+    view = view_maker(state, config, inputs, heads, budget, head_numbers)
+    return _Demand(place, heads, drop, busy, view)
 
 
-def tidied(
-    layer: PyTree, stats: Stats, busy: Bool[Array, "B"], layout: Layout
+def compacted_if(
+    rows: Bool[Array, "B"], layer: PyTree, stats: Stats, layout: Layout
 ) -> tuple[PyTree, Stats]:
-    """The live pairs moved together, where any row has lost some."""
+    """Moves the live pairs of all rows together if any of these rows has evicted."""
     capacity = layout.capacity(layer)
 
     def moved():
         tidy, per_slot = layout.compact(layer, stats.per_slot, capacity)
         return tidy, stats._replace(per_slot=per_slot)
 
-    return jax.lax.cond(jnp.any(busy), moved, lambda: (layer, stats))
+    return jax.lax.cond(jnp.any(rows), moved, lambda: (layer, stats))
 
 
-def _victims(
-    state: KVState, crowded: _Crowded, config: CacheSpec, rows: int
+def _select(
+    state: KVState, demand: _Demand, config: CacheSpec, rows: int
 ) -> tuple[Bool[Array, "B K C"], Bool[Array, "B K"]]:
-    """The slots whose pairs go, and the heads that chose by scores with NaN.
+    """Returns the slots to evict, and the heads whose scores held NaN.
 
-    Works through the rows that drop anything, `rows` of them at a time.
+    Works through the busy rows, `rows` of them at a time.
     """
-    place, _, drop, busy, view = crowded
     layout, last = config.layout, state.next_pos - 1
-    layer, stats = state.layers[place], state.stats[place]
+    layer, stats = state.layers[demand.place], state.stats[demand.place]
 
-    def choose(layer, stats, drop, busy, now):
-        seen = view(layer, now, layout.live(layer) - drop)
+    def of_rows(layer, stats, drop, busy, query_position):
+        view = demand.view(layer, query_position, layout.live(layer) - drop)
         whole = config.policy.needs_all_heads
-        chooses = jnp.broadcast_to(busy[:, None], drop.shape) if whole else drop > 0
-        gone, nan = _chosen(stats, seen, drop, chooses, config)
-        return gone & chooses[..., None], nan
+        selects = jnp.broadcast_to(busy[:, None], drop.shape) if whole else drop > 0
+        evicted, is_nan = _select_by_score(stats, view, drop, selects, config)
+        return evicted & selects[..., None], is_nan
 
-    if rows >= len(drop):  # a condition of its own: its memory is the next part's too
+    drop, busy = demand.drop, demand.busy
+    if rows >= len(drop):
+        # A condition per head group, so that their temporary memory is shared.
         return jax.lax.cond(
             jnp.any(busy),
-            lambda: choose(layer, stats, drop, busy, last),
-            lambda: _no_victims(state, crowded, layout),
+            lambda: of_rows(layer, stats, drop, busy, last),
+            lambda: _select_none(state, demand, layout),
         )
 
     def some_rows(carry):
         found, drop, busy = carry
-        chosen = jnp.argsort(~busy, stable=True)[:rows]  # some may be done already
-        held = layout.rows(layer, chosen)
-        own_stats = jax.tree.map(lambda leaf: host.rows(leaf, chosen), stats)
-        new = choose(held, own_stats, drop[chosen], busy[chosen], last[chosen])
+        # The last rows chosen may not be busy: they drop nothing.
+        chosen = jnp.argsort(~busy, stable=True)[:rows]
+        some = layout.rows(layer, chosen)
+        some_stats = jax.tree.map(lambda leaf: host.rows(leaf, chosen), stats)
+        new = of_rows(some, some_stats, drop[chosen], busy[chosen], last[chosen])
         add = lambda old, more: old.at[chosen].set(old[chosen] | more)
         done = drop.at[chosen].set(0), busy.at[chosen].set(False)
         return jax.tree.map(add, found, new), *done
@@ -264,83 +255,81 @@ def _victims(
     return jax.lax.while_loop(
         lambda carry: jnp.any(carry[2]),
         some_rows,
-        (_no_victims(state, crowded, layout), drop, busy),
+        (_select_none(state, demand, layout), drop, busy),
     )[0]
 
 
-def _no_victims(state: KVState, crowded: _Crowded, layout: Layout) -> tuple:
-    """`_victims` where nothing goes."""
-    capacity, shape = layout.capacity(state.layers[crowded.place]), crowded.drop.shape
+def _select_none(state: KVState, demand: _Demand, layout: Layout) -> tuple:
+    """Returns `_select`'s arrays with nothing to evict."""
+    capacity, shape = layout.capacity(state.layers[demand.place]), demand.drop.shape
     return jnp.zeros((*shape, capacity), bool), jnp.zeros(shape, bool)
 
 
-def _chosen(
+def _select_by_score(
     stats: Stats,
     view: View,
     drop: Int[Array, "B K"],
-    chooses: Bool[Array, "B K"],
+    selects: Bool[Array, "B K"],
     config: CacheSpec,
 ) -> tuple[Bool[Array, "B K C"], Bool[Array, "B K"]]:
-    """`select_evictions` by the policy's scores, and which that choose had NaN."""
+    """Returns the slots of the lowest scores, and the selecting heads that have NaN."""
     score = config.policy.score(stats, view)
-    nan = jnp.any(jnp.isnan(score) & (view.positions >= 0), axis=-1) & chooses
-    return base.select_evictions(score, view.positions, drop), nan
+    is_nan = jnp.any(jnp.isnan(score) & (view.positions >= 0), axis=-1) & selects
+    return base.select_evictions(score, view.positions, drop), is_nan
 
 
-def noted(
+def with_error(
     state: KVState, bit: int, where: Bool[Array, "B K"], heads: parts.Heads
 ) -> KVState:
-    """The state with the error bit set for these heads, of a part or of all."""
-    found = jnp.where(where, jnp.uint32(bit), jnp.uint32(0))
+    """Sets an error bit where True; `where` has the heads of a head group, or all."""
+    bits = jnp.where(where, jnp.uint32(bit), jnp.uint32(0))
     if heads is None:
-        return state.replace(error=state.error | found)
+        return state.replace(error=state.error | bits)
     at = state.error.at[:, np.asarray(heads)]
-    return state.replace(error=at.set(parts.taken(state.error, heads) | found))
+    return state.replace(error=at.set(parts.taken(state.error, heads) | bits))
 
 
-def view_of(
-    layer: PyTree,
-    now: Array,
-    keep: Array,
-    *,
-    apply_rope,
-    scoring: Scoring,
-    config,
-    number,
-    params,
-    heads: Int[Array, "K"] | None,
+def view_maker(
+    state: KVState,
+    config: CacheSpec,
+    inputs: PolicyInputs,
+    heads: parts.Heads,
     budget: int | None,
-) -> View:
-    """What a policy sees of these heads."""
+    head_numbers: Int[Array, "K"] | None,
+) -> Callable[[PyTree, Int[Array, "B"], Int[Array, "B K"]], View]:
+    """Returns (layer, query_position, num_keep) -> the view of a head group."""
     layout = config.layout
-    return View(
-        positions=layout.positions(layer),
-        query_position=now,
-        num_keep=keep,
-        keys=lambda: turned(layout.keys(layer), apply_rope, config),
-        values=lambda: layout.values(layer),
-        apply_rope=apply_rope,
-        layer=number,
-        params=params,
-        gather_heads=axes.all_heads,
-        heads=heads,
-        budget=budget,
-        mean_budget=config.mean_budget,
-        scoring=scoring,
-    )
+    if head_numbers is None:
+        head_numbers = axes.head_numbers(state.error.shape[1], heads)
+
+    def view(layer, query_position, num_keep) -> View:
+        return View(
+            positions=layout.positions(layer),
+            query_position=query_position,
+            num_keep=num_keep,
+            keys=lambda: rotated_keys(layout.keys(layer), inputs.apply_rope, config),
+            values=lambda: layout.values(layer),
+            apply_rope=inputs.apply_rope,
+            layer=inputs.layer_number,
+            params=inputs.params,
+            gather_heads=axes.all_heads,
+            heads=head_numbers,
+            budget=budget,
+            mean_budget=config.mean_budget,
+            scoring=inputs.scoring,
+        )
+
+    return view
 
 
-def numbers_of_heads(
-    count: int, heads: parts.Heads, known: Int[Array, "K"] | None
-) -> Int[Array, "K"] | None:
-    """A part's heads by their numbers in the layer, of which `count` are here."""
-    return axes.head_numbers(count, heads) if known is None else known
-
-
-def turned(
+def rotated_keys(
     keys: Float[Array, "B K C D"], apply_rope: Callable[..., Array], config: CacheSpec
 ) -> Float[Array, "B K C D"]:
-    """Keys as attention sees them: turned by their slots if they lie there unturned."""
+    """Returns keys as attention reads them.
+
+    Under `rope_positions="cache"` keys are stored without rotary positions, and get
+    those of their slots here.
+    """
     if config.rope_positions == "original":
         return keys
     batch, _, capacity = keys.shape[:3]
@@ -349,4 +338,5 @@ def turned(
 
 
 def with_item(items: tuple, index: int, item) -> tuple:
+    """Returns the tuple with another item at `index`."""
     return (*items[:index], item, *items[index + 1 :])

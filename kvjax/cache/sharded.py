@@ -1,11 +1,9 @@
-"""One model on many devices: its KV state and every step, split.
+"""The KV state and its transitions on a mesh of devices, see `kvjax.parallel.meshes`.
 
-The mesh is one of `kvjax.parallel.meshes`. Every device holds the pairs of its own rows
-and heads only, from the moment they are made; policies score and evict them there, and
-what they do is what one device would do. The compiler splits the model's matrix
-products by the weights' shardings; the KV cache is handed to each shard as it is
-(`jax.shard_map`),
-so that no compiler can decide to gather it.
+Every device holds the pairs of its own rows and heads only, from the moment they are
+made. Policies score and evict them there, with the result that one device would have.
+The compiler splits the model's matrix products by the weights' shardings; the KV cache
+goes through `jax.shard_map`, so that no compiler can decide to gather it.
 """
 
 import dataclasses
@@ -29,10 +27,10 @@ def state_partitions(
     capacity: tuple[int, ...],
     over: Mesh | jax.sharding.AbstractMesh,
 ) -> PyTree:
-    """How a `KVState` is split, and in which memory: a pytree of `NamedSharding`."""
+    """Returns the sharding of every array of a `KVState`, with its memory."""
     made = host.like(functools.partial(init, spec, config, 1, capacity))
     return jax.tree.map(
-        lambda part, leaf: host.beside(leaf, NamedSharding(over, part)),
+        lambda split, leaf: host.beside(leaf, NamedSharding(over, split)),
         state_specs(spec, config, capacity),
         made,
     )
@@ -93,50 +91,58 @@ def step_layer(
     tokens: Array | None = None,
     is_prefill: bool,
     policy_params: PyTree = None,
-    has_room: bool = False,
+    has_evicted: bool = False,
 ) -> tuple[Array, KVState]:
-    """`update.step_layer`, by every shard for its own rows and heads.
+    """`update.step_layer` on every shard, for its own rows and heads.
 
-    A learned rule's weights are whole on every shard: it takes the part of its heads.
+    A learned policy's weights are whole on every shard, which selects its heads'.
     """
     if axes.mesh() is None:
         return update.step_layer(
-            *(index, q, k, v, ops, state),
+            index,
+            q,
+            k,
+            v,
+            ops,
+            state,
             config=config,
             n=n,
             tokens=tokens,
             is_prefill=is_prefill,
             policy_params=policy_params,
-            has_room=has_room,
+            has_evicted=has_evicted,
         )
     part, alone = state.of_layer(index), config.of_layer(index)
-    heads, rows = PartitionSpec(axes.DATA, axes.HEADS), PartitionSpec(axes.DATA)
+    rows, heads = PartitionSpec(axes.DATA), PartitionSpec(axes.DATA, axes.HEADS)
     specs = _specs(dataclasses.replace(spec, num_layers=1), alone, part)
     hidden = ops.hidden if "hidden" in config.required_stats(is_prefill) else None
     by_row = {"n": n, "tokens": tokens, "hidden": hidden}
+    functions = ops.apply_rope, ops.value_contribution
+    function_specs = rows, PartitionSpec(axes.HEADS)
 
-    def body(q, k, v, apply_rope, value_contribution, part, policy_params, by_row):
-        hidden = by_row.pop("hidden")
-        own = LayerOps(apply_rope, value_contribution, ops.scoring, hidden)
+    def body(qkv, functions, part, policy_params, by_row):
+        own = LayerOps(*functions, ops.scoring, by_row["hidden"])
         return update.step_layer(
-            *(0, q, k, v, own, part),
+            0,
+            *qkv,
+            own,
+            part,
             config=alone,
+            n=by_row["n"],
+            tokens=by_row["tokens"],
             is_prefill=is_prefill,
             policy_params=policy_params,
             layer_number=index,
-            has_room=has_room,
-            **by_row,
+            has_evicted=has_evicted,
         )
 
-    lent = rows, PartitionSpec(axes.HEADS)  # of apply_rope and value_contribution
-    given = heads, heads, heads, *lent, specs, PartitionSpec(), rows
-    step = axes.per_shard(body, given, (heads, specs))
-    lent = ops.apply_rope, ops.value_contribution
-    out, part = step(q, k, v, *lent, part, policy_params, by_row)
-    return out, _put_back(state, part, index)
+    in_specs = heads, function_specs, specs, PartitionSpec(), rows
+    step = axes.per_shard(body, in_specs, (heads, specs))
+    out, part = step((q, k, v), functions, part, policy_params, by_row)
+    return out, _with_layer(state, part, index)
 
 
-def make_room(
+def evict_overflow(
     spec: ModelSpec,
     state: KVState,
     tokens: int,
@@ -147,11 +153,11 @@ def make_room(
     is_prefill: bool,
     policy_params: Sequence[PyTree] | None = None,
 ) -> KVState:
-    """`eviction.make_room` in all layers, by every shard for its own rows and heads."""
+    """`eviction.evict_overflow` in all layers, on every shard."""
 
     def evict(state, policy_params, n):
-        lent = {
-            index: eviction.Lent(
+        inputs = {
+            index: eviction.PolicyInputs(
                 apply_ropes[index],
                 spec.scoring(index),
                 policy_params and policy_params[index],
@@ -159,14 +165,15 @@ def make_room(
             )
             for index in range(spec.num_layers)
         }
-        how = {"config": config, "is_prefill": is_prefill}
-        return eviction.make_room(state, lent, tokens, n=n, **how)
+        return eviction.evict_overflow(
+            state, inputs, tokens, config=config, n=n, is_prefill=is_prefill
+        )
 
     if axes.mesh() is None or not config.schedule.evicts(is_prefill):
         return evict(state, policy_params, n)
     specs = _specs(spec, config, state)
-    given = specs, PartitionSpec(), PartitionSpec(axes.DATA)
-    return axes.per_shard(evict, given, specs)(state, policy_params, n)
+    in_specs = specs, PartitionSpec(), PartitionSpec(axes.DATA)
+    return axes.per_shard(evict, in_specs, specs)(state, policy_params, n)
 
 
 def compact(
@@ -177,26 +184,30 @@ def compact(
     apply_ropes: Sequence[Callable[..., Array]],
     policy_params: Sequence[PyTree] | None = None,
 ) -> KVState:
-    """`eviction.compact`, by every shard for its own rows and heads."""
-    scorings = [spec.scoring(index) for index in range(spec.num_layers)]
+    """`eviction.compact` on every shard."""
 
     def shrink(state, policy_params):
-        given = state, config, capacity, apply_ropes, policy_params
-        return eviction.compact(*given, scorings=scorings)
+        return eviction.compact(
+            state,
+            config,
+            capacity,
+            apply_ropes,
+            policy_params,
+            scorings=[spec.scoring(index) for index in range(spec.num_layers)],
+        )
 
     if axes.mesh() is None:
         return shrink(state, policy_params)
     before, after = _specs(spec, config, state), state_specs(spec, config, capacity)
-    specs = before, PartitionSpec()
-    return axes.per_shard(shrink, specs, after)(state, policy_params)
+    in_specs = before, PartitionSpec()
+    return axes.per_shard(shrink, in_specs, after)(state, policy_params)
 
 
-def _put_back(state: KVState, part: KVState, index: int) -> KVState:
+def _with_layer(state: KVState, part: KVState, index: int) -> KVState:
+    """Returns the state with layer `index` replaced by the only one of `part`."""
     layers, stats = list(state.layers), list(state.stats)
-    for (place, _), layer, stat in zip(
-        state.parts(index), part.layers, part.stats, strict=True
-    ):
-        layers[place], stats[place] = layer, stat
+    for i, (place, _) in enumerate(state.parts(index)):
+        layers[place], stats[place] = part.layers[i], part.stats[i]
     return state.replace(layers=tuple(layers), stats=tuple(stats), error=part.error)
 
 

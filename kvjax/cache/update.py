@@ -1,12 +1,13 @@
-"""The one transition of a KV state: make room, append, attend, observe.
+"""The one transition of a KV state: evict, append, attend, observe.
 
-Shapes never change, so the state is carried through `lax` loops and donated. How much
-each layer holds, when it evicts and by which policy is a `CacheSpec`, static; where
-and how pairs lie is the business of its layout and codec.
+Shapes never change, so the state is carried through `lax` loops and donated. A static
+`CacheSpec` says how much each layer keeps, when it evicts and by which policy; the
+layout and the codec decide where pairs lie and how they are stored.
 """
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,7 +16,27 @@ from kvjax import attention
 from kvjax.cache import eviction, offload, parts
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import OVERFLOW, KVState, next_positions
-from kvjax.types import LayerOps, PyTree, Stats, View
+from kvjax.types import LayerOps, Observation, Partial, PyTree, Stats, View
+
+
+class _Block(NamedTuple):
+    """The T new tokens of a head group, as attention and the cache take them.
+
+    Attributes:
+      q, k: queries and keys, with rotary positions; under `rope_positions="cache"` the
+        keys have none.
+      v: values.
+      slots: i32[B, K, T], those claimed for the pairs; C for none.
+      positions: i32[B, T].
+      n: i32[B], real tokens per row.
+    """
+
+    q: Float[Array, "B K G T D"]
+    k: Float[Array, "B K T D"]
+    v: Float[Array, "B K T D"]
+    slots: Int[Array, "B K T"]
+    positions: Int[Array, "B T"]
+    n: Int[Array, "B"]
 
 
 def step_layer(
@@ -33,60 +54,55 @@ def step_layer(
     policy_params: PyTree = None,
     layer_number: int | Int[Array, ""] | None = None,
     head_numbers: Int[Array, "K"] | None = None,
-    has_room: bool = False,
+    has_evicted: bool = False,
 ) -> tuple[Float[Array, "B K G T D"], KVState]:
-    """One layer's transition for T new tokens, of which each row's first `n` are real.
+    """Appends T new tokens to one layer, and attends; each row's first `n` are real.
 
-    Algorithm 1 (Batch-Max): where a head's live pairs and the new ones would exceed the
-    budget, it drops all but |kv| - `evict_size` pairs; then the new pairs are appended;
-    then the queries see the kept pairs and, causally, their own block; then the policy
-    observes. Layers with a sliding window then drop what has left it, whatever the
-    policy.
+    Algorithm 1 (Batch-Max): a head whose live pairs and the new ones would exceed the
+    budget evicts down to |kv| - `evict_size` pairs. Then the new pairs are appended,
+    the queries attend to the kept pairs and, causally, to their own block, and the
+    policy observes. Layers with a sliding window then evict what has left it, under
+    any policy.
 
     Args:
-      index: the layer's place in the state.
+      index: the layer's index in the state.
       q: queries, before rotary positions.
       k: keys, before rotary positions.
       v: values.
       ops: the layer's functions.
-      state: what the row has kept so far.
-      config: what is kept, and when.
+      state: before the tokens are appended.
+      config: budgets, schedule, policy, layout and codec.
       n: real tokens per row.
       tokens: their ids; only for policies that need them.
-      is_prefill: whether the tokens are the prompt's: schedules treat them differently.
-      policy_params: this layer's weights of a learned rule.
+      is_prefill: whether the tokens belong to the prompt: schedules differ there.
+      policy_params: this layer's weights of a learned policy.
       layer_number: the layer's index in the model; None is `index`.
-      head_numbers: the heads' indices in the model's layer, where they are not all.
-      has_room: whether `make_room` was called for this step's layers already.
+      head_numbers: the heads' numbers in the model's layer, if the state has not all.
+      has_evicted: whether `eviction.evict_overflow` ran for this step already.
     """
     number = index if layer_number is None else layer_number
-    if not has_room:
-        lent = eviction.Lent(ops.apply_rope, ops.scoring, policy_params, number)
-        state = eviction.make_room(
-            *(state, {index: lent}, q.shape[3]),
+    inputs = eviction.PolicyInputs(ops.apply_rope, ops.scoring, policy_params, number)
+    if not has_evicted:
+        state = eviction.evict_overflow(
+            state,
+            {index: inputs},
+            q.shape[3],
             config=config,
             n=n,
             is_prefill=is_prefill,
             head_numbers=head_numbers,
         )
-    places = eviction.parts_of(state, index)
-    found = []
-    for place, heads in places:
-        size = config.budget and parts.size_of(config.budget[index], heads)
-        view = functools.partial(
-            eviction.view_of,
-            apply_rope=ops.apply_rope,
-            scoring=ops.scoring,
-            config=config,
-            number=number,
-            params=policy_params,
-            heads=eviction.numbers_of_heads(q.shape[1], heads, head_numbers),
-            budget=size,
-        )
-        out, state = _step_part(
-            *(place, heads, view),
+    groups = eviction.parts_of(state, index)
+    outputs = []
+    for place, heads in groups:
+        budget = config.budget and parts.size_of(config.budget[index], heads)
+        out, state = _step_group(
+            place,
+            heads,
+            eviction.view_maker(state, config, inputs, heads, budget, head_numbers),
             *(parts.taken(x, heads) for x in (q, k, v)),
-            *(parts.ops_of(ops, heads), state),
+            parts.ops_of(ops, heads),
+            state,
             config=config,
             window=config.window(index),
             recalls=config.recalls(index),
@@ -94,11 +110,11 @@ def step_layer(
             tokens=tokens,
             is_prefill=is_prefill,
         )
-        found.append(out)
-    return parts.joined(found, [heads for _, heads in places]), state
+        outputs.append(out)
+    return parts.joined(outputs, [heads for _, heads in groups]), state
 
 
-def _step_part(
+def _step_group(
     place: int,
     heads: parts.Heads,
     view: Callable[..., View],
@@ -115,82 +131,96 @@ def _step_part(
     tokens: Array | None,
     is_prefill: bool,
 ) -> tuple[Array, KVState]:
-    """`step_layer` for heads that keep the same number of pairs."""
+    """`step_layer` for one head group, after eviction."""
     layer, stats = state.layers[place], state.stats[place]
-    last, layout, schedule = state.next_pos - 1, config.layout, config.schedule
+    last, layout = state.next_pos - 1, config.layout
     positions = next_positions(state, q.shape[3])
     before_rope = q
     if config.rope_positions == "original":
         q, k = ops.apply_rope(q), ops.apply_rope(k)
     else:
-        q = ops.apply_rope(q, _slots_of_new(layout.live(layer), q.shape[3]))
+        q = ops.apply_rope(q, _next_slots(layout.live(layer), q.shape[3]))
     layer, per_slot, slots, overflow = layout.claim(layer, stats.per_slot, positions, n)
     stats = stats._replace(per_slot=per_slot)
-    wanted = config.required_stats(is_prefill)
-    attended = _attended if is_prefill or not recalls else _recalled
-    layer, partial, seen = attended(
-        layer, q, k, v, slots, positions, n, wanted, ops, config
-    )
-    if config.policy and (is_prefill or schedule.evicts_in_decode):
-        extra = _observed(wanted, q, before_rope, v, tokens, ops)
+    block = _Block(q, k, v, slots, positions, n)
+    required = config.required_stats(is_prefill)
+    attend = _recall if recalls and not is_prefill else _attend
+    layer, partial, observation = attend(layer, block, required, ops, config)
+    if config.policy and (is_prefill or config.schedule.evicts_in_decode):
+        extra = _model_stats(required, block, before_rope, tokens, ops)
+        observation = observation._replace(is_prefill=is_prefill, **extra)
         now = view(layer, last + n, layout.live(layer))
-        seen = seen._replace(is_prefill=is_prefill, **extra)
-        stats = config.policy.observe(stats, now, seen)
+        stats = config.policy.observe(stats, now, observation)
     if window:
-        layer, stats = _only_in(window, layer, stats, last + n, config)
-    state = eviction.noted(state, OVERFLOW, overflow, heads).replace(
+        layer, stats = _evict_outside(window, layer, stats, last + n, config)
+    state = eviction.with_error(state, OVERFLOW, overflow, heads).replace(
         layers=eviction.with_item(state.layers, place, layer),
         stats=eviction.with_item(state.stats, place, stats),
     )
     return attention.normalize(partial).astype(q.dtype), state
 
 
-def _attended(
-    layer, q, k, v, slots, positions, n, wanted, ops: LayerOps, config: CacheSpec
-):
-    """Writes the new pairs to their slots and attends, in one kernel where it can be.
-
-    Returns the layer, the partial attention and the observation.
-    """
-    layout, how = config.layout, (wanted, config.implementation, ops.scoring)
+def _attend(
+    layer: PyTree,
+    block: _Block,
+    required: frozenset[str],
+    ops: LayerOps,
+    config: CacheSpec,
+) -> tuple[PyTree, Partial, Observation]:
+    """Writes the new pairs and attends, in one kernel if the layout has one."""
+    layout, options = config.layout, (required, config.implementation, ops.scoring)
+    q, k, v, slots, positions, n = block
     if layout.write_attend and config.rope_positions == "original":
         given = q, k, v, slots, positions, n
-        if both := layout.write_attend(layer, *given, *how):
+        if both := layout.write_attend(layer, *given, *options):
             return both
     layer = layout.write(layer, k, v, slots, positions)
-    turned = None
+    rotate = None
     if config.rope_positions != "original":
-        turned = functools.partial(
-            eviction.turned, apply_rope=ops.apply_rope, config=config
+        rotate = functools.partial(
+            eviction.rotated_keys, apply_rope=ops.apply_rope, config=config
         )
-    return layer, *layout.attend(layer, q, positions, n, *how, turned)
+    return layer, *layout.attend(layer, q, positions, n, *options, rotate)
 
 
-def _recalled(
-    layer, q, k, v, slots, positions, n, wanted, ops: LayerOps, config: CacheSpec
-):
-    """`_attended` with the values of few pairs, which come from host memory."""
+def _recall(
+    layer: PyTree,
+    block: _Block,
+    required: frozenset[str],
+    ops: LayerOps,
+    config: CacheSpec,
+) -> tuple[PyTree, Partial, Observation]:
+    """Writes the new pairs and attends, fetching few values from host memory."""
     layout = config.layout
-    layer = layout.write_keys(layer, k, slots, positions)
-    keys = eviction.turned(layout.keys(layer), ops.apply_rope, config)
-    given = q, keys, layout.positions(layer), positions, n, wanted, ops.scoring
-    choice = offload.choose(*given, config.offload)
-    wanted = choice.slots.reshape(*choice.slots.shape[:2], -1)
-    layer, values = layout.exchange_values(layer, v, slots, positions, wanted)
+    layer = layout.write_keys(layer, block.k, block.slots, block.positions)
+    choice = offload.choose(
+        block.q,
+        eviction.rotated_keys(layout.keys(layer), ops.apply_rope, config),
+        layout.positions(layer),
+        block.positions,
+        block.n,
+        required,
+        ops.scoring,
+        config.offload,
+    )
+    fetched = choice.slots.reshape(*choice.slots.shape[:2], -1)
+    layer, values = layout.exchange_values(
+        layer, block.v, block.slots, block.positions, fetched
+    )
     return layer, offload.attended(choice, values, config.offload), choice.seen
 
 
-def _only_in(
+def _evict_outside(
     window: int, layer: PyTree, stats: Stats, now: Int[Array, "B"], config: CacheSpec
 ) -> tuple[PyTree, Stats]:
-    """The layer with what the newest token sees: later ones see nothing before it."""
+    """Evicts pairs that the newest token does not see, as later tokens will not."""
     layout = config.layout
     positions = layout.positions(layer)
     hidden = (positions >= 0) & (positions <= now[:, None, None] - window)
     layer = layout.evict(layer, hidden)
     if config.eviction == "in_place":
         return layer, stats
-    return eviction.tidied(layer, stats, jnp.any(hidden, axis=(1, 2)), layout)
+    return eviction.compacted_if(jnp.any(hidden, axis=(1, 2)), layer, stats, layout)
 
 
 def measure(
@@ -202,30 +232,36 @@ def measure(
     config: CacheSpec,
     n: Int[Array, "B"],
 ) -> KVState:
-    """Adds up what the budget rule sees in one layer's attention of n real tokens."""
-    found = config.budget_rule.measure(before, after).astype(jnp.float32)
-    real = jnp.arange(found.shape[1], dtype=jnp.int32)[None] < n[:, None]
-    total = jnp.sum(found, axis=1, where=real)
+    """Adds the budget rule's measurement of one layer's attention, over n tokens."""
+    measured = config.budget_rule.measure(before, after).astype(jnp.float32)
+    real = jnp.arange(measured.shape[1], dtype=jnp.int32)[None] < n[:, None]
+    total = jnp.sum(measured, axis=1, where=real)
     return state.replace(measured=state.measured.at[:, index].add(total))
 
 
-def _slots_of_new(held: Int[Array, "B K"], count: int) -> Int[Array, "B K T"]:
-    """The slots that the next `count` pairs of an ordered layer will take."""
-    return held[..., None] + jnp.arange(count, dtype=jnp.int32)[None, None]
+def _next_slots(live: Int[Array, "B K"], count: int) -> Int[Array, "B K T"]:
+    """Returns the slots that the next `count` pairs of a compacted layer take."""
+    return live[..., None] + jnp.arange(count, dtype=jnp.int32)[None, None]
 
 
-def _observed(wanted, q, before_rope, v, tokens, ops: LayerOps) -> dict[str, Array]:
-    """The parts of an observation that attention does not know."""
+def _model_stats(
+    required: frozenset[str],
+    block: _Block,
+    before_rope: Array,
+    tokens: Array | None,
+    ops: LayerOps,
+) -> dict[str, Array]:
+    """Returns the required fields of an observation that attention does not compute."""
 
     def output_norm():
-        added = jnp.abs(ops.value_contribution(v).astype(jnp.float32))
+        added = jnp.abs(ops.value_contribution(block.v).astype(jnp.float32))
         return jnp.mean(jnp.sum(added, axis=-1), axis=2)
 
     known = {
-        "queries": lambda: q,
+        "queries": lambda: block.q,
         "pre_rope_queries": lambda: before_rope,
         "output_norm": output_norm,
         "tokens": lambda: tokens,
         "hidden": lambda: ops.hidden,
     }
-    return {name: known[name]() for name in wanted & known.keys()}
+    return {name: known[name]() for name in required & known.keys()}

@@ -361,7 +361,7 @@ def forward(
     """Runs the model over T new tokens, of which each row's first n are real."""
     positions = cache.next_positions(state, tokens.shape[1])
     learned = params.get("policy")
-    state = sharded.make_room(
+    state = sharded.evict_overflow(
         *(spec, state, tokens.shape[1], decoder.rotations(spec)),
         config=config,
         n=n,
@@ -377,7 +377,7 @@ def forward(
             tokens=tokens,
             is_prefill=is_prefill,
             policy_params=learned and learned[index],
-            has_room=True,
+            has_evicted=True,
         )
 
     measure = None
