@@ -39,7 +39,7 @@ class Programs(NamedTuple):
         prefill and decode.
       begin: (state, logits, active, keys) -> DecodeState; None in a scored job.
       pool: () -> a DecodeState with no row in use; None unless prefill is staggered.
-      insert: (pool, part, row) -> pool; None unless prefill is staggered.
+      insert: (pool, part, rows) -> pool; None unless prefill is staggered.
       decode: (params, DecodeState, limit) -> (DecodeState, tokens); in a scored job
         `steps.score`, (params, state, logits, tokens, lengths) -> (state, Scores).
     """
@@ -218,7 +218,7 @@ def _compile_pool(job: Job) -> jax.stages.Compiled:
 
 def _compile_insert(job: Job) -> jax.stages.Compiled:
     pool, part = arguments(job).decode_state, arguments(job.group).decode_state
-    return _compiled(steps.insert, pool, part, jax.ShapeDtypeStruct((), jnp.int32))
+    return _compiled(steps.insert, pool, part, arguments(job.group).rows)
 
 
 def _compile_decode(job: Job) -> jax.stages.Compiled:

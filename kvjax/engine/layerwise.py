@@ -83,8 +83,8 @@ class LayerByLayer:
         none = jnp.zeros_like(active, jnp.int32)
         return self._next(DecodeState(None, none, ~active, none, keys), read)[0]
 
-    def insert(self, pool, part: DecodeState, row: int) -> DecodeState:
-        return part
+    def insert(self, pool, part: DecodeState, rows: np.ndarray) -> DecodeState:
+        raise UserError("prefill is staggered only with whole models")
 
     def decode(self, state: DecodeState, limit: int) -> tuple[DecodeState, np.ndarray]:
         out = np.full((len(state.done), limit), -1, np.int32)

@@ -1,20 +1,18 @@
-"""Runs batches: prefill, insert, decode and score, whichever way they are computed.
+"""Runs batches of prompts on a `Runner`, which has the steps of generation::
 
-A `Runner` has four methods; everything that generates is made of them::
+    fixed batch         prefill, begin, decode
+    staggered prefill   prefill, begin and insert for each group; then decode
+    teacher forcing     prefill, score
 
-    fixed batch         one insert that fills the pool
-    staggered prefill   several inserts, group by group, then decode
-    teacher forcing     prefill, then score
-
-`Whole` calls compiled programs of whole models; `kvjax.engine.layerwise` has a second
-runner, which goes layer by layer.
+`Whole` calls compiled programs of whole models. `kvjax.engine.layerwise` has a second
+runner, which compiles single layers.
 """
 
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -26,6 +24,7 @@ from kvjax.engine import compiled, memory, steps
 from kvjax.engine.compiled import Programs
 from kvjax.engine.jobs import Job
 from kvjax.engine.planner import Plan, plan_job
+from kvjax.engine.steps import DecodeState
 from kvjax.messages import Say, silent
 from kvjax.parallel import axes, meshes
 from kvjax.types import PyTree
@@ -38,59 +37,59 @@ class Prefilled(NamedTuple):
     """Prompts that have been read and compressed.
 
     Attributes:
-      state: what is remembered of them, of the runner's own making.
+      state: their KV state.
       logits: those that follow each row's last token.
     """
 
-    state: Any
+    state: cache.KVState
     logits: Float[Array, "B V"]
 
 
 class Runner(Protocol):
-    """What a batch is run with; states are the runner's own, and opaque.
+    """The steps of generation for one job.
 
     Attributes:
       job: the batch's shape.
-      compile_seconds: spent so far on programs of which only the prompts told that
-        they are needed.
+      compile_seconds: spent so far on programs that depend on the prompts: those of the
+        sizes that a budget rule measured.
     """
 
     job: Job
     compile_seconds: float
 
     def prefill(self, prompts: Prompts) -> Prefilled:
-        """Reads up to `job.group.batch` prompts; rows left over stay unused."""
+        """Reads up to `job.group.batch` prompts; the other rows stay unused."""
         ...
 
-    def begin(self, read: Prefilled, prompt_ids: Sequence[int], seed: int) -> Any:
+    def begin(
+        self, read: Prefilled, prompt_ids: Sequence[int], seed: int
+    ) -> DecodeState:
         """Draws first tokens. Rows without a prompt id are done from the start."""
         ...
 
-    def insert(self, pool: Any, part: Any, row: int) -> Any:
-        """The pool with `part` in its rows from `row` on; a pool of None is new."""
+    def insert(
+        self, pool: DecodeState | None, part: DecodeState, rows: Int[np.ndarray, "N"]
+    ) -> DecodeState:
+        """Writes the rows of `part` to these rows of the pool; None is a new pool."""
         ...
 
-    def decode(self, state: Any, limit: int) -> tuple[Any, np.ndarray]:
-        """Draws up to `limit` more tokens per row [B, N], -1 beyond a row's end."""
+    def decode(self, state: DecodeState, limit: int) -> tuple[DecodeState, np.ndarray]:
+        """Draws up to `limit` more tokens per row, [B, N]; -1 beyond a row's end."""
         ...
 
     def score(
         self, read: Prefilled, tokens: np.ndarray, lengths: np.ndarray
     ) -> steps.Scores:
-        """How likely given tokens [B, N] are after the prompts, on the host."""
+        """Scores given tokens [B, N] after the prompts; the result is on the host."""
         ...
 
-    def finished(self, state: Any) -> cache.KVState:
-        """The KV state at the end, its errors raised."""
+    def finished(self, state: DecodeState) -> cache.KVState:
+        """Returns the KV state at the end; raises its errors."""
         ...
 
 
 class BatchResult(NamedTuple):
-    """One batch: new tokens per row, the final state, and seconds on the device.
-
-    Those of compiling, where a budget rule re-allocates, do not count. Seconds are None
-    from a runner that does not tell.
-    """
+    """New tokens of each row, the final state, and seconds without compilation."""
 
     tokens: list[list[int]]
     state: cache.KVState
@@ -99,9 +98,9 @@ class BatchResult(NamedTuple):
 
 
 class Whole:
-    """Compiled programs of a whole model.
+    """The runner of compiled programs of a whole model.
 
-    Where a budget rule re-allocates, the first prompts that a runner reads decide.
+    If a budget rule measures prompts, the first ones that are read decide the sizes.
     """
 
     def __init__(self, params: PyTree, job: Job, programs: Programs | None = None):
@@ -122,13 +121,13 @@ class Whole:
         return Prefilled(state, logits)
 
     def _reallocate(self, measured: Array, lengths: Array) -> None:
-        """Has the budget rule share out the pairs anew, by what was just read."""
+        """Lets the budget rule set new sizes, from what it measured in the prompts."""
         self._settled = True
         sums, counts = axes.to_host((measured, lengths))
         means = (sums[counts > 0] / counts[counts > 0, None]).mean(0, dtype=np.float64)
         config = self.job.config
         pairs = config.head_budgets(self.job.spec)
-        mean = math.ceil(sum(pairs) / len(pairs))  # windows leave whole pairs only
+        mean = math.ceil(sum(pairs) / len(pairs))  # of whole pairs, within windows
         sizes = budgets.reallocated(config.budget_rule, means, mean)
         room = config.schedule.prefill_chunk, self.job.max_prompt_len
         sizes = sizing.within_windows(self.job.spec, sizes, *room)
@@ -143,32 +142,30 @@ class Whole:
 
     def begin(
         self, read: Prefilled, prompt_ids: Sequence[int], seed: int
-    ) -> steps.DecodeState:
+    ) -> DecodeState:
         group = self.job.group
         keys, active = row_keys(group, prompt_ids, seed, self._programs.keys)
         return self._programs.begin(read.state, read.logits, active, keys)
 
-    def insert(self, pool, part: steps.DecodeState, row: int) -> steps.DecodeState:
-        if not self.job.is_staggered:
-            return part
+    def insert(
+        self, pool: DecodeState | None, part: DecodeState, rows: Int[np.ndarray, "N"]
+    ) -> DecodeState:
         pool = self._programs.pool() if pool is None else pool
-        return self._programs.insert(pool, part, np.int32(row))
+        return self._programs.insert(pool, part, rows)
 
-    def decode(
-        self, state: steps.DecodeState, limit: int
-    ) -> tuple[steps.DecodeState, np.ndarray]:
+    def decode(self, state: DecodeState, limit: int) -> tuple[DecodeState, np.ndarray]:
         state, tokens = self._programs.decode(self._params, state, np.int32(limit))
         return state, axes.to_host(tokens)
 
     def score(
         self, read: Prefilled, tokens: np.ndarray, lengths: np.ndarray
     ) -> steps.Scores:
-        given = meshes.shard_rows(self.job.mesh, tokens, lengths)
-        state, scores = self._programs.decode(self._params, *read, *given)
+        tokens, lengths = meshes.shard_rows(self.job.mesh, tokens, lengths)
+        state, scores = self._programs.decode(self._params, *read, tokens, lengths)
         cache.raise_errors(state)
         return axes.to_host(scores)
 
-    def finished(self, state: steps.DecodeState) -> cache.KVState:
+    def finished(self, state: DecodeState) -> cache.KVState:
         cache.raise_errors(state.cache)
         return state.cache
 
@@ -183,12 +180,12 @@ def run_batch(
     """Runs up to `job.batch` prompts.
 
     Args:
-      runner: how.
-      prompts: token ids per row; rows that are left over stay unused.
+      runner: of the job.
+      prompts: token ids per row; the other rows stay unused.
       prompt_ids: each prompt's number in the whole run, which seeds its sampling.
       seed: of the whole run.
-      stop: asked after every `job.decode_chunk` tokens, with a row's prompt and its new
-        tokens so far, whether these are all that is wanted of it.
+      stop: `(prompt, new tokens) -> bool`, called for every row after each
+        `job.decode_chunk` tokens; True ends the row.
 
     Raises:
       RuntimeError: the state ran out of slots.
@@ -205,35 +202,38 @@ def run_batch(
 
 def prefill_batch(
     runner: Runner, prompts: Prompts, prompt_ids: Sequence[int], seed: int = 0
-) -> Any:
-    """The runner's state once all prompts are read, and first tokens drawn."""
+) -> DecodeState:
+    """Reads all prompts and draws their first tokens."""
     job, pool = runner.job, None
     for first in _starts(job):
         rows = slice(first, first + job.group.batch)
         read = runner.prefill(prompts[rows])
         part = runner.begin(read, prompt_ids[rows], seed)
-        del read  # the next group's is not to lie beside it
-        pool = jax.block_until_ready(runner.insert(pool, part, first))
+        del read  # frees its memory before the next group is read
+        if not job.is_staggered:
+            return jax.block_until_ready(part)  # a copy into a pool would double it
+        numbers = np.arange(rows.start, rows.stop, dtype=np.int32)
+        pool = jax.block_until_ready(runner.insert(pool, part, numbers))
         del part
     return pool
 
 
 def _starts(job: Job) -> list[int]:
-    """The first row of every group; the last one begins early enough to be full."""
+    """Returns the first row of each group; the last begins early enough to be full."""
     rows = job.group.batch
     return [min(start, job.batch - rows) for start in range(0, job.batch, rows)]
 
 
 def decode_batch(
-    runner: Runner, state: Any, prompts: Prompts, stop: Stop | None = None
-) -> tuple[Any, list[list[int]]]:
-    """The state at the end, and the new tokens of the prompts' rows, the first ones."""
+    runner: Runner, state: DecodeState, prompts: Prompts, stop: Stop | None = None
+) -> tuple[DecodeState, list[list[int]]]:
+    """Returns the state at the end, and the new tokens of every prompt."""
     job, rows = runner.job, len(prompts)
     new = [[int(token)] for token in axes.to_host(state.token)[:rows]]
     left = job.max_new_tokens - 1
     while True:
-        state, going = _stopped(job, state, prompts, new, stop)
-        if not left or not going:
+        state, finished = _stopped(job, state, prompts, new, stop)
+        if not left or finished:
             return state, new
         limit = min(job.decode_chunk or left, left)
         state, tokens = runner.decode(state, limit)
@@ -243,15 +243,19 @@ def decode_batch(
 
 
 def _stopped(
-    job: Job, state: Any, prompts: Prompts, new: list[list[int]], stop: Stop | None
-) -> tuple[Any, bool]:
-    """The state without the rows that nobody wants more of; whether any goes on."""
+    job: Job,
+    state: DecodeState,
+    prompts: Prompts,
+    new: list[list[int]],
+    stop: Stop | None,
+) -> tuple[DecodeState, bool]:
+    """Marks the rows that `stop` ends as done; returns whether all rows are."""
     done = axes.to_host(state.done).copy()
     if stop is not None:
         done[: len(new)] |= [stop(*row) for row in zip(prompts, new, strict=True)]
         (marked,) = meshes.shard_rows(job.mesh, done)
         state = state.replace(done=marked)
-    return state, not done.all()
+    return state, bool(done.all())
 
 
 def generate_batches(
@@ -270,14 +274,14 @@ def generate_batches(
 
     Args:
       params: the model's weights.
-      job: what is done to each; its batch is planned here.
+      job: of any batch; the batch is planned here.
       prompts: token ids.
       memory_bytes: see `kvjax.engine.memory.device_memory`.
       seed: of the whole run.
-      prompt_ids: each prompt's number in the whole run; None where these are all.
+      prompt_ids: each prompt's number in the whole run; None if these are all.
       max_batch: no larger batch is planned.
       stop: see `run_batch`.
-      say: told what runs, and how many prompts have ended.
+      say: receives progress messages, and how many prompts have ended.
 
     Yields:
       Per batch, the indices of its prompts, and its result.
@@ -290,22 +294,29 @@ def generate_batches(
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for rows in batches(order, plan.batch):
         say(f"running batches of up to {plan.batch}", 0)
-        given = [prompts[i] for i in rows]
-        named = [prompt_ids[i] for i in rows] if prompt_ids else rows
-        yield rows, run_batch(of_plan(params, plan), given, named, seed, stop)
-        memory.trim()  # of its state, which the caller has let go
+        yield (
+            rows,
+            run_batch(
+                of_plan(params, plan),
+                [prompts[i] for i in rows],
+                [prompt_ids[i] for i in rows] if prompt_ids else rows,
+                seed,
+                stop,
+            ),
+        )
+        memory.trim()  # returns the state, which the caller has dropped
         say("", len(rows))
 
 
 def of_plan(params: PyTree, plan: Plan) -> Whole:
-    """The runner of a plan, with the programs whose memory it read."""
+    """Returns the runner of a plan, with the programs whose memory was read."""
     return Whole(params, plan.job, plan.programs)
 
 
 def pad_prompts(
     job: Job, prompts: Prompts
 ) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
-    """Left-aligned prompts and their lengths; 0 for rows that are not in use."""
+    """Returns left-aligned prompts and their lengths, 0 for rows not in use."""
     tokens = np.zeros((job.batch, job.max_prompt_len), np.int32)
     lengths = np.zeros((job.batch,), np.int32)
     for row, prompt in enumerate(prompts):
@@ -320,12 +331,13 @@ def row_keys(
     seed: int,
     make: Callable[..., Array] = compiled.row_keys,
 ) -> tuple[Array, Array]:
-    """PRNG keys of rows that hold the prompts of these numbers, and which rows do."""
-    numbers, active = np.zeros((job.batch,), np.int32), np.arange(job.batch)
+    """Returns the PRNG keys of rows with these prompts, and which rows are in use."""
+    numbers = np.zeros((job.batch,), np.int32)
     numbers[: len(prompt_ids)] = prompt_ids
-    given = meshes.shard_rows(job.mesh, numbers, active < len(prompt_ids))
+    in_use = np.arange(job.batch) < len(prompt_ids)
+    numbers, in_use = meshes.shard_rows(job.mesh, numbers, in_use)
     with meshes.use(job.mesh):
-        return make(np.int32(seed), given[0]), given[1]
+        return make(np.int32(seed), numbers), in_use
 
 
 def batches(indices: Sequence[int], most: int) -> list[list[int]]:

@@ -183,14 +183,14 @@ def next_token(
 
 
 @functools.partial(jax.jit, donate_argnames=("pool",))
-def insert(pool: DecodeState, part: DecodeState, row: Int[Array, ""]) -> DecodeState:
-    """Writes `part` into the pool's rows from `row` on; the pool is donated."""
+def insert(pool: DecodeState, part: DecodeState, rows: Int[Array, "N"]) -> DecodeState:
+    """Writes the rows of `part` to these rows of the pool, which is donated.
 
-    def put(whole, part):
-        return jax.lax.dynamic_update_slice_in_dim(whole, part, row, axis=0)
-
+    Rows of B or more are dropped. `part` stays valid: it may be inserted again.
+    """
+    put = lambda mine, new: mine.at[rows].set(new, mode="drop")
     rest = jax.tree.map(put, pool.replace(cache=()), part.replace(cache=()))
-    return rest.replace(cache=cache.insert(pool.cache, part.cache, row))
+    return rest.replace(cache=cache.insert(pool.cache, part.cache, rows))
 
 
 @functools.partial(

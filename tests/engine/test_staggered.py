@@ -92,9 +92,26 @@ def test_an_error_of_one_group_stays(tiny):
     whole = runner.Whole(tiny.params, asked)
     part = whole.begin(whole.prefill(ragged(1)), [0], 0)
     kv = part.cache.replace(error=np.full_like(part.cache.error, cache.OVERFLOW))
-    pool = whole.insert(None, part.replace(cache=kv), 1)
+    pool = whole.insert(None, part.replace(cache=kv), np.asarray([1], np.int32))
     with pytest.raises(RuntimeError, match="no empty slot"):
         whole.finished(pool)
+
+
+def test_one_prompt_may_be_inserted_into_several_rows(tiny):
+    """Each continues as the prompt alone does; a row beyond the pool is dropped."""
+    alone = job(tiny.spec, policies.recency(), batch=1)
+    (prompt,) = ragged(1)
+    expected = run_batch(tiny.params, alone, [prompt], [0]).tokens[0]
+    whole = runner.Whole(
+        tiny.params, dataclasses.replace(alone, batch=4, prefill_batch=1)
+    )
+    part, pool = whole.begin(whole.prefill([prompt]), [0], 0), None
+    for row in (0, 2, 4):
+        pool = whole.insert(pool, part, np.asarray([row], np.int32))
+    assert pool.done.tolist() == [False, True, False, True]
+    _, tokens = whole.decode(pool, 5)
+    assert tokens[0].tolist() == tokens[2].tolist() == expected[1:]
+    assert (tokens[[1, 3]] == -1).all()
 
 
 def test_the_pool_is_not_copied(tiny):
