@@ -6,19 +6,49 @@ done = kvjax.generate(
 )
 """
 
-import importlib
+import pkgutil
+from typing import TYPE_CHECKING
 
-from kvjax import cache, policies
-from kvjax.cache.offload import Offload
-from kvjax.cache.schedule import Schedule
-from kvjax.engine.api import Completion, generate, plan
-from kvjax.engine.calibration import calibrate
-from kvjax.engine.compiled import clear as clear_programs
-from kvjax.engine.planner import Plan
-from kvjax.models.weights import load
-from kvjax.types import Model, ModelSpec, UserError
+if TYPE_CHECKING:
+    from kvjax import cache as cache
+    from kvjax import evaluation as evaluation
+    from kvjax import policies as policies
+    from kvjax import training as training
+    from kvjax.cache.offload import Offload as Offload
+    from kvjax.cache.schedule import Schedule as Schedule
+    from kvjax.engine.api import Completion as Completion
+    from kvjax.engine.api import generate as generate
+    from kvjax.engine.api import plan as plan
+    from kvjax.engine.calibration import calibrate as calibrate
+    from kvjax.engine.compiled import clear as clear_programs
+    from kvjax.engine.planner import Plan as Plan
+    from kvjax.models.weights import load as load
+    from kvjax.types import Model as Model
+    from kvjax.types import ModelSpec as ModelSpec
+    from kvjax.types import UserError as UserError
 
 __version__ = "0.1.0"
+
+# Where each name is, imported when the name is first used: `from kvjax import policies`
+# imports neither the engine nor the readers of weights.
+_HOMES = {
+    "Completion": "kvjax.engine.api:Completion",
+    "Model": "kvjax.types:Model",
+    "ModelSpec": "kvjax.types:ModelSpec",
+    "Offload": "kvjax.cache.offload:Offload",
+    "Plan": "kvjax.engine.planner:Plan",
+    "Schedule": "kvjax.cache.schedule:Schedule",
+    "UserError": "kvjax.types:UserError",
+    "cache": "kvjax.cache",
+    "calibrate": "kvjax.engine.calibration:calibrate",
+    "clear_programs": "kvjax.engine.compiled:clear",
+    "evaluation": "kvjax.evaluation",
+    "generate": "kvjax.engine.api:generate",
+    "load": "kvjax.models.weights:load",
+    "plan": "kvjax.engine.api:plan",
+    "policies": "kvjax.policies",
+    "training": "kvjax.training",
+}
 
 __all__ = [
     "Completion",
@@ -39,7 +69,11 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """Imports `kvjax.evaluation` and `kvjax.training` when they are first used."""
-    if name in ("evaluation", "training"):
-        return importlib.import_module(f"kvjax.{name}")
-    raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
+    globals()[name] = found = pkgutil.resolve_name(_HOMES[name])
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

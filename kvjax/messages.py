@@ -8,8 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from tqdm import tqdm
-
 Say = Callable[[str, int], None]  # what runs now, and how many prompts just ended
 _WRAPPERS = ("jax", "jaxtyping")  # what functions of the package may be called through
 _BRIEF = 0.1  # seconds: a stage that took less, such as a compilation kept, is not told
@@ -52,6 +50,8 @@ def _chosen() -> bool | None:
 
 @contextlib.contextmanager
 def _bar(total: int, unit: str) -> Iterator[Say]:
+    from tqdm import tqdm  # here: most processes show lines
+
     bars: list[tqdm] = []
 
     def say(what: str, ended: int = 0) -> None:

@@ -11,6 +11,7 @@ A *slot* is a place for one key-value pair. It is empty when its position is -1.
 
 import dataclasses
 import functools
+import importlib.util
 import math
 import operator
 from collections.abc import Callable
@@ -78,6 +79,16 @@ def _check_range(name: str, value: float, least, most) -> None:
         raise UserError(f"{name} {value}: must be at least {least}")
     if most is not None and value > most:
         raise UserError(f"{name} {value}: must be at most {most}")
+
+
+def require_extra(extra: str, *packages: str) -> None:
+    """Raises UserError where a package of one of kvjax's extras is not installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(
+            f"{', '.join(missing)} {verb} not installed: pip install 'kvjax[{extra}]'"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

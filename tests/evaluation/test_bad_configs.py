@@ -245,7 +245,7 @@ def test_a_config_that_does_not_load(tmp_path, body, words):
 
 
 HELP = [
-    "configs/batch_max/smollm2_cpu.py  Batch-Max's comparison on a CPU",
+    "batch_max/smollm2_cpu  Batch-Max's comparison on a CPU",
     "--config.budget=512 int",
     "--config.tasks[0].options.depths=(0.1, 0.3, 0.5, 0.7, 0.9) tuple",
     "--config.methods[4].policy=h2o",
@@ -271,7 +271,9 @@ def test_help_tells_what_there_is():
     assert done.returncode == 0 and done.stderr == ""
     assert [words for words in HELP if " ".join(words.split()) not in told] == []
     other = command_line("--config=configs/quality.py:needle_1000", "--help").stdout
-    assert "--config.data_dir=''" in other and "Fields of configs/quality.py" in other
+    assert "--config.data_dir=''" in other and "Fields of configs/quality" in other
+    named = command_line("--config=quality:needle_1000", "--help").stdout
+    assert named == other.replace("Fields of configs/quality", "Fields of quality")
 
 
 OVERRIDES = [  # the help's examples

@@ -71,6 +71,8 @@ def test_a_record_says_how_it_was_made(monkeypatch):
     monkeypatch.setattr("sys.argv", ["experiments/run.py", "--workdir=my runs", "-q"])
     made = provenance()["provenance"]
     assert made["command"] == "python experiments/run.py '--workdir=my runs' -q"
+    monkeypatch.setattr("sys.argv", ["kvjax run", "--workdir=my runs"])
+    assert provenance()["provenance"]["command"] == "kvjax run '--workdir=my runs'"
     for launcher in ("ipykernel_launcher.py", "colab_kernel_launcher.py"):
         monkeypatch.setattr("sys.argv", [f"/lib/{launcher}", "-f", "/tmp/x.json"])
         assert provenance()["provenance"]["command"] == "a notebook"

@@ -1,6 +1,7 @@
 """RULER, the pass key and the needle at any length, and what they refuse."""
 
 import re
+import sys
 
 import hypothesis
 import hypothesis.strategies as st
@@ -176,11 +177,8 @@ def test_too_few_questions_or_rows(folder, tmp_path):
 
 
 def test_without_wonderwords_the_remedy_is_named(monkeypatch):
-    def missing(package):
-        raise ModuleNotFoundError(package)
-
-    monkeypatch.setattr("importlib.resources.files", missing)
-    with pytest.raises(UserError, match="pip install wonderwords"):
+    monkeypatch.setitem(sys.modules, "wonderwords", None)
+    with pytest.raises(UserError, match=r"wonderwords is .* 'kvjax\[eval\]'"):
         words.words.__wrapped__("noun")
 
 

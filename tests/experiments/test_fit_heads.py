@@ -1,9 +1,6 @@
-"""`calibrate.py --fit_rounds`: it goes on after the rounds that are there."""
+"""`kvjax calibrate --fit_rounds`: it goes on after the rounds that are there."""
 
-import importlib
 import json
-import pathlib
-import sys
 
 import pytest
 from conftest import tiny_model, tiny_spec
@@ -15,15 +12,14 @@ from kvjax.engine import calibration as measuring
 from kvjax.training import head_sizes
 from kvjax.types import Model
 
-ROOT = pathlib.Path(__file__).parents[2]
 TEXTS = (prose.HAYSTACK[:4000],)
 
 
 @pytest.fixture(scope="module")
 def script():
-    sys.path.insert(0, str(ROOT / "experiments"))
-    yield importlib.import_module("calibrate")
-    sys.path.remove(str(ROOT / "experiments"))
+    from kvjax.cli import calibrate  # defines flags, as scripts of other tests do
+
+    return calibrate
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,10 @@ A run calls `overview`, `summary` and `write_report` with its records. `read` an
 `write_comparison` join the records of several runs, and `leaderboard` makes their page.
 """
 
+from kvjax.types import require_extra
+
+require_extra("eval", "pandas", "matplotlib", "markdown_it")  # before they are imported
+
 from kvjax.evaluation.report.page import (
     comparison_overview,
     leaderboard,

@@ -154,14 +154,16 @@ def append_record(path: str | os.PathLike, record: Record) -> None:
 def provenance() -> Record:
     """Returns a record's `provenance`: the command and the versions of its software.
 
-    A script below the current folder is named relative to it.
+    A script below the current folder is named relative to it, a command of
+    `kvjax.cli` as it is typed.
     """
     import kvjax
 
     script, *arguments = sys.argv
     below = os.path.relpath(script) if script else ""
     script = script if below.startswith(os.pardir) else below
-    command = shlex.join(["python", script, *arguments])
+    program = script.split() if script.startswith("kvjax ") else ["python", script]
+    command = shlex.join([*program, *arguments])
     return {
         "provenance": {
             "command": "a notebook" if "kernel_launcher" in script else command,

@@ -5,7 +5,7 @@ import importlib.resources
 
 import numpy as np
 
-from kvjax.types import UserError
+from kvjax.types import require_extra
 
 
 @functools.cache
@@ -15,13 +15,8 @@ def words(kind: str) -> tuple[str, ...]:
     Raises:
       UserError: the package is not installed.
     """
-    try:
-        folder = importlib.resources.files("wonderwords") / "assets"
-    except ModuleNotFoundError as error:
-        raise UserError(
-            "this RULER task draws its words from the package wonderwords, which is "
-            "not installed: pip install wonderwords (or the extra 'ruler' of kvjax)"
-        ) from error
+    require_extra("eval", "wonderwords")
+    folder = importlib.resources.files("wonderwords") / "assets"
     text = (folder / f"{kind}list.txt").read_text(encoding="utf-8")
     return tuple(line.rstrip() for line in text.splitlines())
 
