@@ -296,7 +296,7 @@ def make_spec(
     _check_heads(config)
     _check_residual(config, least)
     _check_groups(config, spec)
-    checks.check_rule(policy, spec, least, schedule.evicts_in_decode)
+    checks.check_policy(policy, spec, least, schedule.evicts_in_decode)
     return config
 
 

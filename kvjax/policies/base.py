@@ -1,8 +1,8 @@
-"""What a policy is, and the choice that its scores lead to.
+"""The interface of policies (`Policy`), and the selection by scores.
 
-A policy answers one question, which pairs matter, by pure functions over arrays. It
-knows no model, no layout and no budget, so it runs in anybody's JAX code: see
-`Policy`, and `select_evictions` for turning scores into a choice.
+A policy ranks the cached pairs by pure functions over arrays. It knows no model, layout
+or budget, so it runs in any JAX code. `select_evictions` turns scores into the mask of
+evicted pairs.
 """
 
 import functools
@@ -20,13 +20,12 @@ from kvjax.types import OBSERVABLE, Observation, PyTree, Stats, UserError, View
 
 
 class LayerParams:
-    """The weights of a learned rule: a pytree of arrays per layer.
+    """The weights of a learned policy: a pytree of arrays per layer.
 
-    Policies are static arguments of compiled programs, which weights must not be: only
-    structure, shapes and dtypes count in hash and equality, so that other weights of
-    the same shapes need no other program. Whoever runs a policy passes `layers` to the
-    program as an argument like any other, and hands each layer's to the rule as
-    `View.params`.
+    Policies are static arguments of compiled programs, and weights must not be static.
+    So hash and equality compare only structure, shapes and dtypes, and other weights of
+    the same shapes reuse the program. The caller passes `layers` to the program as an
+    ordinary argument, and each layer's pytree to the policy as `View.params`.
 
     Attributes:
       layers: the pytrees, in the order of the layers.
@@ -48,27 +47,27 @@ class LayerParams:
 
 
 class Policy(NamedTuple):
-    """Three pure functions and what they ask of attention.
+    """An eviction policy: three pure functions, and what they need from attention.
 
     Attributes:
       init: (spec, B, C) -> `Stats`, all zeros or empty. `spec` is anything with
-        `num_kv_heads`, `queries_per_kv_head` and `head_dim`. Whoever calls a policy has
-        to zero the `per_slot` of a fresh pair and to move them with their pairs.
+        `num_kv_heads`, `queries_per_kv_head` and `head_dim`. The caller zeroes the
+        `per_slot` statistics of a new pair, and moves them when the pair changes slots.
       observe: (stats, view, observation) -> stats, after each attention call.
-      score: (stats, view) -> f32[B, K, C]. The highest stay. +inf pins a pair; -inf
-        lets it go whatever room there is, which is how a rule keeps fewer pairs in some
-        heads than in others. What it says of empty slots is ignored. Ties keep the
-        newer pair.
-      required_stats: what attention must hand over, of `kvjax.types.OBSERVABLE`. An
-        empty set gets the fastest attention there is.
+      score: (stats, view) -> f32[B, K, C]. The lowest are evicted, the older of equals
+        first. +inf pins a pair. -inf evicts it even if the budget has room for it,
+        which lets a policy keep fewer pairs in some heads than in others. Scores of
+        empty slots are ignored.
+      required_stats: what attention has to return, of `kvjax.types.OBSERVABLE`. With an
+        empty set, the fastest attention runs.
       name: as in the registry, for reports.
-      num_pinned: pairs per head that always stay; a budget must leave room for more.
-      needs_all_heads: whether `score` looks across the heads of a layer, by
-        `View.gather_heads`: where heads are split over devices, all have to ask at the
-        same time.
-      even: of a share such as "25%" that a calibration shares out, how far all heads
-        keep alike, from 0 to 1, see `kvjax.cache.by_need.calibrated`.
-      params: weights of a learned rule, see `with_params`; None for all others.
+      num_pinned: pairs per head that are never evicted; a budget must be larger.
+      needs_all_heads: whether `score` calls `View.gather_heads`, a collective where
+        heads are split over devices.
+      even: default of `even` for a budget such as "25%", which is calibrated per head:
+        how far the sizes are interpolated towards uniform ones, from 0 to 1, see
+        `kvjax.cache.by_need.calibrated`.
+      params: weights of a learned policy, see `with_params`; None for all others.
     """
 
     init: Callable[..., Stats]
@@ -86,16 +85,17 @@ class Policy(NamedTuple):
 
 
 def with_params(policy: Policy, layers: Iterable[PyTree]) -> Policy:
-    """The policy with these weights, one pytree of arrays per layer.
+    """Returns the policy with these weights, one pytree of arrays per layer.
 
-    `observe` and `score` get their layer's as `view.params`, whole: where heads are
-    split over devices, a rule with weights per head takes its own by `own_heads`.
+    `observe` and `score` read their layer's as `view.params`. Where heads are split
+    over devices, every device gets the whole pytree: a policy with weights per head
+    selects its own by `own_heads`.
     """
     return policy._replace(params=LayerParams(layers))
 
 
 def check_params(policy: Policy, num_layers: int) -> None:
-    """Raises UserError unless a learned rule has weights for every layer."""
+    """Raises UserError unless a learned policy has weights for every layer."""
     if policy.params and len(policy.params.layers) != num_layers:
         raise UserError(
             f"policy {policy.name!r} has weights for {len(policy.params.layers)} "
@@ -104,23 +104,23 @@ def check_params(policy: Policy, num_layers: int) -> None:
 
 
 def memoized(factory: Callable[..., Policy]) -> Callable[..., Policy]:
-    """A factory that gives the same policy for the same arguments, however written.
+    """Wraps a factory so that equal arguments return the same policy object.
 
-    Policies are static arguments of compiled programs: another object compiles anew.
-    Arguments that cannot be hashed, such as arrays, are never the same.
+    Policies are static arguments of compiled programs: another object would compile
+    again. Arguments that cannot be hashed, such as arrays, are never equal.
 
-    Policies among the arguments count without their weights, and the result carries
-    these: those of one policy as they are, those of several as a tuple per layer with a
-    part for each, None for one without weights.
+    Policies among the arguments are compared without their weights, and the result
+    carries the weights: those of one policy unchanged, those of several as a tuple per
+    layer with one entry for each policy, None for a policy without weights.
     """
     signature = inspect.signature(factory)
     known = functools.lru_cache(maxsize=None, typed=True)(factory)  # True is not 1
 
     @functools.wraps(factory)
     def build(*args, **options):
-        given = bound(f"policy {factory.__name__!r}", signature, *args, **options)
-        given.apply_defaults()
-        values = [_hashable(value) for value in given.arguments.values()]
+        call = bound(f"policy {factory.__name__!r}", signature, *args, **options)
+        call.apply_defaults()
+        values = [_hashable(value) for value in call.arguments.values()]
         try:
             hash(tuple(values))
         except TypeError:
@@ -148,7 +148,7 @@ def _without_params(value: Any) -> Any:
 
 
 def _joined(params: list[LayerParams | None]) -> LayerParams:
-    """The weights of several policies as one, those of one as they are."""
+    """Joins the weights of several policies layer by layer."""
     if len(params) == 1:
         return params[0]
     counts = {len(each.layers) for each in params if each}
@@ -163,7 +163,7 @@ def _joined(params: list[LayerParams | None]) -> LayerParams:
 
 
 def stateless(name: str, score: Callable[[View], Array], num_pinned: int = 0) -> Policy:
-    """A policy that remembers nothing: its score is a function of the view alone."""
+    """Returns a policy without statistics: its score depends on the view only."""
     return Policy(
         init=lambda spec, batch, capacity: Stats(),
         observe=lambda stats, view, observation: stats,
@@ -175,31 +175,31 @@ def stateless(name: str, score: Callable[[View], Array], num_pinned: int = 0) ->
 
 
 def zeros_per_slot(spec, batch: int, capacity: int, *trailing: int) -> Array:
-    """f32[B, K, C, ...] zeros: a statistic of every pair."""
+    """Returns zeros f32[B, K, C, ...], for a statistic of every pair."""
     return jnp.zeros((batch, spec.num_kv_heads, capacity, *trailing), jnp.float32)
 
 
 def recent_mask(view: View, count: int | Array) -> Bool[Array, "B K C"]:
-    """The pairs of the last `count` tokens (an int, or one per head [B, K])."""
+    """Marks the pairs of the last `count` tokens (an int, or i32[B, K])."""
     if not isinstance(count, int):
         count = count[..., None]
     return view.positions > view.query_position[:, None, None] - count
 
 
 def own_heads(view: View, x: Shaped[Array, "B H ..."]) -> Shaped[Array, "B K ..."]:
-    """Of what is there for all heads of a layer, the part of those the view has."""
+    """Selects the view's heads from an array over all heads of the layer."""
     return x if view.heads is None else jnp.take(x, view.heads, axis=1)
 
 
 def head_numbers(view: View) -> Int[Array, "K"]:
-    """The numbers, in the whole layer, of the heads that the view has."""
+    """Returns the indices, in the whole layer, of the view's heads."""
     if view.heads is not None:
         return view.heads
     return jnp.arange(view.positions.shape[1], dtype=jnp.int32)
 
 
 def real_mask(observation: Observation, last: int | None = None) -> Bool[Array, "B T"]:
-    """The real ones among the new tokens, or no more than the `last` of them."""
+    """Marks the new tokens that are no padding, or only the `last` of them."""
     step = jnp.arange(observation.positions.shape[1], dtype=jnp.int32)[None]
     count = observation.num_tokens[:, None]
     real = step < count
@@ -212,7 +212,7 @@ def scatter_new(
     new: Float[Array, "B K T"],
     old: Float[Array, "B K C"],
 ) -> Float[Array, "B K C"]:
-    """`old` with the numbers of the new tokens put at the slots of their pairs."""
+    """Returns `old` with `new` written to the slots of the new tokens' pairs."""
     step = view.positions - observation.positions[:, :1, None]  # of the new tokens
     fresh = (step >= 0) & (step < observation.num_tokens[:, None, None])
     step = jnp.clip(step, 0, new.shape[-1] - 1)
@@ -220,7 +220,7 @@ def scatter_new(
 
 
 def check_counts(where: str, least: int, **counts: int) -> None:
-    """Raises UserError unless all are whole numbers of `least` or more."""
+    """Raises UserError unless all counts are whole numbers of `least` or more."""
     for name, count in counts.items():
         if not isinstance(count, int) or count < least:
             raise UserError(
@@ -229,7 +229,7 @@ def check_counts(where: str, least: int, **counts: int) -> None:
 
 
 def check_range(where: str, low: float, high: float, **values: float) -> None:
-    """Raises UserError unless all are finite numbers from `low` to `high`."""
+    """Raises UserError unless all values are finite and from `low` to `high`."""
     span = f"from {low:g} to {high:g}" if high < math.inf else f"of {low:g} or more"
     for name, value in values.items():
         number = isinstance(value, int | float) and math.isfinite(value)
@@ -238,7 +238,7 @@ def check_range(where: str, low: float, high: float, **values: float) -> None:
 
 
 def check_choice(where: str, among: tuple[str, ...], **values: str) -> None:
-    """Raises UserError unless all are one of `among`."""
+    """Raises UserError unless every value is one of `among`."""
     for name, value in values.items():
         if value not in among:
             raise UserError(f"{where}({name}={value!r}): one of {', '.join(among)}")
@@ -251,18 +251,18 @@ def select_evictions(
 ) -> Bool[Array, "B K C"]:
     """Marks the `num_evict` live slots of every head with the lowest scores.
 
-    And those with a score of -inf beyond that number.
+    Slots with a score of -inf are marked beyond that number.
 
-    Exact, and free of sorting: the threshold is found bit by bit (on a GPU four bits
-    by four), as in a radix descent, in a pass over the scores for each; ties at the
-    threshold give up the older pair, found the same way among positions. Sorting 2,048
-    slots to find 64 of them costs far more on every backend.
+    Exact, without sorting: a radix descent finds the threshold bit by bit (four bits at
+    a time on a GPU), with one pass over the scores each. Of the slots at the threshold,
+    the oldest are marked, found in the same way by position. Sorting 2,048 slots to
+    find 64 of them takes far longer on every backend.
 
     Args:
-      scores: higher stays; NaN counts as highest.
+      scores: the lowest are marked; NaN counts as the highest.
       positions: position of the pair in each slot, -1 for empty slots (never marked).
-      num_evict: how many to mark per head, for a whole row or for each of its heads; at
-        most the live ones.
+      num_evict: number of slots to mark per head, at most the live ones: one number per
+        row, or one per row and head.
     """
     live = positions >= 0
     num_evict = jnp.broadcast_to(
@@ -272,14 +272,14 @@ def select_evictions(
     threshold = _kth(order, live, num_evict)
     below = live & (order < threshold[..., None])
     tied = live & (order == threshold[..., None])
-    left = num_evict - jnp.sum(below, axis=-1, dtype=jnp.int32)
+    missing = num_evict - jnp.sum(below, axis=-1, dtype=jnp.int32)
     age = positions.astype(jnp.uint32)
-    oldest = tied & (age < _kth(age, tied, left)[..., None])
+    oldest = tied & (age < _kth(age, tied, missing)[..., None])
     return below | oldest | (live & jnp.isneginf(scores))
 
 
 def validate(policy: Policy) -> Policy:
-    """The policy, or a UserError if it needs what attention cannot hand over."""
+    """Returns the policy; UserError unless attention can return what it needs."""
     if not isinstance(policy, Policy):
         name = getattr(policy, "__name__", None)
         raise UserError(
@@ -300,9 +300,9 @@ def validate(policy: Policy) -> Policy:
 
 
 def _sortable(x: Float[Array, "B K C"]) -> Array:
-    """float32 as uint32 in the same order; -0 is 0, NaN of either sign the highest.
+    """Maps float32 to uint32 in the same order; -0 equals 0, NaN is the highest.
 
-    In integers alone: compilers drop additions of 0, and may flush small numbers.
+    Uses integer operations only: compilers drop `x + 0`, and may flush denormals.
     """
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     sign, infinity = jnp.uint32(1 << 31), jnp.uint32(0x7F800000)
@@ -313,9 +313,10 @@ def _sortable(x: Float[Array, "B K C"]) -> Array:
 
 
 def _kth(order: Array, among: Bool[Array, "B K C"], k: Array) -> Array:
-    """Per head, the largest threshold that at most k of `among` lie below."""
-    given = order, among, k
-    return jax.lax.platform_dependent(*given, cuda=_kth_by_digits, default=_kth_by_bits)
+    """Returns, per head, the largest threshold with at most k of `among` below it."""
+    return jax.lax.platform_dependent(
+        order, among, k, cuda=_kth_by_digits, default=_kth_by_bits
+    )
 
 
 def _kth_by_bits(order: Array, among: Array, k: Array) -> Array:
@@ -330,7 +331,7 @@ def _kth_by_bits(order: Array, among: Array, k: Array) -> Array:
 
 
 def _kth_by_digits(order: Array, among: Array, k: Array) -> Array:
-    """Four bits a pass: a GPU's passes cost a launch each, whatever they compare."""
+    """Finds four bits per pass: on a GPU every pass costs one kernel launch."""
     order = jnp.where(among, order, jnp.uint32(0xFFFFFFFF))  # below no candidate
     digits = jnp.arange(1, 16, dtype=jnp.uint32)[None, None]
 

@@ -20,8 +20,8 @@ def recency() -> Policy:
 
         score = position
 
-    The "recent only" row of most comparisons, a sliding window as wide as the budget;
-    with a budget of 2 it is Batch-Max's ED.
+    This is the "recent only" baseline of most comparisons: a sliding window as wide as
+    the budget. With a budget of 2 it is Batch-Max's ED.
 
     Source: Batch-Max (Metel et al. 2024), arXiv 2412.05693, Algorithm 2, for ED.
     """
@@ -30,17 +30,17 @@ def recency() -> Policy:
 
 @memoized
 def sliding_window(window: int = 4096) -> Policy:
-    """Keeps the last `window` tokens and nothing else.
+    """Keeps the last `window` tokens only.
 
         score = position of the newest `window` pairs, -inf for the others
 
-    As `recency`, but the window is the rule's own: what lies further back goes whenever
-    a head drops anything, even if the budget has room for it. With a budget of
-    `window`, read and evicted token by token, it is exactly the ring of models trained
-    so.
+    Like `recency`, but with a window of its own: an eviction drops all pairs beyond the
+    window, even if the budget has room for them. With a budget of `window`, and one
+    token per block and eviction, it equals the rolling buffer of models that were
+    trained with a sliding window.
 
     Args:
-      window: tokens that stay; Mistral-7B's 4,096.
+      window: number of newest tokens to keep; Mistral-7B's 4,096.
 
     Source: Mistral 7B (Jiang et al. 2023), arXiv 2310.06825, rolling buffer cache.
     Raises:
@@ -56,17 +56,17 @@ def sliding_window(window: int = 4096) -> Policy:
 
 @memoized
 def random(seed: int = 0) -> Policy:
-    """Keeps a uniform random sample of the row: the null hypothesis.
+    """Keeps a uniform random sample of the pairs.
 
         score = hash(seed, head, position), uniform in 0 .. 1
 
-    The kept set is thus a uniform sample whatever the block size, and the same
-    for a prompt alone or in a batch.
+    So the kept set is a uniform sample whatever the block size, and a prompt keeps the
+    same pairs alone and in a batch.
 
     Args:
-      seed: draws another sample.
+      seed: of the hash.
 
-    Source: none; what every other rule has to beat.
+    Source: none; the baseline that every other policy has to beat.
     Raises:
       UserError: a seed that is no whole number.
     """
@@ -85,12 +85,12 @@ def _position(view: View) -> Array:
 
 
 def _hash(x: Array) -> Array:
-    """A 32-bit finaliser with full avalanche (Wellons 2018, "lowbias32")."""
+    """Hashes 32 bits with full avalanche (Wellons 2018, "lowbias32")."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
 
 
 def _unit(bits: Array) -> Array:
-    """Uniform in [0, 1): the top 24 bits, all that float32 holds."""
+    """Returns the top 24 bits, float32's precision, as a number in [0, 1)."""
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)

@@ -1,8 +1,8 @@
-"""What is wrong with a rule, told before anything is compiled.
+"""Checks of a policy's functions before anything is compiled.
 
-A rule's functions are traced on arrays that have shapes and hold nothing. Rows, slots
-and tokens come in numbers that no other axis has, so that none stands in for another;
-K, G, D and M are the model's, of which some may be equal.
+The functions are traced on shapes alone. The lengths of the axes B, C and T differ from
+all others, so that a mixed-up axis shows; K, G, D and M are the model's, and some of
+them may be equal.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jaxtyping import Array
 from kvjax.policies.base import Policy
 from kvjax.types import OBSERVABLE, Observation, PyTree, Stats, UserError, View
 
-_AXES = {  # of what an observation may hold
+_AXES = {  # of the optional fields of an observation
     "attn_sum": "BKC",
     "attn_sq_sum": "BKC",
     "last_attn": "BKC",
@@ -29,32 +29,31 @@ _AXES = {  # of what an observation may hold
 }
 
 
-def check_rule(policy: Policy, spec, capacity: int, in_decode: bool) -> None:
-    """Raises UserError unless a rule's three functions go together.
+def check_policy(policy: Policy, spec, capacity: int, in_decode: bool) -> None:
+    """Raises UserError unless a policy's three functions fit each other.
 
-    Traces them once for each kind of weights that the layers have, and once more as of
-    a small head where the rule asks how many pairs a head may hold; what was found
-    right is remembered.
+    Traces them once for every distinct structure of the layers' weights, and once more
+    with a small budget if the policy reads `View.budget`. Passed checks are cached.
 
     Args:
-      policy: the rule.
+      policy: to check.
       spec: the model's shape, a `ModelSpec`.
-      capacity: slots per head; more, if that is the length of another axis.
-      in_decode: whether it observes generated tokens too.
+      capacity: slots per head; increased if another axis has that length.
+      in_decode: whether the policy observes generated tokens too.
 
     Raises:
-      UserError: a function of the rule raises, reads what its `required_stats` do not
-        name, or weights that it does not have; `init` gives no `Stats`, or leaves that
-        do not lead with [B, K, C] or [B]; `observe` changes structure, shapes or dtypes
-        of the stats; `score` gives anything but numbers [B, K, C], or looks across
-        heads without `needs_all_heads`.
+      UserError: a function of the policy raises, reads a statistic that its
+        `required_stats` does not name, or weights that it does not have; `init` returns
+        no `Stats`, or leaves that do not lead with [B, K, C] or [B]; `observe` changes
+        structure, shapes or dtypes of the stats; `score` returns anything but numbers
+        [B, K, C], or calls `View.gather_heads` without `needs_all_heads`.
     """
     kinds = {}
     for layer, params in enumerate(policy.params.layers if policy.params else [None]):
         leaves, structure = jax.tree.flatten(params)
         shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
         kinds.setdefault((structure, shapes), layer)
-    bare = policy._replace(params=None)  # what is remembered must not hold weights
+    bare = policy._replace(params=None)  # so that the cache holds no weights
     for kind, layer in kinds.items():
         _check(bare, spec, capacity, in_decode, layer, *kind)
 
@@ -65,82 +64,82 @@ def _check(policy, spec, capacity, in_decode, layer, structure, shapes) -> None:
     trial = _Trial(policy, spec, capacity, layer, params)
     stats = trial.init(spec)
     trial.step(stats, in_decode)
-    if trial.asks_budget:
+    if trial.reads_budget:
         trial.budget = capacity
         trial.step(stats, in_decode)
 
 
 class _Trial:
-    """One rule, and what it did while it was traced.
+    """One traced policy, and what it read.
 
     Attributes:
       sizes: lengths of the axes, by their letters.
-      missed: fields of the observation that it read and had not asked for.
-      gathers: whether it asked for the other heads.
-      asks_budget: whether it asked how many pairs a head may hold.
-      budget: the answer, far below the mean; None where nobody says.
+      undeclared: fields of the observation that it read without declaring them.
+      gathers: whether it called `View.gather_heads`.
+      reads_budget: whether it read `View.budget` or `View.mean_budget`.
+      budget: of the view, far below the mean; None for an unknown one.
     """
 
     def __init__(self, policy: Policy, spec, capacity: int, layer: int, params: PyTree):
         self.policy, self.layer, self.params = policy, layer, params
         self.sizes = _sizes(spec, capacity)
-        self.missed: set[str] = set()
-        self.gathers = self.asks_budget = False
+        self.undeclared: set[str] = set()
+        self.gathers = self.reads_budget = False
         self.budget: int | None = None
 
     def init(self, spec) -> Stats:
-        """Shapes of what the rule remembers, each with its axes in front."""
+        """Returns the shapes of the policy's statistics, checked."""
         rows, slots = self.sizes["B"], self.sizes["C"]
         stats = self.traced("init", lambda: self.policy.init(spec, rows, slots))
         if not isinstance(stats, Stats):
-            raise self.error(f"init gives {_told(stats)}: it has to give a Stats")
+            raise self.error(f"init gives {_shapes(stats)}: it has to give a Stats")
         for field, axes in (("per_slot", "BKC"), ("per_row", "B")):
             want = self.shape(axes)
             for leaf in jax.tree.leaves(getattr(stats, field)):
                 if leaf.shape[: len(want)] != want:
                     raise self.error(
-                        f"init gives {field} {_told(leaf)}: its arrays have to lead "
+                        f"init gives {field} {_shapes(leaf)}: its arrays have to lead "
                         f"with [{', '.join(axes)}]"
                     )
         return stats
 
     def step(self, stats: Stats, in_decode: bool) -> None:
-        """Raises UserError unless the rule observes and scores as it has to."""
+        """Raises UserError unless `observe` and `score` are right."""
         self.observe(stats, is_prefill=True)
         if in_decode:
             self.observe(stats, is_prefill=False)
         self.score(stats)
 
     def observe(self, stats: Stats, is_prefill: bool) -> None:
-        """Raises UserError unless the stats stay what they are."""
+        """Raises UserError unless the stats keep structure, shapes and dtypes."""
 
         def run(stats, params):
-            seen = self.observation(is_prefill)
-            return self.policy.observe(stats, self.view(params), seen)
+            observation = self.observation(is_prefill)
+            return self.policy.observe(stats, self.view(params), observation)
 
         after = self.traced("observe", run, stats, self.params)
-        if _told(after) != _told(stats):
-            if self.missed:
-                raise self.unasked()
+        if _shapes(after) != _shapes(stats):
+            if self.undeclared:
+                raise self.undeclared_error()
             raise self.error(
-                f"observe makes {_told(after)} of {_told(stats)}: structure, shapes "
-                "and dtypes have to stay"
+                f"observe makes {_shapes(after)} of {_shapes(stats)}: structure, "
+                "shapes and dtypes have to stay"
             )
 
     def score(self, stats: Stats) -> None:
-        """Raises UserError unless every slot gets a number."""
+        """Raises UserError unless `score` returns a number for every slot."""
 
         def run(stats, params):
             return self.policy.score(stats, self.view(params))
 
-        self.missed.clear()
+        self.undeclared.clear()
         self.gathers = False
         score = self.traced("score", run, stats, self.params)
         shape, dtype = (getattr(score, name, None) for name in ("shape", "dtype"))
         real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer))
         if shape != self.shape("BKC") or not real:
             raise self.error(
-                f"score gives {_told(score)}: it has to give numbers [B, K, C]"
+                f"score gives {_shapes(score)}: it has to give numbers [B, K, C]"
             )
         if self.gathers and not self.policy.needs_all_heads:
             raise self.error(
@@ -152,10 +151,10 @@ class _Trial:
         trial = self
 
         class Watched(View):
-            """Notes when the size of a head is read."""
+            """Records that the size of a head is read."""
 
             def __getattribute__(self, name):
-                trial.asks_budget |= name in ("budget", "mean_budget")
+                trial.reads_budget |= name in ("budget", "mean_budget")
                 return super().__getattribute__(name)
 
         def gather_heads(x):
@@ -178,16 +177,16 @@ class _Trial:
         )
 
     def observation(self, is_prefill: bool) -> Observation:
-        """What the rule asked for, of a block of tokens or of one."""
-        missed = self.missed
+        """Returns what the policy declared, for a block of tokens or for one token."""
+        undeclared = self.undeclared
 
         class Watched(Observation):
-            """Notes when something is read that nobody has asked for."""
+            """Records reads of fields that the policy has not declared."""
 
             def __getattribute__(self, name):
                 value = super().__getattribute__(name)
                 if value is None and name in OBSERVABLE:
-                    missed.add(name)
+                    undeclared.add(name)
                 return value
 
         count = {} if is_prefill else {"T": 1}
@@ -198,29 +197,32 @@ class _Trial:
             return jnp.zeros(shape, jnp.int32 if whole else jnp.float32)
 
         always = {"num_tokens": "B", "positions": "BT"}
-        wanted = {name: _AXES[name] for name in self.policy.required_stats}
-        arrays = {name: zeros(name, axes) for name, axes in (always | wanted).items()}
+        declared = {name: _AXES[name] for name in self.policy.required_stats}
+        arrays = {name: zeros(name, axes) for name, axes in (always | declared).items()}
         return Watched(is_prefill=is_prefill, **arrays)
 
     def shape(self, axes: str, **others: int) -> tuple[int, ...]:
         return tuple((self.sizes | others)[axis] for axis in axes)
 
-    def traced(self, step: str, run: Callable, *given: PyTree) -> PyTree:
-        """Shapes of what a function of the rule gives; what it raises, as one line."""
+    def traced(self, step: str, run: Callable, *args: PyTree) -> PyTree:
+        """Returns the shapes of a function's result; UserError if it raises."""
         try:
-            return jax.eval_shape(run, *given)
+            return jax.eval_shape(run, *args)
         except UserError:
             raise
-        except Exception as error:  # of any kind: the rule is somebody else's
-            if self.missed:
-                raise self.unasked() from error
-            told = str(error).strip().partition("\n")[0]
-            if self.params is None and "None" in told:
-                told += "; if it reads view.params, policies.with_params gives weights"
-            raise self.error(f"{step} raises {type(error).__name__}: {told}") from error
+        except Exception as error:  # of any kind: the policy is a user's code
+            if self.undeclared:
+                raise self.undeclared_error() from error
+            reason = str(error).strip().partition("\n")[0]
+            if self.params is None and "None" in reason:
+                reason += (
+                    "; if it reads view.params, policies.with_params gives weights"
+                )
+            kind = type(error).__name__
+            raise self.error(f"{step} raises {kind}: {reason}") from error
 
-    def unasked(self) -> UserError:
-        names = ", ".join(sorted(self.missed))
+    def undeclared_error(self) -> UserError:
+        names = ", ".join(sorted(self.undeclared))
         return self.error(f"observe reads {names}: name it in required_stats")
 
     def error(self, what: str) -> UserError:
@@ -229,7 +231,7 @@ class _Trial:
 
 
 def _sizes(spec, capacity: int) -> dict[str, int]:
-    """Lengths of the axes: the model's, and others that none of them has."""
+    """Returns the lengths of the axes; those of B, C and T differ from all others."""
     sizes = {
         "K": spec.num_kv_heads,
         "G": spec.queries_per_kv_head,
@@ -242,8 +244,8 @@ def _sizes(spec, capacity: int) -> dict[str, int]:
     return {axis: sizes[axis] for axis in "BKGCTDM"}
 
 
-def _told(tree: PyTree) -> str:
-    """A pytree of arrays by their dtypes and shapes."""
+def _shapes(tree: PyTree) -> str:
+    """Returns the dtypes and shapes of a pytree's arrays, as text."""
 
     def leaf(x) -> str:
         return f"{x.dtype}[{','.join(map(str, x.shape))}]"

@@ -1,12 +1,11 @@
-"""Policies made of policies: pin, mix, smooth, join in chunks, share between heads.
+"""Combinators: functions that make a policy from other policies.
 
-Each takes policies and gives a policy, so they nest::
+They nest::
 
     protect(smooth(tova(), kernel=5), sinks=4, recent=32)
 
-What is no policy, such as a name, is a UserError.
-
-A learned rule's weights go along, see `kvjax.policies.base.memoized`.
+An argument that is no policy, such as a name, is a UserError. The result carries the
+weights of learned policies, see `kvjax.policies.base.memoized`.
 """
 
 import math
@@ -33,19 +32,19 @@ from kvjax.types import EMPTY, Stats, UserError, View, real_number
 def protect(policy: Policy, sinks: int = 4, recent: int = 32) -> Policy:
     """Pins the first `sinks` and the newest `recent` tokens of every row.
 
-        score = +inf for positions < sinks and the newest `recent`, else the rule's
+        score = +inf for positions < sinks and the newest `recent`, else the policy's
 
-    A window of recent pairs is common to most rules since H2O.
+    Most policies since H2O pin a window of recent pairs.
 
     Args:
-      policy: chooses among the rest.
-      sinks: positions 0 .. sinks - 1 stay.
-      recent: those of the last `recent` tokens stay.
+      policy: ranks the other pairs.
+      sinks: positions 0 .. sinks - 1 are pinned.
+      recent: the last `recent` tokens are pinned.
 
     Source: StreamingLLM (Xiao et al. 2024), arXiv 2309.17453, for attention sinks.
     Raises:
-      UserError: a negative number. That the pinned pairs fit a budget is checked where
-        the budget is known: before anything is compiled.
+      UserError: a negative number. `kvjax.cache.make_spec` checks that the pinned pairs
+        fit the budget.
     """
     validate(policy)
     check_counts("protect", 0, sinks=sinks, recent=recent)
@@ -63,16 +62,16 @@ def protect(policy: Policy, sinks: int = 4, recent: int = 32) -> Policy:
 
 @memoized
 def mix(a: Policy, b: Policy, weight: float = 0.5) -> Policy:
-    """Weighs two rules against each other.
+    """Ranks pairs by the weighted mean of two policies' scores.
 
-        score = weight * a's + (1 - weight) * b's, each stretched over 0 .. 1
+        score = weight * a's + (1 - weight) * b's, each scaled to 0 .. 1
 
-    Scores of different rules have different units, so each is first stretched over the
-    range of its own live pairs, head by head. A pair that either pins stays; one that
-    either lets go for good goes, unless the other pins it.
+    Scores of different policies have different units, so each is first scaled to the
+    range over the live pairs of its head. A pair that either policy pins is pinned; one
+    that either scores -inf is evicted, unless the other pins it.
 
     Args:
-      a: one rule.
+      a: one policy.
       b: the other.
       weight: of `a`, from 0 to 1.
 
@@ -84,8 +83,8 @@ def mix(a: Policy, b: Policy, weight: float = 0.5) -> Policy:
     check_range("mix", 0, 1, weight=weight)
 
     def score(stats, view):
-        first = a.score(_part(stats, 0), _own_view(view, 0))
-        second = b.score(_part(stats, 1), _own_view(view, 1))
+        first = a.score(_member_stats(stats, 0), _member_view(view, 0))
+        second = b.score(_member_stats(stats, 1), _member_view(view, 1))
         mixed = weight * _to_unit(first, view) + (1 - weight) * _to_unit(second, view)
         mixed = jnp.where(jnp.isneginf(first) | jnp.isneginf(second), -jnp.inf, mixed)
         mixed = jnp.where(jnp.isposinf(first) | jnp.isposinf(second), jnp.inf, mixed)
@@ -94,8 +93,8 @@ def mix(a: Policy, b: Policy, weight: float = 0.5) -> Policy:
     return Policy(
         init=lambda *shape: _join(a.init(*shape), b.init(*shape)),
         observe=lambda stats, view, observation: _join(
-            a.observe(_part(stats, 0), _own_view(view, 0), observation),
-            b.observe(_part(stats, 1), _own_view(view, 1), observation),
+            a.observe(_member_stats(stats, 0), _member_view(view, 0), observation),
+            b.observe(_member_stats(stats, 1), _member_view(view, 1), observation),
         ),
         score=score,
         required_stats=a.required_stats | b.required_stats,
@@ -107,19 +106,19 @@ def mix(a: Policy, b: Policy, weight: float = 0.5) -> Policy:
 
 @memoized
 def smooth(policy: Policy, kernel: int = 7, pool: str = "average") -> Policy:
-    """Pools the scores along the text, so that a pair's neighbours stay with it.
+    """Pools a policy's scores along the text, so that neighbours are kept together.
 
-        score = mean or maximum of the rule's scores over `kernel` neighbours
+        score = mean or maximum of the policy's scores over `kernel` neighbours
 
-    Neighbours are the live pairs next to it in the order of positions. Pinned pairs are
-    nobody's neighbours, and stay pinned.
+    Neighbours are the live pairs next to a pair in the order of positions. Pinned pairs
+    are not pooled, and stay pinned.
 
     Args:
-      policy: the rule.
-      kernel: pairs that are pooled; odd, the pair itself in the middle.
+      policy: gives the scores.
+      kernel: number of pairs that are pooled; odd, the pair itself in the middle.
       pool: 'average' (zeros beyond the ends count) or 'max'.
 
-    Source: SnapKV (Li et al. 2024), arXiv 2404.14469, does it to attention weights.
+    Source: SnapKV (Li et al. 2024), arXiv 2404.14469, pools attention weights so.
     Raises:
       UserError: an even kernel or one below 1; an unknown pooling.
     """
@@ -137,18 +136,18 @@ def smooth(policy: Policy, kernel: int = 7, pool: str = "average") -> Policy:
 
 @memoized
 def chunked(policy: Policy, size: int = 10) -> Policy:
-    """Whole chunks of the text stay or go, by the mean score of what they still hold.
+    """Keeps or evicts whole chunks of text, by the mean score of their live pairs.
 
         score = mean over the live pairs with the same position // size
 
     Words lose their meaning without their neighbours. An eviction drops an exact number
-    of pairs, so the one chunk at the border is cut, its older part going first; where
-    budget and eviction are multiples of `size` nothing is cut. A chunk with a pinned
-    pair is pinned as a whole.
+    of pairs, so it may cut one chunk, whose older pairs are evicted first; it cuts none
+    if budget and eviction size are multiples of `size`. A chunk with a pinned pair is
+    pinned as a whole.
 
     Args:
-      policy: the rule.
-      size: tokens in a chunk; the paper's 10.
+      policy: gives the scores.
+      size: tokens per chunk; the paper's 10.
 
     Source: ChunkKV (Liu et al. 2025), arXiv 2502.00299.
     Raises:
@@ -160,31 +159,32 @@ def chunked(policy: Policy, size: int = 10) -> Policy:
     def score(stats, view):
         raw = policy.score(stats, view)
         mean = segments(raw, view.positions, size)
-        # Where one pair of a chunk is pinned and another let go for good.
+        # The mean of +inf and -inf is NaN: the pinned pair pins its chunk.
         return jnp.where(jnp.isnan(mean) & ~jnp.isnan(raw), jnp.inf, mean)
 
     return policy._replace(
         score=score,
         name=f"chunked({policy.name}, size={size})",
-        # What shares a chunk with the last of the sinks, and the first of a window.
+        # The last sink and the first pair of a window may each pin size - 1 more.
         num_pinned=policy.num_pinned and policy.num_pinned + 2 * (size - 1),
     )
 
 
 @memoized
 def shared_heads(policy: Policy) -> Policy:
-    """One choice for all heads.
+    """Keeps the same tokens in all heads of a layer.
 
-        score = mean of the rule's scores over the K heads
+        score = mean of the policy's scores over the K heads
 
-    The heads of a row then hold the same positions, as in rules that drop whole tokens.
-    The rule must not pin a pair in one head and let it go in another.
+    The heads of a row then hold the same positions, as in policies that evict tokens
+    rather than pairs. The policy must not score a pair +inf in one head and -inf in
+    another.
 
     Args:
-      policy: the rule.
+      policy: gives the scores.
 
     Raises:
-      UserError: something that is no policy.
+      UserError: `policy` is no policy.
     """
     validate(policy)
 
@@ -199,19 +199,20 @@ def shared_heads(policy: Policy) -> Policy:
 
 @memoized
 def per_head(policy: Policy, total: float = 0.5, floor: float = 0.2) -> Policy:
-    """Heads share a layer's budget: the best pairs stay, whichever head they are in.
+    """Keeps the best pairs of a layer, whichever head they are in.
 
-        score = the rule's for what stays, -inf for the rest
+        score = the policy's for the kept pairs, -inf for the others
 
-    When something has to go, the heads of a row together keep floor(total * n) pairs
-    times their number, n being what a full head is left with. All pairs compete, except
-    that every head keeps its best floor(floor * that) and none keeps more than n, which
-    is the fixed shape: budgets say what is allocated, `total` how much of it is live.
+    An eviction leaves the H heads of a layer floor(total * n) * H pairs together, where
+    n is `View.num_keep`, the most that one head can hold afterwards. The pairs of all
+    heads compete, except that every head keeps its best floor(floor * total * n). The
+    budget says how many slots are allocated, `total` how many of them are live.
 
     Args:
-      policy: the rule; its scores must compare across heads, as attention weights do.
-      total: share of all the heads' slots that stays; 1 leaves nothing to share out.
-      floor: share of a head's part, total * budget, that it keeps whatever it scores.
+      policy: gives the scores, which must be comparable across heads, as attention
+        weights are.
+      total: share of the heads' slots that stay live; with 1, heads do not compete.
+      floor: share of a head's mean, total * n, that every head keeps.
 
     Source: Ada-KV (Feng et al. 2024), arXiv 2407.11550, whose safeguard is `floor`.
     Raises:
@@ -224,28 +225,32 @@ def per_head(policy: Policy, total: float = 0.5, floor: float = 0.2) -> Policy:
 
     def score(stats, view):
         own = policy.score(stats, view)
-        every = map(view.gather_heads, (own, view.positions, view.num_keep))
-        return jnp.where(own_heads(view, shares(*every)), own, -jnp.inf)
+        kept = select(
+            view.gather_heads(own),
+            view.gather_heads(view.positions),
+            view.gather_heads(view.num_keep),
+        )
+        return jnp.where(own_heads(view, kept), own, -jnp.inf)
 
-    def shares(raw, pos, keep):
-        """bool[B, H, C], what stays of all heads' pairs."""
+    def select(raw, pos, keep):
+        """Returns the kept pairs of all heads, bool[B, H, C]."""
         held = jnp.sum(pos >= 0, axis=-1, dtype=jnp.int32)  # [B, H]
         full = held > keep
         most = jnp.max(keep, axis=1, keepdims=True, where=full, initial=0)  # n
-        part = jnp.floor(total * most.astype(jnp.float32))
-        sure = jnp.floor(floor * part).astype(jnp.int32)
+        mean = jnp.floor(total * most.astype(jnp.float32))
+        least = jnp.floor(floor * mean).astype(jnp.int32)
         beyond = jnp.maximum(held - most, 0)
-        out = select_evictions(raw, pos, beyond)  # of a head's own room
-        rivals = jnp.where(out, EMPTY, pos)
-        own = ~select_evictions(raw, pos, jnp.maximum(held - sure, 0))  # a head's best
-        spare = jnp.sum(jnp.minimum(held, most) - part.astype(jnp.int32), axis=1)
-        spare = jnp.maximum(spare, 0)
-        flat = (len(raw), 1, -1)
-        gone = select_evictions(
-            jnp.where(own, jnp.inf, raw).reshape(flat), rivals.reshape(flat), spare
+        too_many = select_evictions(raw, pos, beyond)  # for the head's own slots
+        rivals = jnp.where(too_many, EMPTY, pos)
+        best = ~select_evictions(raw, pos, jnp.maximum(held - least, 0))
+        surplus = jnp.sum(jnp.minimum(held, most) - mean.astype(jnp.int32), axis=1)
+        surplus = jnp.maximum(surplus, 0)
+        flat = (len(raw), 1, -1)  # all heads of a row as one
+        outranked = select_evictions(
+            jnp.where(best, jnp.inf, raw).reshape(flat), rivals.reshape(flat), surplus
         )
-        stays = ~(out | gone.reshape(raw.shape))
-        return stays | ~jnp.any(full, axis=1)[:, None, None]
+        kept = ~(too_many | outranked.reshape(raw.shape))
+        return kept | ~jnp.any(full, axis=1)[:, None, None]
 
     return policy._replace(
         score=score,
@@ -257,16 +262,16 @@ def per_head(policy: Policy, total: float = 0.5, floor: float = 0.2) -> Policy:
 
 @memoized
 def by_size(large: Policy, small: Policy, above: float = 1.2) -> Policy:
-    """One rule for heads that keep many pairs, another for those that keep few.
+    """Applies one policy to heads with large budgets, and another to the others.
 
         score = large's in heads with |kv| > above * mean over all heads, else small's
 
-    Where all heads keep alike, or nobody says how many, `large` chooses in all.
+    Under a uniform budget, or an unknown one, `large` scores all heads.
 
     Args:
-      large: of heads that keep many.
-      small: of the others.
-      above: from how many times the mean on they are many.
+      large: policy of heads with large budgets.
+      small: policy of the others.
+      above: heads with more than this many times the mean budget are large.
 
     Raises:
       UserError: a negative number.
@@ -279,9 +284,9 @@ def by_size(large: Policy, small: Policy, above: float = 1.2) -> Policy:
         return 0 if view.budget > above * view.mean_budget else 1
 
     def score(stats, view):
-        which = index(view)
-        rule = (large, small)[which]
-        return rule.score(_part(stats, which), _own_view(view, which))
+        chosen = index(view)
+        policy = (large, small)[chosen]
+        return policy.score(_member_stats(stats, chosen), _member_view(view, chosen))
 
     return mix(large, small)._replace(
         score=score,
@@ -291,7 +296,7 @@ def by_size(large: Policy, small: Policy, above: float = 1.2) -> Policy:
 
 
 def check_pooling(where: str, kernel: int, pool: str) -> None:
-    """Raises UserError for an even kernel, one below 1 or an unknown pooling."""
+    """Raises UserError unless the kernel is odd and the pooling is known."""
     check_counts(where, 1, kernel=kernel)
     if kernel % 2 == 0:
         raise UserError(f"{where}(kernel={kernel}): an odd number")
@@ -299,7 +304,7 @@ def check_pooling(where: str, kernel: int, pool: str) -> None:
 
 
 def _to_unit(score: Float[Array, "B K C"], view: View) -> Array:
-    """Finite scores stretched over 0 .. 1, head by head; the others 0."""
+    """Scales the finite scores of every head to 0 .. 1; returns 0 for the others."""
     among = (view.positions >= 0) & jnp.isfinite(score)
     low = jnp.min(jnp.where(among, score, jnp.inf), axis=-1, keepdims=True)
     high = jnp.max(jnp.where(among, score, -jnp.inf), axis=-1, keepdims=True)
@@ -311,10 +316,10 @@ def _join(a: Stats, b: Stats) -> Stats:
     return Stats((a.per_slot, b.per_slot), (a.per_row, b.per_row))
 
 
-def _part(stats: Stats, index: int) -> Stats:
+def _member_stats(stats: Stats, index: int) -> Stats:
     return Stats(stats.per_slot[index], stats.per_row[index])
 
 
-def _own_view(view: View, index: int) -> View:
-    """The view with that rule's weights, if there are any."""
+def _member_view(view: View, index: int) -> View:
+    """Returns the view with that policy's weights, if there are any."""
     return view._replace(params=view.params[index]) if view.params else view

@@ -1,4 +1,4 @@
-"""Slots lie in any order; these look at pairs in the order of their positions."""
+"""Helpers that process pairs in the order of their positions, not of their slots."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
 class Order(NamedTuple):
-    """The live pairs of every head from the oldest to the newest, others behind.
+    """The slots of every head, sorted by position; empty ones come last.
 
     Attributes:
       slots: i32[B, K, C], the slot of each rank.
@@ -21,14 +21,14 @@ class Order(NamedTuple):
 
 
 def sort_by_position(pos: Int[Array, "B K C"], among: Bool[Array, "B K C"]) -> Order:
-    """Sorts `among` by position; costs two sorts of C integers per head."""
+    """Sorts the slots in `among` by position: two sorts of C integers per head."""
     last = jnp.iinfo(jnp.int32).max
     slots = jnp.argsort(jnp.where(among, pos, last), axis=-1, stable=True)
     return Order(slots, jnp.argsort(slots, axis=-1))
 
 
 def take(x: Shaped[Array, "B K *G C"], index: Int[Array, "B K C"]) -> Array:
-    """Reorders the last axis of every head, whatever axes lie before it."""
+    """Reorders the last axis of every head by `index`; *G are any axes between."""
     extra = tuple(range(2, x.ndim - 1))
     return jnp.take_along_axis(x, jnp.expand_dims(index, extra), axis=-1)
 
@@ -45,17 +45,17 @@ def pooled(
     Args:
       x: finite on `among`.
       pos: positions of the slots.
-      among: the pairs that count; elsewhere the result means nothing.
-      kernel: odd.
-      pool: 'average', where what lies beyond the ends counts as zero, or 'max'.
+      among: the pairs to pool; the result is undefined elsewhere.
+      kernel: number of pairs in the pooling window, odd.
+      pool: 'average', which counts zeros beyond both ends, or 'max'.
     """
     order = sort_by_position(pos, among)
-    some = jnp.expand_dims(take(among, order.slots), tuple(range(2, x.ndim - 1)))
+    included = jnp.expand_dims(take(among, order.slots), tuple(range(2, x.ndim - 1)))
     if pool == "max":
-        row = jnp.where(some, take(x, order.slots), -jnp.inf)
+        row = jnp.where(included, take(x, order.slots), -jnp.inf)
         row = _slide(row, kernel, -jnp.inf, jax.lax.max)
     else:
-        row = jnp.where(some, take(x, order.slots), 0.0)
+        row = jnp.where(included, take(x, order.slots), 0.0)
         row = _slide(row, kernel, 0.0, jax.lax.add) / kernel
     return take(row, order.ranks)
 
@@ -63,9 +63,9 @@ def pooled(
 def segments(
     x: Float[Array, "B K C"], pos: Int[Array, "B K C"], size: int
 ) -> Float[Array, "B K C"]:
-    """The mean of x over the live pairs whose position // size is the same."""
+    """Returns the mean of x over the live pairs with the same position // size."""
     order = sort_by_position(pos, pos >= 0)
-    chunk = take(pos, order.slots) // size  # of each rank; -1 behind the live ones
+    chunk = take(pos, order.slots) // size  # of each rank; -1 for empty slots
     opens = chunk[..., 1:] != chunk[..., :-1]
     number = jnp.cumsum(opens, axis=-1, dtype=jnp.int32)  # chunks counted from 0
     number = jnp.pad(number, ((0, 0), (0, 0), (1, 0)))
@@ -81,7 +81,7 @@ def segments(
 def _slide(
     x: Float[Array, "B K *G C"], kernel: int, start: float, join: Callable
 ) -> Array:
-    """A sliding reduction along the last axis, the same length out as in."""
+    """Reduces a sliding window along the last axis; the length stays the same."""
     window = (1,) * (x.ndim - 1) + (kernel,)
     side = (kernel // 2, kernel // 2)
     padding = ((0, 0),) * (x.ndim - 1) + (side,)

@@ -13,11 +13,11 @@ from kvjax.types import Observation, Stats, View
 
 
 class RecentQueries(NamedTuple):
-    """The last W queries of every row, in a ring.
+    """Ring buffer of the last W queries of every row.
 
     Attributes:
-      q: the queries, as attention sees them.
-      after: position of each query plus 1; 0 where there is none yet.
+      q: the queries, with rotary positions applied.
+      after: position of each query plus 1; 0 for an entry without a query.
     """
 
     q: Float[Array, "B W K G D"]
@@ -30,7 +30,14 @@ def recent_query_policy(
     score: Callable[[RecentQueries, View], Array],
     num_pinned: int,
 ) -> Policy:
-    """A policy over the last `window` queries of every row."""
+    """Returns a policy that stores the last `window` queries of every row.
+
+    Args:
+      name: of the policy.
+      window: number of queries, W.
+      score: (queries, view) -> scores f32[B, K, C].
+      num_pinned: see `Policy`.
+    """
 
     def init(spec, batch, capacity):
         heads = spec.num_kv_heads, spec.queries_per_kv_head, spec.head_dim
@@ -55,7 +62,8 @@ def _remember(ring: RecentQueries, observation: Observation) -> RecentQueries:
     """Writes the newest real queries over the oldest ones."""
     batch, window = ring.after.shape
     place = observation.positions % window
-    place = jnp.where(real_mask(observation, window), place, window)  # beyond: dropped
+    # Padding gets an index beyond the ring, which mode="drop" ignores below.
+    place = jnp.where(real_mask(observation, window), place, window)
     rows = jnp.arange(batch)[:, None]
     queries = rearrange(observation.queries, "b k g t d -> b t k g d")
     return RecentQueries(
@@ -65,14 +73,16 @@ def _remember(ring: RecentQueries, observation: Observation) -> RecentQueries:
 
 
 def attention_weights(ring: RecentQueries, view: View) -> Float[Array, "B K G W C"]:
-    """Attention weights of the remembered queries over the live pairs.
+    """Returns the attention weights of the stored queries over the live pairs.
 
-    As the layer has them (`View.scoring`). A query does not see pairs newer than itself
-    or beyond the layer's window; a place without a query has no weight.
+    With the layer's soft cap and window (`View.scoring`). A query does not attend to
+    pairs newer than itself or outside its window; entries without a query get zeros.
     """
     logits = scaled_products(ring, view)
-    seen_from = jnp.where(view.positions < 0, jnp.iinfo(jnp.int32).max, view.positions)
-    visible = seen_from[:, :, None, None] < ring.after[:, None, None, :, None]
+    first_query = jnp.where(
+        view.positions < 0, jnp.iinfo(jnp.int32).max, view.positions
+    )
+    visible = first_query[:, :, None, None] < ring.after[:, None, None, :, None]
     if view.scoring.local_window:
         visible = visible & in_window(ring, view)[:, :, None]
     weights = jax.nn.softmax(jnp.where(visible, logits, -1e30), axis=-1)
@@ -80,13 +90,13 @@ def attention_weights(ring: RecentQueries, view: View) -> Float[Array, "B K G W 
 
 
 def in_window(ring: RecentQueries, view: View) -> Bool[Array, "B K W C"]:
-    """Which slots' pairs are in each remembered query's window, in a layer with one."""
+    """Returns which pairs are inside each stored query's window (`local_window`)."""
     since = ring.after - view.scoring.local_window
     return view.positions[:, :, None] >= since[:, None, :, None]
 
 
 def scaled_products(ring: RecentQueries, view: View) -> Float[Array, "B K G W C"]:
-    """Scaled products of the remembered queries and all slots' keys, capped if any."""
+    """Returns the scaled, soft-capped products of the stored queries and all keys."""
     keys = view.keys().astype(jnp.float32)
     scale = keys.shape[-1] ** -0.5
     found = scale * jnp.einsum("bwkgd,bkcd->bkgwc", ring.q, keys, precision="highest")

@@ -45,7 +45,7 @@ def configured(policy, phases="prefill_and_decode"):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_rules_are_right(name):
-    checks.check_rule(POLICIES[name], SPEC, SLOTS, in_decode=True)
+    checks.check_policy(POLICIES[name], SPEC, SLOTS, in_decode=True)
 
 
 def test_axes_of_all_that_can_be_observed_are_known():
@@ -175,7 +175,7 @@ def test_rules_of_small_heads_are_traced_too():
 def test_checks_are_cheap():
     """Nothing is compiled or allocated: a long cache costs no more than a short one."""
     start = time.perf_counter()
-    checks.check_rule(policies.r_kv(), SPEC, 10**6, in_decode=True)
+    checks.check_policy(policies.r_kv(), SPEC, 10**6, in_decode=True)
     assert time.perf_counter() - start < 5  # r_kv's products of keys alone are 10**12
 
 

@@ -1,4 +1,4 @@
-"""The rules with arrays alone."""
+"""The policies, run on arrays without a model or a cache."""
 
 import functools
 import inspect

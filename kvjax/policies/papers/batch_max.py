@@ -12,13 +12,12 @@ def average_attention() -> Policy:
     """Keeps the pairs with the highest average attention weight.
 
         score = (sum of the weights received) / age
+        age   = number of queries that have seen the pair
 
-    A sum favours old pairs, which more queries have seen; the average does not. The age
-    of a pair is the tokens since it came, itself included, in the row's own positions.
-    The paper's curr_id is the newest token that was read: while decoding, room is made
-    for a token before it asks anything, so that one does not count, and the age is the
-    number of queries that have seen the pair.
-    Grouped queries: mean over the G query heads.
+    A sum favours old pairs, which more queries have seen; the average does not. Weights
+    are averaged over the G query heads of a KV head. The paper's curr_id is the newest
+    token that was read: while decoding, the cache evicts before the next token attends,
+    so that token does not count in the age.
 
     Needs: attn_sum, the column sums of the attention weights.
     Source: Batch-Max (Metel et al. 2024), arXiv 2412.05693, section 3.2.

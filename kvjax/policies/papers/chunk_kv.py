@@ -7,19 +7,19 @@ from kvjax.policies.papers.snapkv import snapkv
 
 @memoized
 def chunk_kv(size: int = 10, window: int = 32) -> Policy:
-    """Keeps whole chunks of the text, those that the last queries look at most.
+    """Keeps the chunks of text that the last queries attend to most.
 
         score = mean over the chunk's pairs of the weights of the last `window` queries,
                 averaged over all heads; +inf for chunks with one of the newest `window`
 
-    `chunked(shared_heads(snapkv(window, kernel=1)))`: chunks take the place of pooling,
-    and all heads make one choice.
+    The same as `chunked(shared_heads(snapkv(window, kernel=1)))`: chunks replace
+    SnapKV's pooling, and all heads keep the same tokens.
 
     Args:
-      size: tokens in a chunk; the paper's 10.
-      window: queries that are asked, and pairs that always stay.
+      size: tokens per chunk; the paper's 10.
+      window: number of last queries, and of newest pairs that are never evicted.
 
-    Needs: queries, of which the last are remembered.
+    Needs: queries, the last `window` of which are stored.
     Source: ChunkKV (Liu et al. 2025), arXiv 2502.00299.
     Raises:
       UserError: a size or a window below 1.

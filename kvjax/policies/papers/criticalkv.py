@@ -18,28 +18,29 @@ from kvjax.types import Stats
 def criticalkv(
     policy: Policy | None = None, first: float = 0.5, epsilon: float = 1e-4
 ) -> Policy:
-    """Keeps what another rule values, weighed by how much it adds to the output.
+    """Keeps what another policy ranks highest, weighted by its part of the output.
 
         size  = mean over G of the L1 norm of value . W_o
         score = +inf                               for the floor(first * num_keep)
                                                    pairs highest under `policy`
                 (score of `policy` + epsilon) * size   for the others
 
-    An attention weight says how much of a value is added, not how large that value is
-    after the output projection. The first stage guards against trusting the size alone.
+    An attention weight says how much of a value is added to the output, not how large
+    the value is after the output projection W_o. The first stage keeps the pairs with
+    the highest scores whatever their size.
 
     Args:
-      policy: a rule with scores of 0 or more; None is `snapkv()`.
-      first: share of the kept pairs that the first stage takes; the paper's 0.5.
-      epsilon: what a pair without any attention is granted.
+      policy: a policy whose scores are at least 0; None is `snapkv()`.
+      first: share of the kept pairs that the first stage keeps; the paper's 0.5.
+      epsilon: added to every score before it is multiplied by the size.
 
     Needs: output_norm, one number for each new pair, and what `policy` needs (queries,
       for `snapkv`).
     Source: CriticalKV (Feng et al. 2025), arXiv 2502.03805; epsilon from the released
       code.
     Raises:
-      UserError: something that is no policy, a share outside 0 .. 1, a negative or
-        infinite epsilon.
+      UserError: `policy` is no policy, a share outside 0 .. 1, a negative or infinite
+        epsilon.
     """
     return _criticalkv(snapkv() if policy is None else policy, first, epsilon)
 
@@ -66,10 +67,12 @@ def _criticalkv(policy: Policy, first: float, epsilon: float) -> Policy:
     def score(stats, view):
         raw = policy.score(inner(stats), view)
         held = jnp.sum(view.positions >= 0, axis=-1, dtype=jnp.int32)
-        sure = (first * view.num_keep.astype(jnp.float32)).astype(jnp.int32)
-        best = ~select_evictions(raw, view.positions, held - sure)
-        weighed = jnp.where(jnp.isfinite(raw), (raw + epsilon) * stats.per_slot[1], raw)
-        return jnp.where(best & ~jnp.isnan(raw), jnp.inf, weighed)
+        num_first = (first * view.num_keep.astype(jnp.float32)).astype(jnp.int32)
+        best = ~select_evictions(raw, view.positions, held - num_first)
+        weighted = jnp.where(
+            jnp.isfinite(raw), (raw + epsilon) * stats.per_slot[1], raw
+        )
+        return jnp.where(best & ~jnp.isnan(raw), jnp.inf, weighted)
 
     return Policy(
         init=init,

@@ -1,4 +1,4 @@
-"""Rules that foresee the attention of queries yet to come."""
+"""Expected Attention (Devoto et al. 2025), arXiv 2510.00636."""
 
 from typing import NamedTuple
 
@@ -19,32 +19,32 @@ def expected_attention(
     value_norm: bool = True,
     epsilon: float = 0.0,
 ) -> Policy:
-    """Keeps what the next queries can be expected to attend to.
+    """Keeps the pairs that future queries are expected to attend to.
 
         mu, cov = mean and covariance of the queries so far, before rotary positions,
-                  turned to the average of the next `future` positions
+                  rotated to the average of the next `future` positions
         logit   = mu . key / sqrt(D) + key . cov . key / (2 D)
         score   = (softmax(logit) averaged over G + epsilon) * |value|
 
-    Queries of a head are close to a Gaussian, and for a Gaussian query the mean of
-    exp(q . k) has that closed form. The statistics are gathered block by block, exactly
-    (Chan et al. 1979); they take G * D * (D + 1) numbers per KV head and row, and each
-    eviction multiplies every key by a D x D matrix per query head. A layer's soft cap
-    and sliding window, if it has any, are left out: the closed form knows neither.
+    A head's queries are close to Gaussian, and the mean of exp(q . k) over Gaussian
+    queries has this closed form. The statistics are updated block by block, exactly
+    (Chan et al. 1979). They take G * D * (D + 1) numbers per KV head and row, and each
+    eviction multiplies every key by a D x D matrix per query head. The policy ignores a
+    layer's soft cap and sliding window, which have no closed form.
 
     Args:
-      future: positions to average over; the paper's 512.
-      sinks: first tokens, whose queries are outliers: they do not count in the
-        statistics, take no part in the softmax, and always stay.
-      covariance: False leaves out the second term.
-      value_norm: False leaves out |value|.
-      epsilon: weight that every pair is granted before |value| is applied.
+      future: number of future positions to average over; the paper's 512.
+      sinks: number of first tokens that are never evicted. Their queries are outliers,
+        so they do not count in the statistics, nor their pairs in the softmax.
+      covariance: False drops the second term.
+      value_norm: False drops |value|.
+      epsilon: added to every pair's weight before it is multiplied by |value|.
 
-    Needs: pre_rope_queries, whose mean and covariance are kept.
+    Needs: pre_rope_queries, for their mean and covariance.
     Source: Expected Attention (Devoto et al. 2025), arXiv 2510.00636, with the
       statistics and defaults of its implementation in kvpress.
     Raises:
-      UserError: no future, a negative number of sinks or epsilon.
+      UserError: `future` below 1, negative `sinks` or `epsilon`.
     """
     check_counts("expected_attention", 1, future=future)
     check_counts("expected_attention", 0, sinks=sinks)
@@ -52,8 +52,8 @@ def expected_attention(
 
     def score(stats, view):
         keys = view.keys().astype(jnp.float32)
-        turn = _average_rotation(view, future, keys.shape[-1])
-        logit = _logits(stats.per_row, turn, keys, covariance)
+        rotation = _average_rotation(view, future, keys.shape[-1])
+        logit = _logits(stats.per_row, rotation, keys, covariance)
         among = ((view.positions >= 0) & (view.positions >= sinks))[:, :, None]
         weight = jax.nn.softmax(jnp.where(among, logit, -1e30), axis=-1)
         weight = jnp.mean(weight, axis=2)
@@ -75,12 +75,12 @@ def expected_attention(
 
 
 class Moments(NamedTuple):
-    """Of the queries of every row so far.
+    """Moments of the queries that every row has read.
 
     Attributes:
-      count: how many.
+      count: number of queries.
       mean: their mean.
-      scatter: sum of the outer products of their distances from the mean.
+      scatter: sum of the outer products of their deviations from the mean.
     """
 
     count: Float[Array, "B"]
@@ -98,15 +98,15 @@ def _no_moments(spec, batch: int) -> Moments:
 
 
 def _gather(old: Moments, observation: Observation, sinks: int) -> Moments:
-    """Joins the moments of a block's real queries to those of all before them."""
+    """Adds a block's real queries to the moments."""
     real = real_mask(observation) & (observation.positions >= sinks)
     count = jnp.sum(real, axis=1).astype(jnp.float32)
     queries = rearrange(observation.pre_rope_queries, "b k g t d -> b t k g d")
     queries = queries.astype(jnp.float32)
     queries = jnp.where(real[..., None, None, None], queries, 0.0)
     mean = jnp.sum(queries, axis=1) / _heads(jnp.maximum(count, 1.0))
-    apart = jnp.where(real[..., None, None, None], queries - mean[:, None], 0.0)
-    scatter = jnp.einsum("btkgd,btkge->bkgde", apart, apart, precision="highest")
+    centred = jnp.where(real[..., None, None, None], queries - mean[:, None], 0.0)
+    scatter = jnp.einsum("btkgd,btkge->bkgde", centred, centred, precision="highest")
     total = old.count + count
     share = _heads(count / jnp.maximum(total, 1.0))
     shift = mean - old.mean
@@ -123,10 +123,10 @@ def _heads(x: Float[Array, "B"]) -> Float[Array, "B 1 1 1"]:
 
 
 def _average_rotation(view: View, future: int, depth: int) -> Float[Array, "B D D"]:
-    """The mean of the rotations to the next `future` positions, as x @ matrix.
+    """Returns the mean rotation to the next `future` positions, applied as x @ matrix.
 
-    A rotation to the f-th of them is one to f and then one to the first, so the mean is
-    taken once for all rows.
+    The rotation to position n + f is the one by f followed by the one to n, so the mean
+    over f is computed once for all rows.
     """
     unit = jnp.broadcast_to(jnp.eye(depth)[None, :, None], (1, depth, future, depth))
     ahead = jnp.arange(future, dtype=jnp.int32)[None]
@@ -138,18 +138,18 @@ def _average_rotation(view: View, future: int, depth: int) -> Float[Array, "B D 
 
 def _logits(
     moments: Moments,
-    turn: Float[Array, "B D D"],
+    rotation: Float[Array, "B D D"],
     keys: Float[Array, "B K C D"],
     covariance: bool,
 ) -> Float[Array, "B K G C"]:
-    """log E exp(q . k / sqrt(D)) for Gaussian queries q."""
+    """Returns log E exp(q . k / sqrt(D)) for Gaussian queries q."""
     depth = keys.shape[-1]
     product = {"precision": "highest"}
-    mean = jnp.einsum("bkgd,bde->bkge", moments.mean, turn, **product)
+    mean = jnp.einsum("bkgd,bde->bkge", moments.mean, rotation, **product)
     logit = jnp.einsum("bkge,bkce->bkgc", mean, keys, **product) * depth**-0.5
     if not covariance:
         return logit
     spread = moments.scatter / _heads(jnp.maximum(moments.count, 1.0))[..., None]
-    spread = jnp.einsum("bde,bkgdf,bfh->bkgeh", turn, spread, turn, **product)
-    turned = jnp.einsum("bkce,bkgeh->bkgch", keys, spread, **product)
-    return logit + jnp.sum(turned * keys[:, :, None], axis=-1) / (2 * depth)
+    spread = jnp.einsum("bde,bkgdf,bfh->bkgeh", rotation, spread, rotation, **product)
+    rotated = jnp.einsum("bkce,bkgeh->bkgch", keys, spread, **product)
+    return logit + jnp.sum(rotated * keys[:, :, None], axis=-1) / (2 * depth)

@@ -28,7 +28,7 @@ def fastgen(
     heavy: int = 64,
     local: int = 64,
 ) -> Policy:
-    """Keeps, in each head, the cheapest set that recovers its attention on the prompt.
+    """Keeps, in each head, the smallest set of pairs that recovers its attention.
 
         S1 = the first `sinks` tokens and those in `special`
         S2 = S1 and those in `punctuation`
@@ -38,26 +38,26 @@ def fastgen(
         a head's set = the first whose share of the prompt's attention is >= `recover`
         score = average weight within the set, -inf outside, +inf for the sinks
 
-    The choice is made while the prompt is read and holds from then on. A head that
-    needs few pairs leaves the rest of its slots empty: live bytes fall, allocated ones
-    do not. Where the budget is too small for a head's set, the lowest average weights
-    go.
+    A head's set is selected during prefill and stays the same while decoding. A head
+    that needs few pairs leaves its other slots empty: fewer bytes are live, but as many
+    are allocated. If the budget is too small for a head's set, the pairs with the
+    lowest average weights are evicted.
 
     Args:
       recover: share of attention, from 0 to 1; the paper's 0.95.
-      sinks: first tokens that count as special.
+      sinks: number of first tokens that count as special.
       special: ids of special tokens.
       punctuation: ids of punctuation tokens.
-      heavy: heavy hitters, pairs; the paper has 30% of the prompt.
-      local: window, tokens; the paper has 30% of the prompt.
+      heavy: number of heavy hitters; 30% of the prompt in the paper.
+      local: tokens in the local window; 30% of the prompt in the paper.
 
-    Needs: attn_sum, tokens, and attn_weights, for what falls into each query's own
+    Needs: attn_sum, tokens, and attn_weights, for the weights inside each query's own
       window.
     Source: FastGen (Ge et al. 2024), arXiv 2310.01801, Algorithms 1 and 2; the sinks
-      from cold-compress. Shares are of the attention that live pairs have received,
-      which after a prompt read without eviction is all of it.
+      from cold-compress. Shares are of the attention that the live pairs have received,
+      which is all attention if prefill evicts nothing.
     Raises:
-      UserError: a share outside 0 .. 1, a negative number of pairs, an id that is none.
+      UserError: a share outside 0 .. 1, a negative number of pairs, an invalid id.
     """
     check_range("fastgen", 0, 1, recover=recover)
     check_counts("fastgen", 0, sinks=sinks, heavy=heavy, local=local)
@@ -139,7 +139,7 @@ def _kind(
 
 
 def _nearby(view: View, observation: Observation, local: int) -> Float[Array, "B K C"]:
-    """Attention from queries at most local - 1 tokens after the pair."""
+    """Returns each pair's attention from queries at most local - 1 tokens later."""
     behind = observation.positions[:, None, :, None] - view.positions[:, :, None]
     inside = (behind < local).astype(jnp.float32)  # [B, K, T, C]
     weights = jnp.einsum("bkgtc,bktc->bkgc", observation.attn_weights, inside)

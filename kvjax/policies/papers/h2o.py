@@ -10,19 +10,20 @@ from kvjax.types import UserError, View
 
 @memoized
 def h2o(recent: float = 0.5, sinks: int = 0) -> Policy:
-    """Keeps heavy hitters and a window: the largest summed weights, the newest pairs.
+    """Keeps heavy hitters (the largest summed weights) and the newest pairs.
 
         score = +inf for the first `sinks` tokens and the newest
                 floor(recent * (num_keep - sinks)) pairs, or `recent` if it is a count;
                 sum of the weights received for the others
 
-    `num_keep` is what the choice leaves, so half of every kept set is recent.
+    `num_keep` counts the pairs that remain after the eviction, so by default half of
+    every kept set is recent.
 
     Args:
       recent: share of the kept pairs reserved for the newest, 0 to 1; the paper's 0.5.
-        A whole number of 2 or more is a count of pairs: 128 keeps the newest 128 at any
-        budget, which has to leave room for more. 1 is the share, however it is written.
-      sinks: first tokens that stay.
+        An integer of 2 or more is a number of pairs: 128 keeps the newest 128 at any
+        budget, which must be larger. 1 is always a share.
+      sinks: number of first tokens that are never evicted.
 
     Needs: attn_sum, the column sums of the attention weights.
     Source: H2O (Zhang et al. 2023), arXiv 2306.14048, Algorithm 1; a mean over the G
@@ -50,17 +51,17 @@ def h2o(recent: float = 0.5, sinks: int = 0) -> Policy:
 
 @memoized
 def h2o_sinks(recent: float = 0.5, sinks: int = 4) -> Policy:
-    """Keeps attention sinks, heavy hitters and a window.
+    """Keeps attention sinks, heavy hitters and the newest pairs.
 
         score = as `h2o`, with the first `sinks` tokens at +inf
 
-    Summed weights keep the sinks by themselves while their sums last; pinned, they stay
-    at any budget, and the shares of the others are counted without them.
+    Summed weights alone usually keep the sinks. Pinning keeps them at any budget, and
+    the share of recent pairs is taken of the other pairs.
 
     Args:
-      recent: share of the other kept pairs reserved for the newest, or a count of
+      recent: share of the other kept pairs reserved for the newest, or a number of
         pairs, as in `h2o`.
-      sinks: first tokens that stay; StreamingLLM's 4.
+      sinks: number of first tokens that are never evicted; StreamingLLM's 4.
 
     Needs: attn_sum, the column sums of the attention weights.
     Source: H2O (Zhang et al. 2023), arXiv 2306.14048, with the sinks of StreamingLLM
@@ -72,7 +73,7 @@ def h2o_sinks(recent: float = 0.5, sinks: int = 4) -> Policy:
 
 
 def _is_count(where: str, recent: float) -> bool:
-    """Whether a window is a count of pairs, rather than a share of those kept."""
+    """Returns whether `recent` is a number of pairs, rather than a share."""
     whole = isinstance(recent, int) and not isinstance(recent, bool)
     if whole and recent > 1:
         return True

@@ -11,13 +11,13 @@ from kvjax.types import View
 
 @memoized
 def key_diff() -> Policy:
-    """Keeps the keys that point away from the average direction.
+    """Keeps the pairs whose keys differ most from the mean direction of all keys.
 
         score = -cos(key, mean over the live slots of key / |key|)
 
-    Keys that resemble the others are redundant; the distinctive ones carry what a
-    later question may ask for, and this is known without asking it. Reads the keys
-    once per eviction, so about 1 / (2 p) of attention's traffic while decoding.
+    Keys that resemble the others are redundant; distinctive ones hold what a later
+    question may ask for. No query is needed to tell them apart. An eviction reads all
+    keys once: with p tokens per eviction, decoding reads 1 / (2 p) more than attention.
 
     Source: KeyDiff (Park et al. 2025), arXiv 2504.15364.
     """

@@ -9,14 +9,14 @@ from kvjax.types import View
 
 @memoized
 def key_norm() -> Policy:
-    """Keeps the keys of the smallest norm.
+    """Keeps the pairs whose keys have the smallest L2 norm.
 
         score = -|key|
 
-    In trained decoders a small norm of a key goes with high attention to it.
+    In trained decoders, keys of small norm receive much attention.
 
-    Source: L2 norm (Devoto et al. 2024), arXiv 2406.11430. The authors leave the first
-      two layers alone; give those layers a larger budget for that.
+    Source: L2 norm (Devoto et al. 2024), arXiv 2406.11430. The authors do not compress
+      the first two layers; give these layers a larger budget to do the same.
     """
 
     def score(view: View) -> Array:

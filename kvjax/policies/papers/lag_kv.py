@@ -12,25 +12,26 @@ from kvjax.types import View
 
 @memoized
 def lag_kv(sinks: int = 16, lag: int = 128, ranked: bool = True) -> Policy:
-    """Keeps what stands out from the text that follows it.
+    """Keeps the pairs that differ most from the pairs that follow them.
 
         x     = (pair - min of the next partition) / (its max - its min), per channel
         score = softmax over the partition of the standard deviation of x over channels,
                 the mean of that for keys and for values
 
-    The live pairs after the sinks are cut into partitions of `lag`. A partition is
-    judged against the one after it, so the last whole one and what follows it have
-    nothing to be judged by: they score 1, and of them the newest stay. Looks at no
-    attention weight and no query; sorts keys and values by age once per eviction.
+    The live pairs after the sinks are divided into partitions of `lag` pairs. A
+    partition is scaled by the next one. The last full partition and the pairs after it
+    have no next one: they score 1, and the newest of them are kept. The policy uses no
+    attention weights and no queries; an eviction sorts keys and values by position.
 
     Args:
-      sinks: first tokens that stay; the paper's 16.
-      lag: pairs in a partition; the paper's 128.
-      ranked: score = rank within the partition / lag, so that every partition keeps
-        the same share, as in the paper; else partitions compete by the softmax itself.
+      sinks: number of first tokens that are never evicted; the paper's 16.
+      lag: pairs per partition; the paper's 128.
+      ranked: True replaces the softmax by the rank within the partition / lag, as in
+        the paper, so that every partition keeps the same share; False lets partitions
+        compete by the softmax.
 
     Source: LagKV (Liang et al. 2025), arXiv 2504.04704; deviations with D - 1, as the
-      released code has them. On a channel where the next partition is constant that
+      released code has them. On a channel where the next partition is constant, that
       code divides by zero; here the range counts as 1.
     Raises:
       UserError: a negative number of sinks, a lag below 2.
@@ -65,9 +66,10 @@ def lag_kv(sinks: int = 16, lag: int = 128, ranked: bool = True) -> Policy:
 
 
 def _stands_out(x: Float[Array, "B K P S D"]) -> Float[Array, "B K P S"]:
-    """Spread over channels on the scale of the next partition; softmax within its own.
+    """Returns the softmax, within a partition, of each pair's spread over channels.
 
-    The last partition is judged against the first; its score is not used.
+    The next partition's range scales the channels. The last partition is scaled by the
+    first one; the caller does not use its score.
     """
     following = jnp.roll(x, -1, axis=2)
     low = jnp.min(following, axis=3, keepdims=True)

@@ -19,7 +19,7 @@ from kvjax.types import View
 def r_kv(
     window: int = 8, kernel: int = 7, weight: float = 0.1, alike: float = 0.5
 ) -> Policy:
-    """Keeps what the last queries look at and what other keys do not repeat.
+    """Keeps pairs that the last queries attend to and that other keys do not repeat.
 
         importance = mean over the last `window` queries of softmax over the other
                      pairs of max over G of q . key / sqrt(D), max-pooled
@@ -28,21 +28,23 @@ def r_kv(
         score      = +inf for the newest `window` pairs
                      weight * importance - (1 - weight) * redundancy for the others
 
-    Reasoning models repeat themselves, and attention finds every repetition important.
-    Of a group of alike keys (cosine above `alike`) the newest is not counted as a
-    repetition, so that one of them stays. The cosines take C * C numbers per head, one
-    row of the batch at a time.
+    Reasoning models repeat themselves, and attention ranks every repetition high. A
+    key's cosine with the newest key that is similar to it (cosine above `alike`) does
+    not count, so that one of a group of similar keys is kept. The cosines take C * C
+    numbers per head; rows of the batch are processed one at a time.
 
     Args:
-      window: queries that are asked, and pairs that always stay; the authors' 8.
-      kernel: pairs over which importance is pooled, odd; the authors' 7.
+      window: number of last queries, and of newest pairs that are never evicted; the
+        authors' 8.
+      kernel: number of neighbouring pairs over which importance is pooled, odd; the
+        authors' 7.
       weight: of importance, from 0 to 1; the paper's 0.1, the released code's 0.07.
-      alike: cosine above which keys say the same, from -1 to 1; the authors' 0.5.
+      alike: cosine above which two keys are similar, from -1 to 1; the authors' 0.5.
 
-    Needs: queries, of which the last are remembered.
+    Needs: queries, the last `window` of which are stored.
     Source: R-KV (Cai et al. 2025), arXiv 2505.24133; the maximum over G is the code's.
-      Where no key is alike, that code forgets the cosine with the first one; here
-      nothing is forgotten.
+      For a key that is similar to no other, that code drops the cosine with the first
+      key; here all cosines count.
     Raises:
       UserError: a window below 1, an even kernel, a weight or cosine out of range.
     """
@@ -72,7 +74,7 @@ def r_kv(
 
 
 def _redundancy(view: View, alike: float) -> Float[Array, "B K C"]:
-    """Softmax over the live pairs of the mean cosine that the others have with each."""
+    """Returns the softmax over live pairs of each key's mean cosine with the others."""
 
     def of_row(row: tuple[Array, Array]) -> Float[Array, "K C"]:
         keys, pos = row

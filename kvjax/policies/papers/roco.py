@@ -17,27 +17,30 @@ from kvjax.types import Stats
 
 @memoized
 def roco(spread: float = 0.3, recent: int = 10, sinks: int = 0) -> Policy:
-    """Keeps the pairs whose weights vary most, and of the others the highest means.
+    """Keeps the pairs whose weights vary most, then those with the highest means.
 
         mean      = (sum of weights) / age
         deviation = sqrt((sum of squared weights) / age - mean ** 2)
         score     = mean, for the num_keep - floor(spread * num_keep) - sinks lowest
-                    deviations (at least as many as have to go), +inf for the others
+                    deviations (at least as many as must be evicted), +inf for the rest
 
-    A pair that some queries look at hard and most ignore has a low mean but a high
-    deviation: it waits for its query. Sinks and the newest pairs, whose deviations mean
-    little yet, count as highest. That pins none of them: where few pairs have to go and
-    so many deviations are highest, the older of these compete by their means too.
+    A pair that few queries attend to strongly and most ignore has a low mean but a high
+    deviation, so it is kept for the next such query. Deviations of sinks and of the
+    newest pairs, which few queries have seen, count as infinite. That pins none of
+    them: when more pairs have infinite deviation than are protected, the older of these
+    compete by their means too.
 
     Args:
-      spread: share of the kept pairs that the highest deviations protect; 0.3 in the
-        authors' decoding mode, 0.1 in their encoding mode.
-      recent: newest pairs whose deviations count as highest; the authors' 10.
-      sinks: first tokens that do too; the authors' 0 in decoding, 4 in encoding.
+      spread: share of the kept pairs that are protected for their deviations; 0.3 in
+        the authors' decoding mode, 0.1 in their encoding mode.
+      recent: number of newest pairs whose deviation counts as infinite; the authors'
+        10.
+      sinks: number of first tokens whose deviation does too; the authors' 0 in
+        decoding, 4 in encoding.
 
     Needs: attn_sum and attn_sq_sum, column sums of the weights and of their squares.
     Source: RoCo (Ren & Zhu 2024), arXiv 2402.06262, and its code, EasyKV, which
-      averages weights over the G query heads before it squares them, as is done here.
+      averages weights over the G query heads before it squares them, as here.
     Raises:
       UserError: a share outside 0 .. 1, a negative number of pairs.
     """
@@ -57,7 +60,7 @@ def roco(spread: float = 0.3, recent: int = 10, sinks: int = 0) -> Policy:
         held = jnp.sum(view.positions >= 0, axis=-1, dtype=jnp.int32)
         protected = jnp.floor(spread * view.num_keep.astype(jnp.float32))
         count = view.num_keep - protected.astype(jnp.int32) - sinks
-        count = jnp.maximum(count, held - view.num_keep)  # as many as have to go
+        count = jnp.maximum(count, held - view.num_keep)  # evict enough
         steady = select_evictions(deviation, view.positions, count)
         return jnp.where(steady | jnp.isnan(total), total, jnp.inf)
 

@@ -12,31 +12,31 @@ from kvjax.types import Observation, Stats
 
 @memoized
 def scissorhands(history: int = 400, recent: int = 10) -> Policy:
-    """Keeps the pairs that recent queries seldom gave less than an even share.
+    """Keeps the pairs that recent queries rarely gave less than the mean weight 1 / t.
 
         score = +inf for the newest `recent` pairs
                 -(queries among the last `history` whose weight on the pair
                   was below 1 / t),  t = tokens of the text up to the query's own
 
-    A pair that mattered once goes on to matter: the persistence of importance. The
-    history is kept as one bit per query and pair, `history` / 8 bytes per pair.
+    Pairs that were important stay important: the paper's persistence of importance. The
+    history takes one bit per query and pair, `history` / 8 bytes per pair.
 
     Args:
-      history: queries that count; the paper's 400.
-      recent: newest pairs that stay; the paper's 10.
+      history: number of last queries that count; the paper's 400.
+      recent: number of newest pairs that are never evicted; the paper's 10.
 
-    Needs: attn_weights, all of them, because each is compared with its own threshold.
+    Needs: attn_weights, in full, because every query has its own threshold.
     Source: Scissorhands (Liu et al. 2023), arXiv 2305.17118, Algorithms 1 and 2. The
-      weights are averaged over the G query heads first. What the authors released is
-      another rule, see `scissorhands_released`.
+      weights are averaged over the G query heads first. The authors' released code
+      implements another policy, see `scissorhands_released`.
     Raises:
       UserError: a history below 1, a negative number of pairs.
     """
     _check("scissorhands", history, recent)
 
     def low(weights, observation: Observation):
-        even = 1.0 / (observation.positions + 1).astype(jnp.float32)  # [B, T]
-        return weights < even[:, None, :, None]
+        mean = 1.0 / (observation.positions + 1).astype(jnp.float32)  # [B, T]
+        return weights < mean[:, None, :, None]
 
     def score(count, view):
         return jnp.where(recent_mask(view, recent), jnp.inf, -count)
@@ -54,19 +54,19 @@ def scissorhands_released(
                 largest of their weights
         score = +inf  for the newest `recent` pairs
                 count for the others with count > 0
-                -inf  for the rest: they go whatever room there is
+                -inf  for the rest: evicted even if the budget has room for them
 
     Args:
-      heavy: largest weights of a query that count; a tenth of the prompt in the
-        authors' code.
-      history: queries that count; the authors' 100.
-      recent: newest pairs that stay; the authors' 10.
+      heavy: number of largest weights per query that count; a tenth of the prompt in
+        the authors' code.
+      history: number of last queries that count; the authors' 100.
+      recent: number of newest pairs that are never evicted; the authors' 10.
 
-    Needs: attn_weights, all of them, because each query has its own threshold.
+    Needs: attn_weights, in full, because every query has its own threshold.
     Source: the code released for Scissorhands (Liu et al. 2023), which simulates the
       cache on a prompt for each query head and has no budget; the paper's threshold of
       1 / t is commented out in it. Here weights are averaged over the G query heads,
-      and the count decides where the budget is too small for all.
+      and the lowest counts are evicted when the budget is too small for all.
     Raises:
       UserError: a history or a number of weights below 1, a negative number of pairs.
     """
@@ -74,9 +74,9 @@ def scissorhands_released(
     check_counts("scissorhands_released", 1, heavy=heavy)
 
     def high(weights, observation: Observation):
-        most = min(heavy + 1, weights.shape[-1])
-        beaten = jax.lax.top_k(weights, most)[0][..., -1:]  # largest that is too small
-        return (weights > beaten) if most > heavy else weights > 0
+        if heavy >= weights.shape[-1]:  # every slot is among the largest
+            return weights > 0
+        return weights > jax.lax.top_k(weights, heavy + 1)[0][..., -1:]
 
     def score(count, view):
         kept = jnp.where(count > 0, count, -jnp.inf)
@@ -86,9 +86,14 @@ def scissorhands_released(
 
 
 def _counting(name: str, mark: Callable, score: Callable, history, recent) -> Policy:
-    """A policy over how many of the last `history` queries marked each pair.
+    """Returns a policy that counts how many of the last `history` queries mark a pair.
 
-    `mark` takes weights [B, K, T, C] and the observation, `score` counts and the view.
+    Args:
+      name: of the policy.
+      mark: (weights f32[B, K, T, C], observation) -> bool[B, K, T, C].
+      score: (counts f32[B, K, C], view) -> f32[B, K, C].
+      history: number of last queries.
+      recent: number of newest pairs that `score` pins.
     """
     words = -(-history // 32)
 

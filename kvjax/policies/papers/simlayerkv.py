@@ -10,7 +10,7 @@ from kvjax.policies.recent_queries import attention_weights, recent_query_policy
 def simlayerkv(
     threshold: float = 0.9, sinks: int = 4, recent: int = 1024, queries: int = 32
 ) -> Policy:
-    """Keeps only sinks and a window in lazy layers, and leaves the others alone.
+    """Keeps sinks and a window in lazy layers, and the newest pairs in the others.
 
         laziness = weight of the last `queries` queries on the first `sinks` tokens and
                    on the `recent` tokens up to their own; mean over queries and heads
@@ -18,21 +18,21 @@ def simlayerkv(
         score    = +inf for the sinks, position for the others;
                    -inf beyond sinks and window if lazy
 
-    Some layers only look at the beginning and at what is near; they need nothing else.
-    A layer that is not lazy keeps all that the budget allows, the newest first. Lazy
-    ones leave slots empty: live bytes fall, allocated ones do not.
+    Lazy layers attend only to the first and the nearest tokens, and need no others. A
+    layer that is not lazy keeps the newest pairs up to its budget. Lazy layers leave
+    slots empty: fewer bytes are live, but as many are allocated.
 
     Args:
       threshold: from 0 to 1; the authors' 0.9 for Llama-3, 0.65 for Llama-2, 0.8 for
         Mistral, 0.85 for Qwen2.
-      sinks: first tokens; the paper's 4.
-      recent: window; the paper's 1,024.
-      queries: last queries that are asked; the paper's 32. With 1 it is the rule that
-        the released code applies at the first decode step.
+      sinks: number of first tokens; the paper's 4.
+      recent: tokens in the window; the paper's 1,024.
+      queries: number of last queries; the paper's 32. With 1 it is what the released
+        code does at the first decode step.
 
-    Needs: queries, of which the last are remembered.
-    Source: SimLayerKV (Zhang et al. 2024), arXiv 2410.13846. The released code counts a
-      pair twice that is both sink and recent; here it counts once.
+    Needs: queries, the last of which are stored.
+    Source: SimLayerKV (Zhang et al. 2024), arXiv 2410.13846. The released code counts
+      pairs twice that are both sinks and recent; here they count once.
     Raises:
       UserError: a threshold outside 0 .. 1, numbers that are too small.
     """

@@ -18,29 +18,30 @@ from kvjax.policies.recent_queries import attention_weights, recent_query_policy
 def snapkv(
     window: int = 32, kernel: int = 7, pool: str = "max", group: str = "pool_first"
 ) -> Policy:
-    """Keeps what the last `window` queries look at, and those around it.
+    """Keeps the pairs that the last queries attend to most, and their neighbours.
 
         weight = mean over the last `window` queries of their attention weights
         score  = +inf for the newest `window` pairs
                  weight pooled over `kernel` neighbours, averaged over G, for the others
 
-    The end of a prompt, usually the question, says what of the prompt will be needed;
-    pooling keeps the words around a match with it. The weights are computed again from
-    the last queries when something has to go, so that any block size gives the same,
-    and attention itself hands over nothing: the price is `window` queries remembered
-    per row and, per eviction, `window` rows of scores.
+    The end of a prompt, usually the question, shows which of its tokens will be needed;
+    pooling keeps the neighbours of a token with it. The policy stores the last `window`
+    queries of every row and computes their attention weights at each eviction. So the
+    result does not depend on the block size, attention returns no statistics, and an
+    eviction costs `window` rows of attention scores.
 
     Args:
-      window: queries that are asked, and pairs that always stay; the paper's 32.
-      kernel: pairs that are pooled, odd; the paper's 7.
-      pool: 'max', as the paper has it, or 'average', the released code's default.
-      group: 'pool_first' pools each query head's weights and averages over G then, as
-        the released code does; 'mean_first' the other way round. Max pooling tells them
-        apart, average pooling does not.
+      window: number of last queries, and of newest pairs that are never evicted; the
+        paper's 32.
+      kernel: number of neighbouring pairs that are pooled, odd; the paper's 7.
+      pool: 'max', as in the paper, or 'average', the released code's default.
+      group: 'pool_first' pools the weights of each query head, then averages over G, as
+        the released code does; 'mean_first' averages first. They differ under max
+        pooling only.
 
-    Needs: queries, of which the last are remembered.
-    Source: SnapKV (Li et al. 2024), arXiv 2404.14469; released code for pooling before
-      the mean, and for zeros beyond the ends.
+    Needs: queries, the last `window` of which are stored.
+    Source: SnapKV (Li et al. 2024), arXiv 2404.14469; pooling before the mean, and
+      zeros beyond the ends, as in the released code.
     Raises:
       UserError: a window below 1, an even kernel, an unknown pooling or order.
     """

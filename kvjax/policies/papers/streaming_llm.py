@@ -11,15 +11,15 @@ def streaming(sinks: int = 4) -> Policy:
 
         score = +inf for positions below `sinks`, else the position
 
-    The first tokens receive attention whatever they say; without them the model falls
-    apart, with them and a window it writes on forever.
+    The first tokens receive much attention whatever they are. A model without them
+    fails; with them and a window it generates text of any length.
 
     Args:
-      sinks: how many of the first tokens stay; the paper's 4.
+      sinks: number of first tokens that are never evicted; the paper's 4.
 
     Source: StreamingLLM (Xiao et al. 2024), arXiv 2309.17453, section 3.2. The paper
       renumbers positions inside the cache: `rope_positions="cache"` does so. By default
-      pairs keep the positions they were made with.
+      pairs keep their original positions.
     Raises:
       UserError: a negative number of sinks.
     """

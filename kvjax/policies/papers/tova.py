@@ -9,24 +9,26 @@ from kvjax.types import Stats
 
 @memoized
 def tova(shared: bool = True) -> Policy:
-    """Keeps what the last query looks at.
+    """Keeps the pairs that the last query attends to most.
 
         score = weights of the last query, averaged over the G query heads
-                (shared: and over the K KV heads, one choice for all of them)
+                (shared: and over the K KV heads)
 
-    The newest pair competes like any other; `protect(tova(), 0, 1)` keeps it.
+    The newest pair competes like any other; `protect(tova(), 0, 1)` pins it.
 
     Args:
-      shared: one choice for a whole layer, as in the paper, or one for each KV head,
-        the paper's ablation.
+      shared: True evicts the same tokens in all KV heads of a layer, as in the paper;
+        False ranks pairs per KV head, as in the paper's ablation.
 
     Needs: last_attn, one row of the attention weights.
     Source: TOVA (Oren et al. 2024), arXiv 2401.06104, section 3.2.
     """
 
     def observe(stats, view, observation):
-        asked = (observation.num_tokens > 0)[:, None, None]
-        return Stats(per_slot=jnp.where(asked, observation.last_attn, stats.per_slot))
+        has_query = (observation.num_tokens > 0)[:, None, None]
+        return Stats(
+            per_slot=jnp.where(has_query, observation.last_attn, stats.per_slot)
+        )
 
     policy = Policy(
         init=lambda *shape: Stats(per_slot=zeros_per_slot(*shape)),
