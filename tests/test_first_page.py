@@ -14,7 +14,7 @@ from kvjax.evaluation import tasks
 
 ROOT = pathlib.Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-PAGES = {"docs/index.md": 3, "README.md": 1}  # blocks to run, the first ones
+PAGES = {"docs/quickstart.md": 3, "README.md": 1}  # blocks to run, the first ones
 
 
 def first_layers(model, count):
