@@ -104,7 +104,7 @@ def get_config(which: str = "25") -> ConfigDict:
                         "name": f"{name}, {how.replace('_', ' ')}",
                         "series": name,
                         "policy": policy,
-                        "phases": phases,
+                        "schedule": phases,
                         "budget_rule": _rule(how, floor),
                     }
                     | (_WHOLE if phases == "after_prefill" else {})

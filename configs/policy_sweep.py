@@ -113,7 +113,7 @@ def _methods(series: tuple[str, ...], budgets: tuple[int, ...]) -> tuple[dict, .
             "series": each,
             "policy": "streaming" if each == _SLOTS else each,
             "options": _options(each, budget),
-            "phases": phases,
+            "schedule": phases,
             "budget": budget,
             "rope_positions": "cache" if each == _SLOTS else "original",
         }

@@ -62,7 +62,7 @@ def get_config(task: str = "xsum") -> ConfigDict:
                         "name": f"{policy}, {share:.0%}",
                         "series": policy,
                         "policy": policy,
-                        "phases": phases,
+                        "schedule": phases,
                         "budget": budget,
                         "budget_share": share,
                     }

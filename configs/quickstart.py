@@ -29,7 +29,7 @@ def get_config() -> ConfigDict:
                 {
                     "name": "ED",
                     "policy": "recency",
-                    "phases": "decode_only",
+                    "schedule": "decode_only",
                     "budget": 2,
                     "evict_size": 1,
                 },

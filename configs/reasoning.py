@@ -23,10 +23,10 @@ _FULL = {"name": "Full cache", "prefill_chunk": 64}
 _KEY_DIFF = {"policy": "key_diff"}
 _AVERAGE = {"policy": "average_attention"}
 _HEADS = {"policy": "kvjax.policies:retrieval_heads"}
-_SNAPKV = {"policy": "snapkv", "phases": "after_prefill", "prefill_chunk": 64}
+_SNAPKV = {"policy": "snapkv", "schedule": "after_prefill", "prefill_chunk": 64}
 _STREAMING = {"policy": "streaming"}
 _ALIKE = {"budget_rule": "uniform"}
-_READING = {"phases": "prefill_only"}
+_READING = {"schedule": "prefill_only"}
 _PINNED = {"pinned": (4, 128)}
 _ROWS = {  # by name, which ends in the percentage of pairs that stay
     "full": _FULL,

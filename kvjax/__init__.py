@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvjax import evaluation as evaluation
     from kvjax import policies as policies
     from kvjax import training as training
+    from kvjax.cache.config import CacheConfig as CacheConfig
     from kvjax.cache.offload import Offload as Offload
     from kvjax.cache.schedule import Schedule as Schedule
     from kvjax.engine.api import Completion as Completion
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvjax.engine.calibration import calibrate as calibrate
     from kvjax.engine.compiled import clear as clear_programs
     from kvjax.engine.planner import Plan as Plan
+    from kvjax.engine.sampling import Sampling as Sampling
     from kvjax.models.weights import load as load
     from kvjax.types import Model as Model
     from kvjax.types import ModelSpec as ModelSpec
@@ -32,11 +34,13 @@ __version__ = "0.1.0"
 # Where each name is, imported when the name is first used: `from kvjax import policies`
 # imports neither the engine nor the readers of weights.
 _HOMES = {
+    "CacheConfig": "kvjax.cache.config:CacheConfig",
     "Completion": "kvjax.engine.api:Completion",
     "Model": "kvjax.types:Model",
     "ModelSpec": "kvjax.types:ModelSpec",
     "Offload": "kvjax.cache.offload:Offload",
     "Plan": "kvjax.engine.planner:Plan",
+    "Sampling": "kvjax.engine.sampling:Sampling",
     "Schedule": "kvjax.cache.schedule:Schedule",
     "UserError": "kvjax.types:UserError",
     "cache": "kvjax.cache",
@@ -51,11 +55,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "CacheConfig",
     "Completion",
     "Model",
     "ModelSpec",
     "Offload",
     "Plan",
+    "Sampling",
     "Schedule",
     "UserError",
     "cache",

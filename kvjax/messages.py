@@ -97,12 +97,12 @@ def notice(text: str) -> None:
     print(f"kvjax: {text}", file=sys.stderr, flush=True)
 
 
-def warn(text: str) -> None:
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line that called into kvjax, however deep in it the reason lies."""
     where = _caller(sys._getframe())
     warnings.warn_explicit(
         text,
-        UserWarning,
+        category,
         where.f_code.co_filename,
         where.f_lineno,
         where.f_globals.get("__name__"),

@@ -8,10 +8,61 @@ import difflib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from kvjax.types import UserError
+
+
+class Named(NamedTuple):
+    """A registered name and the options of its factory, as pairs; hashable."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        """Returns the call as reports print it: `int4(group=16)`."""
+        options = ", ".join(f"{key}={value!s}" for key, value in self.options)
+        return f"{self.name}({options})" if options else self.name
+
+
+def named(what: str, value: Any) -> Any:
+    """Returns a `Named` for a name, or for a dict of a name and options.
+
+    Options that are such dicts become `Named` too, and lists become tuples. Any other
+    value is returned as it is.
+
+    Raises:
+      UserError: a dict without a name.
+    """
+    if isinstance(value, str):
+        return Named(value)
+    if not isinstance(value, Mapping):
+        return tuple(value) if isinstance(value, list) else value
+    options = dict(value)
+    if not isinstance(name := options.pop("name", None), str):
+        raise UserError(f"{what} {dict(value)} has no name: give one")
+    return Named(name, option_pairs(what, options))
+
+
+def option_pairs(what: str, options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Returns options as sorted pairs, see `named`."""
+    return tuple(
+        (key, value if isinstance(value, str) else named(f"{what}: {key}", value))
+        for key, value in sorted(options.items())
+    )
+
+
+def make(factory: Callable[..., Any], value: Any) -> Any:
+    """Calls `factory(name, **options)` for a `Named`, and for others `factory(value)`.
+
+    Options that are `Named` are made first, by the same factory.
+    """
+    if not isinstance(value, Named):
+        return factory(value)
+    each = ((key, option) for key, option in value.options)
+    options = {k: make(factory, v) if isinstance(v, Named) else v for k, v in each}
+    return factory(value.name, **options)
 
 
 class Registry:

@@ -14,7 +14,7 @@ import functools
 import importlib.util
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self, dataclass_transform
 
 import jax
@@ -44,6 +44,25 @@ class Struct:
 
 class UserError(ValueError):
     """A mistake in what was asked for: the message names the value and the remedy."""
+
+
+def build(cls: type, fields: Mapping[str, Any], what: str) -> Any:
+    """Returns a dataclass made from its fields by name.
+
+    Raises:
+      UserError: a field that the class lacks, or one that is missing; says which, and
+        of `what`.
+    """
+    known = [field.name for field in dataclasses.fields(cls)]
+    if unknown := sorted(set(fields) - set(known)):
+        raise UserError(
+            f"{what} has an unknown field {unknown[0]!r}: fields are "
+            + ", ".join(sorted(known))
+        )
+    try:
+        return cls(**fields)
+    except TypeError as error:
+        raise UserError(f"{what}: {error}") from None
 
 
 def whole_number(

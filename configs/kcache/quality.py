@@ -45,7 +45,7 @@ def _evicted(name: str, policy: str, budget: int) -> dict:
     return {
         "name": f"{name}, {budget}",
         "policy": policy,
-        "phases": "after_prefill",
+        "schedule": "after_prefill",
         "budget": budget,
     }
 

@@ -47,7 +47,7 @@ def get_config(which: str = "0.35") -> ConfigDict:
                     {
                         "name": f"{name}{way}, {percent}%",
                         "series": name,
-                        "phases": "decode_only",
+                        "schedule": "decode_only",
                         "evict_size": 1,
                         "budget": f"{percent}%",
                         "budget_rule": rule,

@@ -61,7 +61,7 @@ def _methods(p: float):
     return (
         {
             "name": name if rule == "uniform" else f"{name}, {rule['name']}",
-            "phases": "decode_only",
+            "schedule": "decode_only",
             "evict_size": 1,
             "budget_rule": rule,
             **fields,

@@ -28,7 +28,7 @@ _BATCHES = {  # 15 is the most for whoever holds whole prompts; None: a pool of 
     "H2O, squeezed": (5, 15, None),
     "Retrieval heads": (5, 15, 30),
 }
-_STEP_BY_STEP = {"policy": "h2o", "phases": "decode_only", "evict_size": 1}
+_STEP_BY_STEP = {"policy": "h2o", "schedule": "decode_only", "evict_size": 1}
 _FIELDS = {
     "Full cache": {},
     "H2O": _STEP_BY_STEP,
@@ -36,7 +36,7 @@ _FIELDS = {
     | {"budget_rule": {"name": "squeeze", "p": 0.35, "source": "calibration"}},
     "Retrieval heads": {
         "policy": "kvjax.policies:retrieval_heads",
-        "phases": "prefill_and_decode",
+        "schedule": "prefill_and_decode",
         "budget_rule": {"name": "calibrated", "even": 0.25, "floor": 64},
         "pinned": (4, 16),
         "prefill_chunk": 32,

@@ -1,14 +1,16 @@
 """What is kept of the KV cache, and its one transition.
 
-`config` says what is kept, `state` holds it, `update` takes it from one block of tokens
-to the next. `schedule` says when pairs go, `budgets` and `squeeze` how many each layer
-keeps, `layouts` where pairs lie, `codecs` how they are stored.
+`config` holds what a user says of the cache, and `spec` what programs are compiled for.
+`state` is the cache itself, and `update` takes it from one block of tokens to the next.
+`schedule` decides when pairs are evicted, `budgets` and `squeeze` how many each layer
+keeps, `layouts` where pairs lie, and `codecs` how they are stored.
 """
 
 from kvjax.cache import budgets, codecs, layouts, squeeze
+from kvjax.cache.config import CacheConfig
 from kvjax.cache.eviction import compact
 from kvjax.cache.schedule import Schedule
-from kvjax.cache.spec import CacheSpec, make_spec
+from kvjax.cache.spec import CacheSpec, checked, make_spec
 from kvjax.cache.state import (
     NAN_SCORE,
     OVERFLOW,
@@ -24,16 +26,28 @@ from kvjax.cache.state import (
     stored_bytes,
 )
 from kvjax.cache.update import measure, step_layer
+from kvjax.messages import warn
+
+
+def __getattr__(name: str):
+    """Returns what an earlier name stands for."""
+    if name == "make_config":
+        warn("kvjax.cache.make_config is called make_spec now", DeprecationWarning)
+        return make_spec
+    raise AttributeError(f"module 'kvjax.cache' has no attribute {name!r}")
+
 
 __all__ = [
     "NAN_SCORE",
     "OVERFLOW",
+    "CacheConfig",
     "CacheSpec",
     "KVState",
     "Schedule",
     "advance",
     "budgets",
     "capacities",
+    "checked",
     "codecs",
     "compact",
     "init",

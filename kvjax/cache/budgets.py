@@ -43,8 +43,10 @@ class BudgetRule(NamedTuple):
         known.
       of_length: (tokens of the prompts to come) -> the rule that knows it; None where
         it does not matter, or was told before.
-      of_policy: (policy, schedule, mean) -> the policy with what the rule needs of it,
-        and the rule for the two; None where it does not matter, or was told before.
+      of_policy: (policy, schedule, mean) -> the rule for that policy, or None where
+        the mean is too small to be shared out; None where the policy does not matter.
+      pinned: how many of the first and newest pairs these sizes rely on. The policy
+        pins them unless the user says how many it pins (`CacheConfig.pinned`).
     """
 
     name: str
@@ -53,9 +55,8 @@ class BudgetRule(NamedTuple):
     reallocate: Callable[[np.ndarray, int], Sequence[int]] | None = None
     smallest: Callable[[int], int] | None = None
     of_length: Callable[[int], "BudgetRule"] | None = None
-    of_policy: Callable[[Policy, Schedule, int], tuple[Policy, "BudgetRule"]] | None = (
-        None
-    )
+    of_policy: Callable[[Policy, Schedule, int], "BudgetRule | None"] | None = None
+    pinned: tuple[int, int] = (0, 0)
 
     def __repr__(self) -> str:
         return f"BudgetRule({self.name!r})"

@@ -124,18 +124,18 @@ def _made(
         return made(length=length, path=path, floor=floor, even=even)
 
     def of_policy(policy, schedule, mean):
-        pinned = policies.protect(policy, calibrations.SINKS, calibrations.NEWEST)
-        least = _least(pinned, schedule)
+        least = _least(policy, schedule)
         if mean < least:  # too few to share out
-            return policy, budgets.uniform()
+            return None
         part = policy.even if even is None else even
-        return pinned, made(length=length, path=path, floor=least, even=part)
+        return made(length=length, path=path, floor=least, even=part)
 
     return budgets.BudgetRule(
         name,
         allocate,
         of_length=of_length if length is None else None,
         of_policy=of_policy if floor is None else None,
+        pinned=(calibrations.SINKS, calibrations.NEWEST) if floor is None else (0, 0),
     )
 
 

@@ -12,6 +12,7 @@ the link together and are dropped again.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from kvjax.types import (
     Partial,
     Scoring,
     UserError,
+    build,
     real_number,
     whole_number,
 )
@@ -83,7 +85,7 @@ class Offload:
         return self.top_n * (queries_per_kv_head if self.queries == "union" else 1)
 
 
-def make(given: Offload | int | dict[str, Any] | None) -> Offload | None:
+def make(given: Offload | int | Mapping[str, Any] | None) -> Offload | None:
     """An `Offload`, from its `top_n` or its fields too; None stays None.
 
     Raises:
@@ -91,14 +93,8 @@ def make(given: Offload | int | dict[str, Any] | None) -> Offload | None:
     """
     if given is None or isinstance(given, Offload):
         return given
-    if isinstance(given, dict):
-        known = [field.name for field in dataclasses.fields(Offload)]
-        if unknown := sorted(set(given) - set(known)):
-            raise UserError(
-                f"offload has no {', '.join(unknown)}: its fields are "
-                + ", ".join(known)
-            )
-        return Offload(**given)
+    if isinstance(given, Mapping):
+        return build(Offload, given, "offload")
     return Offload(top_n=whole_number("offload", given, 1))
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,46 +22,66 @@ _GIVE = (
 def of_layers(
     spec: ModelSpec,
     policy: policies.Policy,
-    budget: int | Sequence[int | Sequence[int]],
-    rule: budgets.BudgetRule | calibrations.Calibration | str | None,
     schedule: Schedule,
+    *,
+    budget: int | str | Sequence[int | Sequence[int]],
+    rule: budgets.BudgetRule | calibrations.Calibration | None,
+    pinned: tuple[int, int] | None,
     length: int | None,
 ) -> tuple[policies.Policy, budgets.BudgetRule, tuple[parts.Sizes, ...]]:
-    """The policy as the budget rule needs it, the rule, and the sizes to begin with.
+    """Returns the policy with its pinned pairs, the budget rule, and the first sizes.
+
+    Args:
+      spec: the model's shape.
+      policy: with the pairs that `pinned` names.
+      schedule: when pairs are evicted.
+      budget, rule, pinned: as in `CacheConfig`, the rule made.
+      length: tokens of the longest prompt, where they are known.
 
     Raises:
-      UserError: no whole numbers, or other than one per layer or head; a rule beside
-        sizes that leave nothing to share out, or one that the schedule comes too early
-        for.
+      UserError: sizes that are no whole numbers, or not one per layer or head; a budget
+        rule given together with explicit sizes; a rule that needs the whole prompt
+        under a schedule that evicts while reading.
     """
-    if isinstance(budget, int | np.integer) and not isinstance(budget, bool):
-        budget = int(budget)
-        if isinstance(rule, calibrations.Calibration):
-            rule = by_need.calibrated(path=rule)
-        rule = budgets.for_prompts(budgets.make(rule or "uniform"), length)
-        if rule.of_policy:
-            policy, rule = rule.of_policy(policy, schedule, budget)
-        if rule.reallocate and schedule.evicts_in_prefill:
-            raise UserError(
-                f"budget rule {rule.name!r} changes sizes once the prompt is in, where "
-                f"the schedule {schedule.phases!r} no longer has all its pairs: use "
-                "'after_prefill' or 'decode_only'"
-            )
-        return policy, rule, budgets.allocated(rule, spec, budget)
+    if isinstance(budget, str):
+        asked, budget = budget, share_of(spec, budget, length)
+        rule = rule or by_heads(spec, policy, asked)
+    if not isinstance(budget, int | np.integer) or isinstance(budget, bool):
+        sizes = _explicit(spec, budget, rule)
+        return policy, budgets.explicit(sizes), sizes
+    budget = int(budget)
+    if isinstance(rule, calibrations.Calibration):
+        rule = by_need.calibrated(path=rule)
+    rule = budgets.for_prompts(rule or budgets.make("uniform"), length)
+    if rule.of_policy:
+        held = policies.protect(policy, *rule.pinned) if pinned is None else policy
+        fitted = rule.of_policy(held, schedule, budget)
+        policy, rule = (held, fitted) if fitted else (policy, budgets.uniform())
+    if rule.reallocate and schedule.evicts_in_prefill:
+        raise UserError(
+            f"budget rule {rule.name!r} changes sizes once the prompt is in, where "
+            f"the schedule {schedule.phases!r} no longer has all its pairs: use "
+            "'after_prefill' or 'decode_only'"
+        )
+    return policy, rule, budgets.allocated(rule, spec, budget)
+
+
+def _explicit(spec: ModelSpec, budget: Any, rule: Any) -> tuple[parts.Sizes, ...]:
+    """Returns the sizes that a user gives for every layer, checked."""
     if not np.iterable(budget):
         raise UserError(f"budget is {budget!r}: {_GIVE}")
-    budget = tuple(_layer_sizes(spec, sizes) for sizes in budget)
+    sizes = tuple(_layer_sizes(spec, each) for each in budget)
     if rule is not None:
         raise UserError(
-            f"budget {budget} says every layer's size already: give one int for "
+            f"budget {sizes} says every layer's size already: give one int for "
             "the budget rule to share out, or no rule"
         )
-    if len(budget) != spec.num_layers:
+    if len(sizes) != spec.num_layers:
         raise UserError(
-            f"{len(budget)} budgets for the {spec.num_layers} layers of {spec.name}: "
+            f"{len(sizes)} budgets for the {spec.num_layers} layers of {spec.name}: "
             "give one int, or one per layer"
         )
-    return policy, budgets.explicit(budget), budget
+    return sizes
 
 
 def share(budget: str) -> float:

@@ -2,29 +2,24 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from kvjax import policies
-from kvjax.attention import backends
-from kvjax.cache import budgets, calibrations, codecs, layouts, parts, sizing
+from kvjax.cache import budgets, codecs, layouts, parts, sizing
 from kvjax.cache import offload as offloading
+from kvjax.cache.config import CacheConfig
 from kvjax.cache.schedule import Schedule
 from kvjax.policies import base, checks
-from kvjax.types import ModelSpec, UserError, whole_number
-
-EVICTIONS = ("in_place", "compact")
-ROPE_POSITIONS = ("original", "cache")
-_OPTIONS = "eviction", "rope_positions", "rows_per_eviction", "implementation"
+from kvjax.types import ModelSpec, UserError, build, whole_number
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
     """What is kept of a KV cache, and how; hashable, a static argument.
 
-    Build it with `make_spec`, which checks that the parts fit each other.
+    `CacheConfig.spec` makes it, and checks that the parts fit each other.
 
     Attributes:
       policy: which pairs stay; None only for the full cache.
@@ -204,110 +199,98 @@ class CacheSpec:
 
 def make_spec(
     spec: ModelSpec,
-    policy: policies.Policy | str | None,
-    budget: int | str | Sequence[int | Sequence[int]] | None,
-    schedule: Schedule | str | None = None,
+    policy: Any = None,
+    budget: Any = None,
+    schedule: Any = None,
     *,
-    budget_rule: budgets.BudgetRule | calibrations.Calibration | str | None = None,
     length: int | None = None,
-    codec: codecs.Codec | str = codecs.identity,
-    layout: layouts.Layout | str = layouts.DEFAULT,
-    offload: offloading.Offload | int | dict[str, Any] | None = None,
-    **options,
+    **fields: Any,
 ) -> CacheSpec:
-    """Checks the parts against each other and joins them.
+    """Returns `checked(spec, CacheConfig(policy, budget, ...), length)`.
+
+    Raises:
+      UserError: see `checked`; a budget for the full cache.
+    """
+    if policy is None and budget is not None:
+        raise UserError(
+            f"policy=None is the full cache, without a budget: got budget {budget}; "
+            "name a policy, or leave the budget out"
+        )
+    fields |= {"policy": policy, "budget": budget, "schedule": schedule}
+    config = build(CacheConfig, fields, "a cache configuration")
+    return checked(spec, config, length)
+
+
+def checked(
+    spec: ModelSpec, config: CacheConfig, length: int | None = None
+) -> CacheSpec:
+    """Checks a cache configuration for a model; returns what programs are compiled for.
 
     Args:
       spec: the model's shape.
-      policy: one of `kvjax.policies`, or its name; None is the full cache.
-      budget: |kv| per head: one int for all layers, or for every layer one int or one
-        for each of its heads; or a share of `length`, as "25%".
-      schedule: one, or the name of its phases; None is Batch-Max's Algorithm 1, or the
-        full cache without a policy.
-      budget_rule: shares out `budget`, then the mean, between layers, see
-        `kvjax.cache.budgets`, or its name, or what `kvjax.calibrate` returned; None is
-        the same for all, but for a share: of that heads keep what they need where a
-        calibration of the model's weights is known, as evenly as `Policy.even` says,
-        see `kvjax.cache.by_need.calibrated`, and the policy pins the first 4 and the
-        newest 16 pairs.
-      length: tokens of the prompts to come, of which a budget may be a share, and
-        which some budget rules ask for.
-      codec, layout: as in `CacheSpec`, or names.
-      offload: likewise, or its `top_n`, or its fields.
-      **options: `eviction`, `rope_positions`, `rows_per_eviction`, `implementation` of
-        `CacheSpec`. With `rope_positions="cache"` the default of `eviction` is
-        `compact`.
+      config: what a user says of the cache.
+      length: tokens of the longest prompt to come, which a share such as "25%" is of,
+        and which some budget rules ask for.
 
     Raises:
-      UserError: an unknown option; a budget of 0, not larger than one block, or
-        filled by pinned pairs; a number of budgets other than the layers or heads;
-        heads that differ under a policy that looks across them; a policy without a
-        budget, or with functions that do not go together, see `kvjax.policies.checks`;
-        a codec that does not fit the layout or the model's heads; a rule that looks at
-        past queries with `rope_positions="cache"`, which turns the keys under them.
+      UserError: a budget of 0, not larger than one block, or filled by pinned pairs; a
+        number of budgets other than the layers or heads; heads of different sizes
+        under a policy that compares heads; a policy without a budget, or with functions
+        that do not go together, see `kvjax.policies.checks`; a codec that does not fit
+        the layout or the model's heads; `rope_positions="cache"` under a policy that
+        compares keys with past queries, since keys are rotated anew under them.
     """
-    if unknown := sorted(options.keys() - set(_OPTIONS)):
-        raise UserError(
-            f"a cache has no option {', '.join(unknown)}: besides the named arguments "
-            f"there are {', '.join(_OPTIONS)}"
-        )
     if length is not None:
         length = whole_number("length", length, 1)
-    if options.get("rope_positions") == "cache":
-        options = {"eviction": "compact"} | options
-    options |= _stored(spec, codecs.make(codec), layouts.make(layout), offload)
-    policy, schedule = _policy(policy), _schedule(schedule)
+    options = _stored(spec, config) | config.options()
+    policy, schedule = config.made_policy(), config.schedule
     if policy is None:
-        config = _full_cache(spec, budget, schedule, options)
-        _check_options(config)
-        _check_groups(config, spec)
-        return config
+        made = _full_cache(spec, schedule, options)
+        _check_groups(made, spec)
+        return made
     schedule = schedule or Schedule()
-    if schedule.phases == "none" or budget is None:
+    if schedule.phases == "none" or config.budget is None:
         raise UserError(
-            f"policy {policy.name!r} needs a budget (got {budget}) and a schedule that "
-            f"evicts (got {schedule.phases!r})"
+            f"policy {policy.name!r} needs a budget (got {config.budget}) and a "
+            f"schedule that evicts (got {schedule.phases!r})"
         )
     base.validate(policy)
     base.check_params(policy, spec.num_layers)
-    if isinstance(budget, str):
-        given, budget = budget, sizing.share_of(spec, budget, length)
-        if budget_rule is None:
-            budget_rule = sizing.by_heads(spec, policy, given)
     policy, rule, per_layer = sizing.of_layers(
-        spec, policy, budget, budget_rule, schedule, length
+        spec,
+        policy,
+        schedule,
+        budget=config.budget,
+        rule=config.made_rule(),
+        pinned=config.pinned,
+        length=length,
     )
     possible = budgets.possible(rule, per_layer)
     schedule = schedule.of_budget(min(possible))
     later = possible - parts.different(per_layer)
-    is_mean = budget_rule is not None
+    is_mean = isinstance(config.budget, str) or config.budget_rule is not None
     per_layer = sizing.within_windows(
         spec, per_layer, schedule.prefill_chunk, (length or math.inf) if is_mean else 0
     )
     options |= {"windows": spec.sliding_windows}
-    config = CacheSpec(policy, schedule, per_layer, budget_rule=rule, **options)
-    for size in (fillable := config.fillable | later):
+    made = CacheSpec(policy, schedule, per_layer, budget_rule=rule, **options)
+    for size in (fillable := made.fillable | later):
         sizing.check_budget(size, policy, schedule)
     least = min(fillable or parts.different(per_layer))
     if len(parts.different(per_layer)) > 1:
-        mean = float(np.mean(config.head_budgets(spec)))
-        config = dataclasses.replace(config, mean_budget=mean)
-    _check_options(config)
-    _check_heads(config)
-    _check_residual(config, least)
-    _check_groups(config, spec)
+        mean = float(np.mean(made.head_budgets(spec)))
+        made = dataclasses.replace(made, mean_budget=mean)
+    _check_rotation(made)
+    _check_heads(made)
+    _check_residual(made, least)
+    _check_groups(made, spec)
     checks.check_policy(policy, spec, least, schedule.evicts_in_decode)
-    return config
+    return made
 
 
-def _stored(
-    spec: ModelSpec,
-    codec: codecs.Codec,
-    layout: layouts.Layout,
-    offload: offloading.Offload | int | dict[str, Any] | None,
-) -> dict[str, Any]:
+def _stored(spec: ModelSpec, config: CacheConfig) -> dict[str, Any]:
     """Fields of `CacheSpec` on how and where pairs are stored, checked."""
-    offload = offloading.make(offload)
+    codec, layout, offload = config.made_codec(), config.made_layout(), config.offload
     if offload and layout.exchange_values is None:
         raise UserError(
             f"layout {layout.name!r} keeps no values in host memory: leave offload "
@@ -322,42 +305,16 @@ def _stored(
 
 
 def _full_cache(
-    spec: ModelSpec,
-    budget: Any,
-    schedule: Schedule | None,
-    options: dict[str, Any],
+    spec: ModelSpec, schedule: Schedule | None, options: dict[str, Any]
 ) -> CacheSpec:
     schedule = schedule or Schedule("none")
-    if schedule.phases != "none" or budget is not None:
+    if schedule.phases != "none":
         raise UserError(
-            "policy=None is the full cache, without a budget and with the schedule "
-            f"'none': got budget {budget} and {schedule.phases!r}; name a policy"
+            "policy=None is the full cache, with the schedule 'none': got "
+            f"{schedule.phases!r}; name a policy"
         )
     schedule = schedule.of_budget(None)
     return CacheSpec(None, schedule, None, windows=spec.sliding_windows, **options)
-
-
-def _policy(given: policies.Policy | str | None) -> policies.Policy | None:
-    if isinstance(given, str):
-        return policies.make(given)
-    if given is None or isinstance(given, policies.Policy):
-        return given
-    name = getattr(given, "__name__", None)
-    hint = f"call it, as in policies.{name}()" if callable(given) else "or a name"
-    raise UserError(
-        f"policy is {name or given!r:.80}: give one of kvjax.policies, {hint}"
-    )
-
-
-def _schedule(given: Schedule | str | None) -> Schedule | None:
-    if isinstance(given, str):
-        return Schedule(given)
-    if given is None or isinstance(given, Schedule):
-        return given
-    raise UserError(
-        f"schedule is {given!r:.80}: give a kvjax.Schedule, such as "
-        "Schedule('after_prefill', prefill_chunk=64)"
-    )
 
 
 def _layer_codecs(
@@ -420,30 +377,11 @@ def _check_residual(config: CacheSpec, budget: int) -> None:
         )
 
 
-def _check_options(config: CacheSpec) -> None:
-    """Raises UserError for options that do not exist or exclude each other."""
-    backends.check_name(config.implementation)
-    eviction, rope, rows = (
-        config.eviction,
-        config.rope_positions,
-        config.rows_per_eviction,
-    )
-    if rows is not None:
-        whole_number("rows_per_eviction", rows, 1)
-    if eviction not in EVICTIONS or rope not in ROPE_POSITIONS:
-        raise UserError(
-            f"eviction={eviction!r}, rope_positions={rope!r}: eviction is one of "
-            f"{EVICTIONS}, rope_positions one of {ROPE_POSITIONS}"
-        )
-    if rope == "original":
-        return
-    if eviction != "compact":
-        raise UserError(
-            f"rope_positions='cache' needs eviction='compact', got {eviction!r}"
-        )
-    past = config.required_stats(is_prefill=True) & {"queries", "pre_rope_queries"}
-    if past:
+def _check_rotation(made: CacheSpec) -> None:
+    """Raises UserError for a policy that compares past queries with keys that move."""
+    past = made.required_stats(is_prefill=True) & {"queries", "pre_rope_queries"}
+    if past and made.rope_positions == "cache":
         raise UserError(
             f"rope_positions='cache' moves the keys under past queries, which policy "
-            f"{config.policy.name!r} compares with them: use rope_positions='original'"
+            f"{made.policy.name!r} compares with them: use rope_positions='original'"
         )

@@ -1,25 +1,24 @@
 """Prompts in, completions out: `kvjax.generate`, and `kvjax.plan`, what would fit."""
 
 import dataclasses
+import difflib
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from kvjax import cache, messages
-from kvjax.cache.budgets import BudgetRule
-from kvjax.cache.calibrations import Calibration
-from kvjax.cache.codecs import Codec
-from kvjax.cache.offload import Offload
-from kvjax.cache.schedule import Schedule
-from kvjax.cache.spec import CacheSpec, make_spec
+from kvjax import messages
+from kvjax.cache.config import CacheConfig
+from kvjax.cache.spec import CacheSpec, checked
+from kvjax.cache.state import kept_positions
 from kvjax.engine import jobs, stop_texts
 from kvjax.engine.jobs import Job
 from kvjax.engine.memory import device_memory
 from kvjax.engine.planner import Plan, plan_job
 from kvjax.engine.runner import generate_batches
-from kvjax.engine.sampling import TokenSampler
+from kvjax.engine.sampling import Sampling
 from kvjax.engine.steps import NO_EOS
 from kvjax.models import fingerprints, placement, weights
 from kvjax.parallel import axes, meshes
@@ -27,22 +26,25 @@ from kvjax.policies import Policy
 from kvjax.types import Model, ModelSpec, UserError, whole_number
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-_SEEDS = 2**31 - 1
+_OBJECTS = (Sampling, CacheConfig)
+_LOOK = 32  # tokens generated between two looks for a stop text
 _TRUNCATE = ("error", "left", "middle")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Completion:
-    """What the model made of one prompt.
+    """The completion of one prompt.
 
     Attributes:
-      text: what the new tokens add to the prompt's text, a first space included, and
-        without special tokens; None without a tokenizer.
-      tokens: the new token ids, the end token included if there was one.
-      kept_positions: positions of the pairs in the cache at the end, in rising order,
-        as `kept_positions[layer][head]`; prompt and new tokens count from 0. The last
-        new token has not been read, so it is not among them. Under the full cache,
-        layers with a window hold no more than that.
+      text: the text that the new tokens add to the prompt, with its leading space, and
+        without special tokens or a stop text; None without a tokenizer.
+      tokens: the new token ids, with the end token or the stop text's, if there was
+        one.
+      kept_positions: the positions of the pairs in the cache at the end, in ascending
+        order, as `kept_positions[layer][head]`. Prompt and new tokens count from 0. The
+        last new token has not been read, so it is not among them; after a stop text,
+        tokens that were generated before it was noticed are. A layer with a sliding
+        window holds no more than its window.
     """
 
     text: str | None
@@ -63,78 +65,52 @@ class Completion:
 def generate(
     model: Model,
     prompts: Sequence[Prompt],
+    sampling: Sampling | None = None,
     *,
+    cache: CacheConfig | None = None,
     policy: Policy | str | None = None,
-    budget: int | str | tuple[int | tuple[int, ...], ...] = 512,
-    schedule: Schedule | str | None = None,
+    budget: int | str | Sequence[int | Sequence[int]] = 512,
     max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    ignore_eos: bool = False,
     truncate: str = "error",
     memory_gb: float | None = None,
-    codec: Codec | str = "identity",
-    budget_rule: BudgetRule | Calibration | str | None = None,
-    implementation: str | None = None,
-    eviction: str = "in_place",
-    offload: Offload | int | None = None,
     show_progress: bool | None = None,
+    **fields: Any,
 ) -> list[Completion]:
     """Completes prompts under a compressed KV cache.
 
     Prompts of any number and length run in batches of the size that the memory allows.
-    A prompt's completion depends on the others only if the budget is a share of the
-    longest prompt, or a budget rule follows that prompt's length ("calibrated", "ada")
-    or measures the prompts that are read together ("squeeze").
+    A completion depends on the other prompts only where the budget is a share of the
+    longest prompt, or where the budget rule uses that prompt's length ("calibrated",
+    "ada") or measures prompts that are read together ("squeeze").
 
-    What a budget of |kv| pairs per head means depends on the schedule. Of
-    `prefill_and_decode`, the default, a head never holds more than |kv| pairs: the
-    first |kv| tokens all stay, and then every eviction leaves |kv| - p of them, so that
-    the p tokens that come next fill it again (p = 64, or less where |kv| is small). Of
-    `prefill_only` that holds while the prompt is read, and what is decoded comes on
-    top. Of `after_prefill` the whole prompt is held while it is read, |kv| of its pairs
-    are left of it, and what is decoded comes on top. Of `decode_only` likewise, but
-    decoding never holds more than |kv|.
+    What a budget of |kv| pairs per head means depends on the schedule:
+
+    - Under `prefill_and_decode`, the default, a head never holds more than |kv| pairs.
+      The first |kv| tokens all stay. From then on every eviction leaves |kv| - p pairs,
+      so that the next p tokens fit (p = 64, or less where |kv| is small).
+    - Under `prefill_only`, the same holds while the prompt is read. Decoded tokens are
+      added on top.
+    - Under `after_prefill`, the whole prompt is held while it is read, then |kv| of its
+      pairs are kept, and decoded tokens are added on top.
+    - Under `decode_only`, likewise, but decoding never holds more than |kv| pairs.
 
     Args:
       model: from `kvjax.load`.
-      prompts: texts, sequences of token ids, or conversations, each a list of messages
-        `{"role": ..., "content": ...}` that the model's chat template puts into words.
-        Texts are taken as they are. A text that begins with the BOS token gets no
-        second one.
-      policy: which pairs stay: of `kvjax.policies`, or its name; None is the full
-        cache.
-      budget: |kv|, pairs per head: an int for all, or for every layer an int or one per
-        head; or a share of the longest prompt, as "25%", of which heads keep what they
-        need where that is known for the model's weights (`kvjax.calibrate` finds it
-        out), first and newest pairs among it. Layers with a sliding window never take
-        more than it and one block of tokens; of a share, or with a budget rule, the
-        rest goes to the other layers. The full cache pays no heed to it.
-      schedule: when pairs go, or the name of its phases; None is Batch-Max's
-        Algorithm 1.
-      max_new_tokens: most tokens per completion.
-      temperature, top_k, top_p: see `kvjax.engine.sampling.TokenSampler`; 0 is greedy.
-      seed: of the sampling, 0 to 2**31 - 1; prompt i draws the same tokens in any
-        batch.
-      ignore_eos: generate all `max_new_tokens`, for throughput runs.
-      truncate: what becomes of a prompt that, with `max_new_tokens`, exceeds the
-        context: `error`; or as many of its tokens are dropped as are too many, from the
-        `left`, but for the BOS token, or from the `middle`. Positions count what stays.
+      prompts: texts, sequences of token ids, or conversations. A conversation is a list
+        of messages `{"role": ..., "content": ...}`, which the model's chat template
+        turns into text. Texts are taken as they are. A text that begins with the BOS
+        token gets no second one.
+      sampling: what is generated, and how tokens are chosen.
+      cache: what the KV cache keeps, and how.
+      policy, budget, max_new_tokens: short for the fields of `CacheConfig` and
+        `Sampling` of these names, in place of `cache` and `sampling`.
+      truncate: what happens to a prompt that, with `max_new_tokens`, exceeds the
+        context: `error` refuses it; `left` drops its first tokens but for BOS, and
+        `middle` those in its middle. Positions count what stays.
       memory_gb: see `kvjax.engine.memory.device_memory`.
-      codec: how pairs are stored, of `kvjax.cache.codecs`, or its name.
-      budget_rule: shares out `budget`, then the mean, between layers and heads, of
-        `kvjax.cache.budgets`, or its name ("squeeze", "pyramid"), or what
-        `kvjax.calibrate` returned; None is the same for all, or as above for a share.
-      implementation: which attention runs, see `kvjax.attention.backends`; None is the
-        best there is.
-      eviction: how a layer makes room, see `kvjax.cache.CacheSpec`: new pairs move
-        into the slots of those that go (`in_place`), or a gather moves what is kept to
-        the front (`compact`). The same pairs stay, and the same tokens come out.
-      offload: which values lie in host memory, see `kvjax.Offload`, or how many of
-        them a query gets; None for none.
       show_progress: see `kvjax.messages.progress`.
+      **fields: other fields of `CacheConfig` and `Sampling`, such as
+        `codec="int8"` or `temperature=0.7`.
 
     Returns:
       One completion per prompt, in order.
@@ -147,41 +123,37 @@ def generate(
     """
     if not isinstance(model, Model):
         raise UserError(f"model is {model!r:.80}: give what kvjax.load returns")
-    how = {
-        "codec": codec,
-        "budget_rule": budget_rule,
-        "implementation": implementation,
-        "eviction": eviction,
-        "offload": offload,
-    }
-    sampling = TokenSampler(temperature, top_k, top_p)
-    new = whole_number("max_new_tokens", max_new_tokens, 1)
-    seed = whole_number("seed", seed, 0, _SEEDS)
-    tokens = _fitted(model, tokenize(model, prompts), new, truncate)
+    fields |= {"policy": policy, "budget": budget, "max_new_tokens": max_new_tokens}
+    sampling, config = _asked(sampling, cache, fields)
+    tokens = _fitted(model, tokenize(model, prompts), sampling.max_new_tokens, truncate)
     longest = max(map(len, tokens))
-    config = _config(model, policy, budget, schedule, how | {"length": longest})
-    prompt = jobs.bucket(model.spec, config, longest, new)
-    eos = NO_EOS if ignore_eos else end_tokens(model)
-    job = jobs.job_of(model, config, prompt, new, sampling, eos)
-    memory, done = device_memory(memory_gb), {}
+    job = _job(model, sampling, _spec(model, config, longest), longest)
+    ends, memory, done = _Ends(model, sampling.stop), device_memory(memory_gb), {}
     with messages.progress(len(tokens), show_progress) as say:
-        batches = generate_batches(model.params, job, tokens, memory, seed, say=say)
+        batches = generate_batches(
+            model.params,
+            job,
+            tokens,
+            memory,
+            sampling.seed,
+            stop=ends.stops if sampling.stop else None,
+            say=say,
+        )
         for rows, result in batches:
-            kept = cache.kept_positions(result.state)
+            kept = kept_positions(result.state)
             for row, index in enumerate(rows):
-                drawn = result.tokens[row]
-                text = _text(model, tokens[index], drawn)
+                text, drawn = ends.completed(tokens[index], result.tokens[row])
                 done[index] = Completion(text, drawn, kept[row])
-            del result  # the next batch needs its state's room
+            del result  # frees its state before the next batch runs
     return [done[i] for i in range(len(tokens))]
 
 
 def plan(
     model: Model | ModelSpec,
     *,
+    cache: CacheConfig | None = None,
     policy: Policy | str | None = None,
-    budget: int | str | tuple[int | tuple[int, ...], ...] = 512,
-    schedule: Schedule | str | None = None,
+    budget: int | str | Sequence[int | Sequence[int]] = 512,
     prompt_tokens: int | None = None,
     max_new_tokens: int = 64,
     memory_gb: float | None = None,
@@ -189,22 +161,22 @@ def plan(
     dtype: str = "float32",
     mesh: str | None = None,
     show_progress: bool | None = None,
-    **options: Any,
+    **fields: Any,
 ) -> Plan:
-    """The largest batch that `generate` would run in so much memory.
+    """Returns the largest batch that `generate` would run in a given memory.
 
     Compiles what would run, for the device that is there.
 
     Args:
       model: from `kvjax.load`; or a shape, for which no weights are needed.
-      policy, budget, schedule: see `generate`.
+      cache, policy, budget: see `generate`.
       prompt_tokens: the longest prompt; None is all that the context has room for.
       max_new_tokens: tokens to generate.
       memory_gb: see `kvjax.engine.memory.device_memory`.
-      max_batch: prompts there are; no larger batch is planned.
-      dtype, mesh: of `kvjax.load`, for a shape; a model has its own.
+      max_batch: how many prompts there are; no larger batch is planned.
+      dtype, mesh: as in `kvjax.load`, for a shape; a model has its own.
       show_progress: see `kvjax.messages.progress`.
-      **options: of `kvjax.cache.make_spec`: codec, budget_rule, offload and others.
+      **fields: other fields of `CacheConfig`.
 
     Raises:
       UserError: not even one row fits; or what `generate` refuses.
@@ -215,30 +187,83 @@ def plan(
     new = whole_number("max_new_tokens", max_new_tokens, 1)
     longest = spec.context_length - new if prompt_tokens is None else prompt_tokens
     longest = whole_number("prompt_tokens", longest, 1)
-    options = {"length": longest} | options
-    config = _config(model, policy, budget, schedule, options)
-    prompt = jobs.bucket(spec, config, longest, new)
+    fields |= {"policy": policy, "budget": budget, "max_new_tokens": new}
+    sampling, config = _asked(None, cache, fields)
+    made = _spec(model, config, longest)
     if isinstance(model, Model):
-        job = jobs.job_of(model, config, prompt, new)
+        job = _job(model, sampling, made, longest)
     else:
+        prompt = jobs.bucket(spec, made, longest, new)
         over = meshes.mesh(mesh, spec.num_kv_heads) if mesh else None
         rows, kind = over.shape[axes.DATA] if over else 1, weights.checked_dtype(dtype)
         fitted = placement.fitted(spec, over)
-        job = Job(fitted, config, rows, prompt, new, str(kind), mesh=over)
+        job = Job(fitted, made, rows, prompt, new, str(kind), mesh=over)
     most = None if max_batch is None else whole_number("max_batch", max_batch, 1)
     with messages.progress(0, show_progress) as say:
         return plan_job(job, device_memory(memory_gb), most, say)
 
 
-def _config(model: Model | ModelSpec, policy, budget, schedule, options) -> CacheSpec:
-    """What is kept; the full cache pays no heed to a budget, nor to its rule.
+def _asked(
+    sampling: Sampling | None, cache: CacheConfig | None, fields: dict[str, Any]
+) -> tuple[Sampling, CacheConfig]:
+    """Returns both, made from single fields where they are not given themselves.
 
-    A model's weights may be others than it was loaded with: their fingerprint counts.
+    Raises:
+      UserError: an unknown field, or one beside the object that it belongs to.
+    """
+    names = {cls: [f.name for f in dataclasses.fields(cls)] for cls in _OBJECTS}
+    every = list(itertools.chain(*names.values()))
+    if unknown := sorted(set(fields) - set(every)):
+        close = difflib.get_close_matches(unknown[0], every, 1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise UserError(
+            f"{unknown[0]!r} is unknown: {hint}give fields of kvjax.CacheConfig or "
+            "kvjax.Sampling"
+        )
+    own = {
+        cls: {name: fields[name] for name in names[cls] if name in fields}
+        for cls in _OBJECTS
+    }
+    return (
+        _one_of(Sampling, "sampling", sampling, own[Sampling]),
+        _one_of(CacheConfig, "cache", cache, own[CacheConfig]),
+    )
+
+
+def _one_of(cls: type, what: str, whole: Any, fields: dict[str, Any]) -> Any:
+    """Returns the object that was given whole, or one made from single fields."""
+    if whole is None:
+        return cls(**fields)
+    if not isinstance(whole, cls):
+        raise UserError(f"{what} is {whole!r:.80}: give a kvjax.{cls.__name__}")
+    default = cls()
+    for name, value in fields.items():
+        usual = getattr(default, name)
+        if value is not usual and (type(value) is not type(usual) or value != usual):
+            raise UserError(
+                f"{name}={value!r:.40} beside {what}=: give {name} as a field of the "
+                f"kvjax.{cls.__name__}"
+            )
+    return whole
+
+
+def _spec(model: Model | ModelSpec, config: CacheConfig, longest: int) -> CacheSpec:
+    """Returns what programs are compiled for.
+
+    A model's weights may have been replaced since it was loaded, so their fingerprint
+    is taken now.
     """
     spec = fingerprints.marked(model) if isinstance(model, Model) else model
-    if policy is None:
-        budget, options = None, options | {"budget_rule": None}
-    return make_spec(spec, policy, budget, schedule, **options)
+    return checked(spec, config, longest)
+
+
+def _job(model: Model, sampling: Sampling, config: CacheSpec, longest: int) -> Job:
+    """Returns the job of prompts of up to `longest` tokens, for one row."""
+    new = sampling.max_new_tokens
+    prompt = jobs.bucket(model.spec, config, longest, new)
+    eos = NO_EOS if sampling.ignore_eos else end_tokens(model)
+    job = jobs.job_of(model, config, prompt, new, sampling.sampler, eos)
+    return dataclasses.replace(job, decode_chunk=_LOOK) if sampling.stop else job
 
 
 def tokenize(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -357,8 +382,29 @@ def end_tokens(model: Model) -> tuple[int, ...]:
     return tuple(sorted(ends)) or NO_EOS
 
 
-def _text(model: Model, prompt: list[int], tokens: list[int]) -> str | None:
-    if model.tokenizer is None:
-        return None
-    how = {"skip_special_tokens": True}
-    return stop_texts.text_after(model.tokenizer, prompt, tokens, **how)
+@dataclasses.dataclass(frozen=True)
+class _Ends:
+    """Where completions end: at stop texts, of which there may be none."""
+
+    model: Model
+    stop: tuple[str, ...]
+
+    def __post_init__(self):
+        if self.stop and self.model.tokenizer is None:
+            raise UserError(
+                f"stop is {self.stop!r:.80}, but {self.model.spec.name} has no "
+                "tokenizer to find texts with: leave it out"
+            )
+
+    def stops(self, prompt: list[int], tokens: list[int]) -> bool:
+        """Returns whether new tokens hold a stop text."""
+        return stop_texts.stops(self.model.tokenizer, self.stop, prompt, tokens)
+
+    def completed(
+        self, prompt: list[int], tokens: list[int]
+    ) -> tuple[str | None, list[int]]:
+        """Returns the text of new tokens, and the tokens up to a stop text's last."""
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            return None, tokens
+        return stop_texts.completed(tokenizer, self.stop, prompt, tokens)

@@ -58,12 +58,15 @@ def stops(
     return any(stop in text for stop in until)
 
 
-def text_before(
+def completed(
     tokenizer: Any, until: Sequence[str], prompt: Sequence[int], tokens: list[int]
-) -> str:
-    """Returns the new tokens' text up to the first stop, without special tokens."""
-    over = lambda count: stops(tokenizer, until, prompt, tokens[:count])
-    enough = bisect.bisect_left(range(len(tokens)), True, key=over)
-    new = tokens[:enough]
-    text = text_after(tokenizer, prompt, new, skip_special_tokens=True)
-    return ended(text, until)
+) -> tuple[str, list[int]]:
+    """Returns the text before the first stop, and the tokens up to the stop's last.
+
+    The text is without special tokens.
+    """
+    if until:
+        over = lambda count: stops(tokenizer, until, prompt, tokens[:count])
+        tokens = tokens[: bisect.bisect_left(range(len(tokens)), True, key=over)]
+    text = text_after(tokenizer, prompt, tokens, skip_special_tokens=True)
+    return ended(text, tuple(until)), tokens

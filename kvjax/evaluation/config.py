@@ -1,204 +1,101 @@
-"""What an experiment asks: methods, tasks and sizes, made from a config's fields."""
+"""Methods, tasks and sizes of an experiment, made from a config's fields."""
 
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from kvjax import policies
-from kvjax.cache import budgets, codecs, offload, parts, sizing
-from kvjax.cache.offload import Offload
+from kvjax import types
+from kvjax.cache import sizing
+from kvjax.cache.config import CacheConfig
 from kvjax.cache.schedule import Schedule
-from kvjax.cache.spec import CacheSpec, make_spec
 from kvjax.engine.memory import device_memory
 from kvjax.evaluation import tasks
 from kvjax.evaluation.tasks import base, data, text
-from kvjax.types import ModelSpec, UserError
+from kvjax.messages import warn
+from kvjax.registry import Named, option_pairs
+from kvjax.types import UserError
 
 Fields = Mapping[str, Any]
-Pairs = tuple[tuple[str, Any], ...]  # of such, which have a hash
 # Fields that methods share where they do not set their own, and tasks.
 OF_METHODS = ("pinned", "prefill_chunk", "evict_size", "budget", "codec")
+_OF_SCHEDULE = ("prefill_chunk", "evict_size", "first_chunk")
 OF_TASKS = ("num_examples", "prompt_tokens", "max_new_tokens")
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A row of the table.
+    """A row of the table: a cache configuration, and how it is measured and named.
 
     Attributes:
       name: what tables and pictures call it.
-      policy: a name of `kvjax.policies.names()`, or `module:function` of one's own;
-        None for the full cache.
-      options: the policy's parameters.
-      pinned: how many of the first and of the newest pairs stay whatever the policy
-        says, see `kvjax.policies.protect`; None is the policy's own.
-      phases, prefill_chunk, evict_size, first_chunk: the `Schedule`.
-      budget: |kv|, one int, or for every layer one or one per head; or a share of the
-        run's longest prompt, as "25%", of which heads keep what they need where that
-        is known (see `make_spec`); None for the full cache.
+      cache: what the KV cache keeps, and how. Its policy is a name, so that a record
+        can say it; None for the full cache.
       budget_share: the share of a prompt that a budget in pairs stands for, such as
         0.5, where tasks of other lengths have other budgets; for reports alone.
-      budget_rule: shares out the budget between layers: a name, or `module:function`;
-        in a config also a dict of `name` and the rule's parameters.
-      rule_options: the budget rule's parameters.
-      codec: how pairs are stored: a name, or `module:function`; in a config also a dict
-        of `name` and the codec's parameters.
-      codec_options: the codec's parameters.
-      offload: which values lie in host memory, fields of `kvjax.Offload`; in a config a
-        dict of them, or `top_n` alone. None for none.
-      rope_positions, eviction: where a key stands for its rotary angle, and how a
-        layer makes room, see `CacheSpec`; an eviction of None is the default.
-      implementation: which attention runs, see `CacheSpec`.
-      series: what the methods have in common that differ only in budget and schedule,
-        and in throughput in the batch: the name of their row in a sweep's tables and
-        of their mark in pictures; None is the name.
-      batch_rule: how its batch is found, one of `batch_rules.BATCH_RULES`; of
+      series: the name of the row in a sweep's tables, and of the mark in pictures, that
+        methods share which differ only in budget and schedule, and in throughput in the
+        batch. None is the name.
+      batch_rule: how its batch is chosen, one of `batch_rules.BATCH_RULES`; for
         throughput alone.
       batch_size: prompts at a time, where the batch rule is `fixed`.
     """
 
     name: str
-    policy: str | None = None
-    options: tuple[tuple[str, Any], ...] = ()
-    pinned: tuple[int, int] | None = None
-    phases: str = "prefill_and_decode"
-    prefill_chunk: int | None = None
-    evict_size: int | None = None
-    first_chunk: str = "remainder"
-    budget: int | str | tuple[parts.Sizes, ...] | None = None
+    cache: CacheConfig
     budget_share: float | None = None
-    budget_rule: str | None = None
-    rule_options: tuple[tuple[str, Any], ...] = ()
-    codec: str = "identity"
-    codec_options: tuple[tuple[str, Any], ...] = ()
-    offload: tuple[tuple[str, Any], ...] | int | None = None
-    rope_positions: str = "original"
-    eviction: str | None = None
-    implementation: str | None = None
     series: str | None = None
     batch_rule: str | None = None
     batch_size: int | None = None
 
-    def cache_config(self, spec: ModelSpec, length: int | None = None) -> CacheSpec:
-        """What is kept of prompts of `length` tokens at most.
+    def check(self) -> None:
+        """Checks what can be checked without a model.
 
         Raises:
-          UserError: the parts do not fit each other, or the length is needed.
+          UserError: see `CacheConfig.check`; a policy that is not a name.
         """
-        policy, schedule = self.check()
-        return make_spec(
-            spec,
-            policy,
-            self.budget,
-            schedule,
-            budget_rule=self.made_rule(),
-            length=length,
-            codec=self.made_codec(),
-            offload=self.made_offload(),
-            rope_positions=self.rope_positions,
-            implementation=self.implementation,
-            **({"eviction": self.eviction} if self.eviction else {}),
-        )
+        policy = self.cache.policy
+        if policy is not None and not isinstance(policy, Named):
+            raise UserError(f"method {self.name!r}: policy {policy!r:.80}: give a text")
+        self.cache.check()
 
-    def check(self) -> tuple[policies.Policy | None, Schedule]:
-        """Policy and schedule, or a UserError for what is wrong in any model."""
-        self.made_codec()
-        self.made_offload()
-        rule = self.made_rule() or budgets.uniform()
-        if self.policy is None:
-            return None, Schedule("none", self.prefill_chunk, self.evict_size)
-        sizes = self.prefill_chunk, self.evict_size, self.first_chunk
-        schedule = Schedule(self.phases, *sizes)
-        policy = self._policy()
-        if isinstance(self.budget, str):  # sizes follow from the prompts
-            sizing.share(self.budget)
-            return policy, schedule
-        sizes = self.budget if isinstance(self.budget, tuple) else (self.budget,)
-        for size in budgets.possible(rule, sizes) if sizes != (None,) else ():
-            sizing.check_budget(size, policy, schedule)
-        return policy, schedule
+    @property
+    def policy(self) -> str | None:
+        """The policy's name."""
+        return self.cache.policy and self.cache.policy.name
 
-    def _policy(self) -> policies.Policy:
-        is_text(f"method {self.name!r}: policy", self.policy)
-        policy = policies.make(self.policy, **dict(self.options))
-        if self.pinned is None:
-            return policy
-        if np.shape(self.pinned) != (2,):
-            raise UserError(
-                f"pinned is {self.pinned!r:.80}: give two numbers, of first and newest "
-                "pairs, such as (4, 16)"
-            )
-        return policies.protect(policy, *self.pinned)
+    @property
+    def options(self) -> tuple[tuple[str, Any], ...]:
+        """The policy's options."""
+        return self.cache.policy.options if self.cache.policy else ()
 
-    def made_rule(self) -> budgets.BudgetRule | None:
-        """The budget rule; None where none is named.
+    @property
+    def schedule(self) -> Schedule:
+        """When pairs are evicted, with the default in its place."""
+        if self.cache.policy is None:
+            return self.cache.schedule or Schedule("none")
+        return self.cache.schedule or Schedule()
 
-        Raises:
-          UserError: an unknown name, or options that it does not take.
-        """
-        if not self.budget_rule:
-            return None
-        return budgets.make(self.budget_rule, **dict(self.rule_options))
-
-    def made_codec(self) -> codecs.Codec:
-        """How pairs are stored.
-
-        Raises:
-          UserError: an unknown name, or options that it does not take.
-        """
-        return _made_codec(self.codec, self.codec_options)
-
-    def made_offload(self) -> Offload | None:
-        """Which values lie in host memory.
-
-        Raises:
-          UserError: fields that are unknown or out of range.
-        """
-        given = self.offload
-        return offload.make(dict(given) if isinstance(given, tuple) else given)
+    @property
+    def budget(self) -> Any:
+        """Pairs per head, or a share; None for the full cache."""
+        return self.cache.budget if self.cache.policy else None
 
     @property
     def share(self) -> float | None:
         """The share of a prompt that the budget is; None where it is none."""
-        text = isinstance(self.budget, str)
-        return sizing.share(self.budget) if text else self.budget_share
+        budget = self.budget
+        return sizing.share(budget) if isinstance(budget, str) else self.budget_share
 
     @property
     def rule(self) -> str | None:
         """The budget rule as reports name it: `squeeze(p=0.3)`."""
-        return _called(self.budget_rule, self.rule_options)
+        return self.cache.budget_rule and str(self.cache.budget_rule)
 
     @property
     def stored(self) -> str:
         """The codec as reports name it: `int4(group=16)`."""
-        return _called(self.codec, self.codec_options)
-
-
-def _called(name: str | None, options: Pairs) -> str | None:
-    """A name, and parameters if there are any."""
-    told = lambda value: _called(*_aside(value)) if _is_named(value) else value
-    every = ", ".join(f"{key}={told(value)}" for key, value in options)
-    return f"{name}({every})" if every else name
-
-
-def _made_codec(name: str, options: Pairs) -> codecs.Codec:
-    """A codec whose parameters may be codecs with parameters."""
-    made = lambda value: _made_codec(*_aside(value)) if _is_named(value) else value
-    return codecs.make(name, **{key: made(value) for key, value in options})
-
-
-def _is_named(value: Any) -> bool:
-    """Whether pairs stand for something that has a name and parameters."""
-    pairs = isinstance(value, tuple) and all(isinstance(x, tuple) for x in value)
-    return pairs and "name" in dict(value)
-
-
-def _aside(pairs: Pairs) -> tuple[str, Pairs]:
-    """The name among pairs, and the others."""
-    return dict(pairs)["name"], tuple(pair for pair in pairs if pair[0] != "name")
+        return str(self.cache.codec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,13 +174,15 @@ class Experiment(abc.ABC):
             data.folder(self.data_dir)
         if self.haystack:
             text.existing(self.haystack)
-        self._tell_apart([method.check()[1] for method in self.methods])
+        for method in self.methods:
+            method.check()
+        self._tell_apart()
 
-    def _tell_apart(self, schedules: Sequence[Schedule]) -> None:
+    def _tell_apart(self) -> None:
         """Raises UserError for methods that reports would take for one."""
         seen: dict[tuple, Method] = {}
-        for method, schedule in zip(self.methods, schedules, strict=True):
-            place = self._place(method, schedule)
+        for method in self.methods:
+            place = self._place(method)
             if (first := seen.setdefault(place, method)) is not method:
                 raise UserError(
                     f"methods {first.name!r} and {method.name!r} share series "
@@ -291,10 +190,10 @@ class Experiment(abc.ABC):
                     "would take them for one: give each a series of its own"
                 )
 
-    def _place(self, method: Method, schedule: Schedule) -> tuple:
-        """What reports know a method by."""
-        series = method.series or method.name
-        return series, schedule.phases, method.budget, method.rule, method.stored
+    def _place(self, method: Method) -> tuple:
+        """Returns what tells methods of one series apart in reports."""
+        series, phases = method.series or method.name, method.schedule.phases
+        return series, phases, method.budget, method.rule, method.stored
 
 
 def is_text(what: str, value: Any) -> None:
@@ -354,71 +253,73 @@ def as_dict(fields: Any, what: str) -> Fields:
 
 
 def method(fields: Fields, shared: Fields) -> Method:
-    """A method from its fields and those that it shares with others.
+    """Returns a method from its fields and those that it shares with others.
 
-    The full cache is read in the same chunks; budget, eviction and codec are none of
-    its.
+    Fields of `CacheConfig` and of its `Schedule` stand beside the method's own, and
+    `options` are the policy's. The full cache is read in the same chunks; the shared
+    budget, eviction and codec are none of its.
+
+    Raises:
+      UserError: an unknown field, or a budget for the full cache.
     """
-    if not as_dict(fields, "method").get("policy"):
-        shared = {key: value for key, value in shared.items() if key == "prefill_chunk"}
-    what = f"method {fields.get('name')!r}"
-    fields = _with_options_aside({**shared, **fields}, what)
-    return with_options(Method, fields, what)
+    own = dict(as_dict(fields, "method"))
+    what = f"method {own.get('name')!r}"
+    if not own.get("policy"):
+        shared = taken(dict(shared), ("prefill_chunk",))
+        if own.get("budget") is not None:
+            raise UserError(
+                f"{what}: the full cache has no budget, got budget {own['budget']}: "
+                "name a policy, or leave the budget out"
+            )
+    own = {"budget": None, **shared, **own}
+    if "phases" in own:
+        warn(f"{what}: write schedule for phases", DeprecationWarning)
+        own["schedule"] = own.pop("phases")
+    cache = taken(own, tuple(field.name for field in dataclasses.fields(CacheConfig)))
+    cache["policy"] = _policy(cache.get("policy"), own.pop("options", {}), what)
+    cache["schedule"] = _schedule(cache, taken(own, _OF_SCHEDULE), what)
+    cache = {key: value for key, value in cache.items() if value not in ("",)}
+    try:
+        own["cache"] = build(CacheConfig, cache, what)
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from None
+    return build(Method, own, what)
 
 
-_NAMED = {"budget_rule": "rule_options", "codec": "codec_options"}
+def _policy(name: Any, options: Any, what: str) -> Any:
+    """Returns a policy as `CacheConfig` takes it, from its name and its options."""
+    options = dict(as_dict(options, f"{what}: options"))
+    if isinstance(name, str) and options:
+        return {"name": name, **options}
+    return name or None
 
 
-def _with_options_aside(fields: Fields, what: str) -> Fields:
-    """The fields with the parameters of a budget rule and a codec aside from its name.
-
-    A dict of them stands for both, as in `{"name": "squeeze", "p": 0.3}`; one of an
-    offload becomes pairs.
-    """
-    for field, aside in _NAMED.items():
-        if isinstance(given := fields.get(field), Mapping):
-            options = dict(given)
-            if not isinstance(name := options.pop("name", None), str):
-                raise UserError(f"{what}: {field} {given} has no name: give one")
-            fields = {**fields, field: name, aside: _as_pairs(options)}
-    if isinstance(given := fields.get("offload"), Mapping):
-        fields = {**fields, "offload": _as_pairs(given)}
-    return fields
+def _schedule(cache: Fields, sizes: Fields, what: str) -> Any:
+    """Returns a schedule as `CacheConfig` takes it, with sizes that stand beside it."""
+    phases = cache.get("schedule")
+    if not cache["policy"]:
+        phases = "none"
+    if isinstance(phases, Mapping):
+        return {**sizes, **phases}
+    if phases is not None and not isinstance(phases, str):
+        return phases
+    return ({} if phases is None else {"phases": phases}) | dict(sizes)
 
 
 def task(fields: Fields, shared: Fields) -> TaskRun:
     """A task from its fields and those that it shares with others."""
     fields = {**shared, **as_dict(fields, "task")}
-    return with_options(TaskRun, fields, f"task {fields.get('name')!r}")
-
-
-def with_options(cls, fields: Fields, what: str):
-    """`build` for a class with `options`: a dict in a config, sorted pairs here."""
+    what = f"task {fields.get('name')!r}"
     options = as_dict(fields.get("options", {}), f"{what}: options")
-    return build(cls, {**fields, "options": _as_pairs(options)}, what)
+    return build(TaskRun, {**fields, "options": option_pairs(what, options)}, what)
 
 
-def _as_pairs(options: Fields) -> tuple[tuple[str, Any], ...]:
-    """Sorted pairs, lists and dicts among the values made tuples: these have a hash."""
-    plain = lambda value: tuple(value) if isinstance(value, list) else value
-    return tuple(
-        (key, _as_pairs(value) if isinstance(value, Mapping) else plain(value))
-        for key, value in sorted(options.items())
-    )
+def build(cls: type, fields: Fields, what: str) -> Any:
+    """Returns a dataclass from a config's fields, their lists made tuples.
 
-
-def build(cls, fields: Fields, what: str):
-    """A dataclass from a dict, its lists made tuples and its fields checked."""
-    known = {field.name for field in dataclasses.fields(cls)}
-    unknown = sorted(set(as_dict(fields, what)) - known)
-    if unknown:
-        raise UserError(
-            f"{what} has an unknown field {unknown[0]!r}: fields are "
-            + ", ".join(sorted(known))
-        )
-    try:
-        return cls(
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        )
-    except TypeError as error:
-        raise UserError(f"{what}: {error}") from None
+    Raises:
+      UserError: no dict, or a field that is unknown or missing.
+    """
+    fields = as_dict(fields, what)
+    plain = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    return types.build(cls, plain, what)

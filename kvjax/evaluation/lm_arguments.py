@@ -1,20 +1,44 @@
-"""What the lm-evaluation-harness gives a model, in kvjax's words."""
+"""Translates the lm-evaluation-harness's arguments into kvjax's."""
 
 from typing import Any
 
+from kvjax.cache.config import CacheConfig
 from kvjax.engine.sampling import TokenSampler
-from kvjax.evaluation.config import Method
 from kvjax.types import UserError, whole_number
 
 
-def budget(given: Any) -> Any:
-    """Lists, as JSON has them, as tuples."""
-    return tuple(map(budget, given)) if isinstance(given, list | tuple) else given
+def cache_config(fields: dict[str, Any], options: dict[str, Any]) -> CacheConfig:
+    """Returns the cache configuration that the model's arguments describe.
+
+    Args:
+      fields: of `CacheConfig` and `Schedule`, by name; None is the default. The policy
+        "full" or "none" is the full cache.
+      options: of the policy (`policy.NAME`), the budget rule, the codec and the
+        offload.
+
+    Raises:
+      UserError: an option of something else; see `CacheConfig.check`.
+    """
+    each = _options(options)
+    if fields["policy"] in (None, "full", "none"):
+        fields = fields | {"policy": None, "budget": None, "schedule": None}
+    sizes = {name: fields.pop(name) for name in ("prefill_chunk", "evict_size")}
+    phases = "none" if fields["policy"] is None else fields["schedule"]
+    fields["schedule"] = {"phases": phases, **sizes}
+    for name in ("policy", "budget_rule", "codec"):
+        if each[name]:
+            fields[name] = {"name": fields[name], **each[name]}
+    if each["offload"]:
+        top_n = {} if fields["offload"] is None else {"top_n": fields["offload"]}
+        fields["offload"] = each["offload"] | top_n
+    config = CacheConfig(**fields)
+    config.check()
+    return config
 
 
-def options(given: dict[str, Any]) -> tuple[tuple[tuple[str, Any], ...], ...]:
-    """The policy's options, the budget rule's, the codec's and the offload's."""
-    found = {"policy": [], "budget_rule": [], "codec": [], "offload": []}
+def _options(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the options of the policy, the budget rule, the codec and the offload."""
+    found = {"policy": {}, "budget_rule": {}, "codec": {}, "offload": {}}
     for name, value in sorted(given.items()):
         where, _, option = name.partition(".")
         if where not in found or not option:
@@ -24,25 +48,21 @@ def options(given: dict[str, Any]) -> tuple[tuple[tuple[str, Any], ...], ...]:
                 "budget_rule.NAME=..., the codec's codec.NAME=..., the offload's "
                 "offload.NAME=..."
             )
-        found[where].append((option, value))
-    return tuple(map(tuple, found.values()))
+        found[where][option] = value
+    return found
 
 
-def offload(top_n: int | None, fields: tuple[tuple[str, Any], ...]) -> Any:
-    """What `Method.offload` takes, from N and the fields that go with it."""
-    if not fields:
-        return top_n
-    return fields if top_n is None else (*fields, ("top_n", top_n))
-
-
-def check_length(method: Method, prompt_tokens: int | None) -> None:
+def check_length(config: CacheConfig, prompt_tokens: int | None) -> None:
     """Raises UserError where it is needed, as the harness tells no lengths before."""
-    rule = method.made_rule()
+    rule = config.made_rule()
     if prompt_tokens is not None:
         whole_number("prompt_tokens", prompt_tokens, 1)
-    elif isinstance(method.budget, str) or (rule and rule.of_length):
+    elif config.policy and (
+        isinstance(config.budget, str) or (rule and rule.of_length)
+    ):
+        name = config.budget_rule and str(config.budget_rule)
         raise UserError(
-            f"budget {method.budget!r} (rule {method.rule!r}) depends on the length of "
+            f"budget {config.budget!r} (rule {name!r}) depends on the length of "
             "prompts: give prompt_tokens, the longest's"
         )
 

@@ -19,11 +19,11 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from kvjax.cache.spec import checked
 from kvjax.engine import api, jobs, likelihood, runner, stop_texts
 from kvjax.engine.memory import device_memory
 from kvjax.engine.sampling import TokenSampler
 from kvjax.evaluation import lm_arguments
-from kvjax.evaluation.config import Method
 from kvjax.messages import warn
 from kvjax.models.weights import load
 from kvjax.types import Model, UserError
@@ -51,7 +51,8 @@ class Requests:
       dtype, context: of `kvjax.load`.
       memory_gb: see `kvjax.engine.memory.device_memory`; batches are as large as it
         allows.
-      codec, rope_positions, implementation: of `Method`.
+      pinned, codec, layout, eviction, rope_positions, implementation: of
+        `kvjax.CacheConfig`.
       offload: N of `kvjax.Offload`; None keeps values on the device.
       seed: of the sampling.
       batch_size: the harness's; 1, its default, and `auto` are as many prompts as fit,
@@ -81,10 +82,13 @@ class Requests:
         dtype: str = "float32",
         context: int | None = None,
         memory_gb: float | None = None,
+        pinned: Sequence[int] | None = None,
         codec: str = "identity",
+        layout: str = "dense",
+        offload: int | None = None,
+        eviction: str | None = None,
         rope_positions: str = "original",
         implementation: str | None = None,
-        offload: int | None = None,
         seed: int = 0,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
@@ -92,25 +96,23 @@ class Requests:
         **options: Any,
     ):
         super().__init__()
-        of_policy, of_rule, of_codec, of_offload = lm_arguments.options(options)
-        method = Method(
-            name="kvjax",
-            policy=None if policy in ("full", "none") else policy,
-            options=of_policy,
-            phases=schedule,
-            prefill_chunk=prefill_chunk,
-            evict_size=evict_size,
-            budget=lm_arguments.budget(budget),
-            budget_rule=budget_rule,
-            rule_options=of_rule,
-            codec=codec,
-            codec_options=of_codec,
-            offload=lm_arguments.offload(offload, of_offload),
-            rope_positions=rope_positions,
-            implementation=implementation,
-        )
-        method.check()
-        lm_arguments.check_length(method, prompt_tokens)
+        fields = {
+            "policy": policy,
+            "budget": budget,
+            "budget_rule": budget_rule,
+            "schedule": schedule,
+            "prefill_chunk": prefill_chunk,
+            "evict_size": evict_size,
+            "pinned": pinned,
+            "codec": codec,
+            "layout": layout,
+            "offload": offload,
+            "eviction": eviction,
+            "rope_positions": rope_positions,
+            "implementation": implementation,
+        }
+        config = lm_arguments.cache_config(fields, options)
+        lm_arguments.check_length(config, prompt_tokens)
         named = not isinstance(pretrained, tuple)
         model = load(pretrained, dtype, context) if named else pretrained
         if model.tokenizer is None:
@@ -126,7 +128,7 @@ class Requests:
                 "which stands for an empty context"
             )
         self.model, self.seed = model, seed
-        self.config = method.cache_config(model.spec, prompt_tokens)
+        self.config = checked(model.spec, config, prompt_tokens)
         self.memory = device_memory(memory_gb)
         self.most = lm_arguments.most(batch_size, max_batch_size)
         self.template: str | None = None
@@ -406,7 +408,7 @@ class Requests:
         ends = api.end_tokens(self.model)
         job = jobs.job_of(self.model, self.config, size, new, how, ends)
         job = dataclasses.replace(job, decode_chunk=min(new, _LOOK))
-        text = functools.partial(stop_texts.text_before, self.tokenizer, until)
+        completed = functools.partial(stop_texts.completed, self.tokenizer, until)
         for chosen, result in runner.generate_batches(
             self.model.params,
             job,
@@ -418,7 +420,7 @@ class Requests:
             stop=functools.partial(stop_texts.stops, self.tokenizer, until),
         ):
             for place, tokens in zip(chosen, result.tokens, strict=True):
-                yield rows[place], text(prompts[rows[place]], tokens)
+                yield rows[place], completed(prompts[rows[place]], tokens)[0]
             bar.update(len(chosen))
             del result  # the next batch needs its state's room
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax import cache
-from kvjax.cache.spec import CacheSpec, make_spec
+from kvjax.cache.spec import CacheSpec, checked, make_spec
 from kvjax.engine import api, jobs, runner, stop_texts
 from kvjax.engine.footprint import state_bytes, weights_bytes
 from kvjax.engine.jobs import Job
@@ -119,7 +119,9 @@ def rows(setting: Setting) -> list[Row]:
     windows = _windows(setting)
     longest = max(task.longest for task in tasks)
     longest = max([longest, *(len(window.prompt) for window in windows)])
-    configs = {m.name: m.cache_config(model.spec, longest) for m in experiment.methods}
+    configs = {
+        m.name: checked(model.spec, m.cache, longest) for m in experiment.methods
+    }
     methods = configs.values()
     engine = _layers(setting, methods) if experiment.layerwise else _whole(model)
     _kept_reference(setting, windows)  # raises if it is damaged

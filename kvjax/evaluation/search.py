@@ -9,6 +9,7 @@ what saves time; that a smaller one could do again, by luck, is not looked at.
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from kvjax.cache.spec import checked
 from kvjax.evaluation.config import Method
 from kvjax.evaluation.report.records import Record
 from kvjax.evaluation.samples import Mixed, summaries
@@ -70,7 +71,8 @@ def check(methods: Sequence[Method], tolerance: float, steps: tuple[int, ...]) -
 
 def at(method: Method, size: int) -> Method:
     """The method with |kv| = `size`."""
-    return dataclasses.replace(method, budget=size)
+    cache = dataclasses.replace(method.cache, budget=size)
+    return dataclasses.replace(method, cache=cache)
 
 
 def bounds(
@@ -90,7 +92,7 @@ def bounds(
     told = f"no multiple of {steps[-1]} lies below the {longest} tokens of the prompts"
     for size in range(steps[-1], longest, steps[-1]):
         try:
-            at(method, size).cache_config(spec, longest)
+            checked(spec, at(method, size).cache, longest)
         except UserError as error:
             told = str(error)
         else:

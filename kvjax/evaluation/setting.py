@@ -108,7 +108,7 @@ def described(method: Method, planned: Plan) -> Record:
         "offload": config.offload and dataclasses.asdict(config.offload),
         "schedule": config.schedule.phases,
         **_sizes(method, planned.job),
-        "rope_positions": method.rope_positions,
+        "rope_positions": method.cache.rope_positions,
         "batch_rule": method.batch_rule,
         "batch_size": planned.batch,
         "prefill_batch": planned.prefill_groups[0],

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kvjax.cache.schedule import Schedule
+from kvjax.cache.spec import checked
 from kvjax.engine import compiled, jobs, runner
 from kvjax.engine.jobs import Job
 from kvjax.engine.memory import peak_memory
@@ -44,11 +44,16 @@ METHODS: dict[str, dict[str, Any]] = {  # that a config asks for by name
 }
 _COMMON: dict[str, dict[str, Any]] = {
     "full": {},
-    "ed": {"policy": "recency", "phases": "decode_only", "budget": 2, "evict_size": 1},
-    "batch_max": {"phases": "prefill_and_decode"},
+    "ed": {
+        "policy": "recency",
+        "schedule": "decode_only",
+        "budget": 2,
+        "evict_size": 1,
+    },
+    "batch_max": {"schedule": "prefill_and_decode"},
     "fixed": {},
-    "search": {"phases": "prefill_and_decode", "budget": None},
-    "staggered": {"phases": "after_prefill"},
+    "search": {"schedule": "prefill_and_decode", "budget": None},
+    "staggered": {"schedule": "after_prefill"},
 }
 # Which is measured first: ED's batch bounds the full cache's, whose score is sought.
 _RANKS = {"ed": 0, "full": 1, "search": 2}
@@ -117,8 +122,8 @@ class Throughput(Experiment):
             _check_batch_size(method, sum(t.num_examples for t in self.tasks))
         search.check(self.methods, self.tolerance, self.budget_steps)
 
-    def _place(self, method: config.Method, schedule: Schedule) -> tuple:
-        place = super()._place(method, schedule)
+    def _place(self, method: config.Method) -> tuple:
+        place = super()._place(method)
         return *place, method.batch_rule, method.batch_size
 
 
@@ -218,7 +223,7 @@ def needed(line: Record) -> tuple[str, ...]:
 
 def _job(model: Model, method: Method, longest: int, new: int) -> Job:
     """Without an end token: all rows generate `new` tokens."""
-    kept = method.cache_config(model.spec, longest)
+    kept = checked(model.spec, method.cache, longest)
     prompt = jobs.bucket(model.spec, kept, longest, new)
     job = jobs.job_of(model, kept, prompt, new)
     return dataclasses.replace(job, batch=method.batch_size or job.batch)

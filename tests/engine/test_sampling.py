@@ -29,6 +29,9 @@ def frequencies(how, draws=4000):
         (TokenSampler(temperature=1.0, top_p=0.75), [8 / 17, 6 / 17, 3 / 17, 0, 0]),
         (TokenSampler(temperature=1.0, top_p=1e-6), [1, 0, 0, 0, 0]),
         (TokenSampler(temperature=1.0, top_k=9), [0.4, 0.3, 0.15, 0.1, 0.05]),
+        (TokenSampler(temperature=1.0, min_p=0.3), [8 / 17, 6 / 17, 3 / 17, 0, 0]),
+        (TokenSampler(temperature=0.5, min_p=0.3), [16 / 25, 9 / 25, 0, 0, 0]),
+        (TokenSampler(temperature=1.0, min_p=1.0), [1, 0, 0, 0, 0]),
     ],
 )
 def test_frequencies(how, expected):

@@ -6,6 +6,7 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
+from kvjax import Sampling, generate
 from kvjax.engine import stop_texts
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -76,7 +77,7 @@ def test_a_first_space_is_text():
     assert tokenizer.decode(new) == "   Paris"  # one is lost
     assert stop_texts.text_after(tokenizer, code, new) == "    Paris"
     silent = [*code, *[1] * 40]  # nothing of the last tokens shows
-    cut = stop_texts.text_before(tokenizer, (), silent, new)
+    cut = stop_texts.completed(tokenizer, (), silent, new)[0]
     assert cut == "    Paris"
     assert stop_texts.text_after(tokenizer, [], new[1:]) == "Paris"
 
@@ -86,7 +87,7 @@ def test_a_stop_text_may_begin_with_the_first_space():
     prompt, new = encoded(tokenizer, ["\u2581is"]), encoded(tokenizer, ["\u2581Paris"])
     assert stop_texts.stops(tokenizer, (" Par",), prompt, new)
     assert not stop_texts.stops(tokenizer, (" Par",), prompt, new[:0])
-    assert stop_texts.text_before(tokenizer, (" Par",), prompt, new) == ""
+    assert stop_texts.completed(tokenizer, (" Par",), prompt, new)[0] == ""
 
 
 @pytest.mark.parametrize("make", [sentencepiece, byte_level])
@@ -100,3 +101,16 @@ def test_a_character_is_the_text_of_whoever_ends_it(make):
     for cut in (0, 4, 15, 16, 17, 98, 118, 120):
         text = stop_texts.text_after(tokenizer, tokens[:cut], tokens[cut:])
         assert text == smile * (30 - cut // 4), cut
+
+
+def test_generate_ends_before_a_stop_text(tiny):
+    """Its tokens end with the stop's last, and others go on to the most."""
+    model = tiny._replace(tokenizer=words())
+    prompts = [[5, 6, 7], [8, 9]]
+    whole = generate(model, prompts, max_new_tokens=40, ignore_eos=True)
+    stop = model.tokenizer.decode(whole[0].tokens[2])
+    first = [model.tokenizer.decode(token) for token in whole[0].tokens].index(stop)
+    sampling = Sampling(max_new_tokens=40, stop=stop, ignore_eos=True)
+    cut, _ = generate(model, prompts, sampling)
+    assert cut.tokens == whole[0].tokens[: first + 1]
+    assert stop not in cut.text and whole[0].text.startswith(cut.text)

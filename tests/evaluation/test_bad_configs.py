@@ -40,7 +40,7 @@ def asked(task, **options):
     return {"tasks": [{"name": task, "options": options}]}
 
 
-SHARED = {"name": "a", "policy": "recency", "phases": "decode_only"}
+SHARED = {"name": "a", "policy": "recency", "schedule": "decode_only"}
 TWINS = [  # what tells them apart is in no table
     {"name": "a", "policy": "h2o", "series": "h2o"},
     {"name": "b", "policy": "h2o", "series": "h2o", "options": {"recent": 0.2}},
@@ -161,9 +161,12 @@ def test_throughput_s_methods_are_names_or_dicts():
 
 
 def test_methods_of_one_series_may_differ_in_what_reports_show():
-    squeezed = {"phases": "after_prefill", "budget_rule": {"name": "squeeze", "p": 0.3}}
+    squeezed = {
+        "schedule": "after_prefill",
+        "budget_rule": {"name": "squeeze", "p": 0.3},
+    }
     stored = {"codec": {"name": "int4", "group": 16}}
-    for change in ({"budget": 16}, {"phases": "after_prefill"}, squeezed, stored):
+    for change in ({"budget": 16}, {"schedule": "after_prefill"}, squeezed, stored):
         methods = [TWINS[0], TWINS[1] | change]
         from_config(config(methods=methods), {}).check()
 

@@ -10,6 +10,7 @@ from conftest import tiny_model, tiny_spec
 from testing.prose import HAYSTACK, make_tokenizer
 
 from kvjax import policies
+from kvjax.cache.spec import checked
 from kvjax.engine import api
 from kvjax.evaluation import quality, report, run, samples, tasks
 from kvjax.evaluation.quality import Fidelity
@@ -37,7 +38,7 @@ CONFIG = {
         {
             "name": "ED",
             "policy": "recency",
-            "phases": "decode_only",
+            "schedule": "decode_only",
             "budget": 2,
             "evict_size": 1,
         },
@@ -234,7 +235,7 @@ def test_the_full_cache_is_read_in_the_same_blocks():
 def test_h2o_s_window_as_a_count():
     fields = {"name": "a", "policy": "h2o", "options": {"recent": 12}, "budget": 64}
     (method,) = from_config(CONFIG | {"methods": [fields]}, {}).methods
-    assert method.cache_config(tiny_spec()).policy is policies.h2o(recent=12)
+    assert checked(tiny_spec(), method.cache).policy is policies.h2o(recent=12)
 
 
 def sweep(quick):
@@ -248,7 +249,7 @@ def test_the_sweep_fits_smollm2(quick):
     sweep(quick).check()
     spec = tiny_spec(num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
     for method in sweep(quick).methods:
-        made = method.cache_config(spec)
+        made = checked(spec, method.cache)
         assert made.rope_positions == method.rope_positions
         assert made.schedule.prefill_chunk == 128
 

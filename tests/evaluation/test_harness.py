@@ -128,7 +128,7 @@ def test_a_batch_is_gone_when_the_next_is_read(model, monkeypatch):
 
 def test_special_tokens_stop_and_do_not_show():
     tokenizer = make_tokenizer()
-    cut = lambda until, tokens: stop_texts.text_before(tokenizer, until, [9], tokens)
+    cut = lambda until, tokens: stop_texts.completed(tokenizer, until, [9], tokens)[0]
     tokens = [5, 6, 3, 7, 2, 8]  # w1 w2 <stop> w3 <eos> w4
     assert cut(("<stop>",), tokens).split() == ["w1", "w2"]
     assert cut(("<eos>",), tokens).split() == ["w1", "w2", "w3"]
@@ -272,7 +272,7 @@ def test_arguments(model):
         ({"policy": "h2o", "budget": 24, "schedule": "never"}, "never"),
         ({"codec": "int4", "codec.groups": 4}, "codec 'int4': .*'groups'"),
         ({"offload": 0}, "offload 0: must be at least 1"),
-        ({"offload": 8, "offload.top": 3}, "offload has no top"),
+        ({"offload": 8, "offload.top": 3}, "offload has an unknown field 'top'"),
         ({"memory_gb": -1}, "memory_gb -1"),
     ],
 )

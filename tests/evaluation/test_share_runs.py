@@ -11,6 +11,7 @@ from conftest import tiny_model, tiny_spec
 from testing.prose import HAYSTACK, make_tokenizer
 
 from kvjax.cache import calibrations, codecs, make_spec
+from kvjax.cache.spec import checked
 from kvjax.evaluation import run
 from kvjax.evaluation.run import from_config
 from kvjax.types import UserError
@@ -75,8 +76,8 @@ def test_rules_of_the_comparison_share_out_as_much(percent):
     experiment.check()
     spec = tiny_spec(num_layers=30, num_kv_heads=3, name="smollm2-135m-instruct")
     full, *methods = experiment.methods
-    assert full.policy is None and full.pinned is None and len(methods) == 42
-    sizes = {each.name: each.cache_config(spec, 1000) for each in methods}
+    assert full.policy is None and full.cache.pinned is None and len(methods) == 42
+    sizes = {each.name: checked(spec, each.cache, 1000) for each in methods}
     for name, config in sizes.items():
         mean = round(10 * float(percent))
         assert sum(config.head_budgets(spec)) == mean * 90, name
@@ -96,7 +97,7 @@ def test_rules_of_the_survey():
     full, *methods = experiment.methods
     assert full.policy is None and len(methods) == 9 * 5
     for method in methods:
-        config = method.cache_config(spec, 1000)
+        config = checked(spec, method.cache, 1000)
         assert set(config.head_budgets(spec)) == {round(1000 * method.share)}
         assert (config.schedule.evict_size, config.schedule.prefill_chunk) == (32, 32)
     assert {m.share for m in methods} == {0.2, 0.3, 0.4, 0.5, 0.6}
@@ -110,7 +111,7 @@ def test_rules_of_squeeze_attention():
     spec = tiny_spec(num_layers=30, num_kv_heads=3, name="smollm2-135m-instruct")
     full, *methods = experiment.methods
     assert full.policy is None and len(methods) == 3 * 5 * 2
-    configs = {method.name: method.cache_config(spec, 500) for method in methods}
+    configs = {method.name: checked(spec, method.cache, 500) for method in methods}
     for method in methods:
         config = configs[method.name]
         assert set(config.head_budgets(spec)) == {round(500 * method.share)}
@@ -130,11 +131,11 @@ def test_batches_of_squeeze_attention():
     spec = tiny_spec(num_layers=30, num_kv_heads=3, name="smollm2-135m-instruct")
     methods = [method for method in experiment.methods if method.policy]
     assert len(experiment.methods) == 12 and len(methods) == 9
-    sizes = {m.name: m.cache_config(spec, 512).head_budgets(spec) for m in methods}
+    sizes = {m.name: checked(spec, m.cache, 512).head_budgets(spec) for m in methods}
     assert {sum(each) for each in sizes.values()} == {round(0.2 * 512) * 90}
     assert set(sizes["H2O, squeezed, pool"]) == {36, 696}  # 27 layers lend to three
     schedules = {
-        m.name: m.cache_config(spec, 512).schedule for m in methods if "H2O" in m.name
+        m.name: checked(spec, m.cache, 512).schedule for m in methods if "H2O" in m.name
     }
     assert len(schedules) == 6
     assert {(s.phases, s.evict_size) for s in schedules.values()} == {
@@ -196,7 +197,7 @@ def test_rules_in_equal_bytes(percent):
     full, *methods = experiment.methods
     assert full.policy is None and len(methods) == 4 * 4
     for method in methods:
-        config = method.cache_config(spec, 1000)
+        config = checked(spec, method.cache, 1000)
         pair = 4 + codecs.pair_bytes(config.codec, 64, "bfloat16")
         share = min(1.0, float(percent) / 100 * (4 + 2 * 2 * 64) / pair)
         assert abs(np.mean(config.head_budgets(spec)) - 1000 * share) <= 1
@@ -213,7 +214,7 @@ def test_blocks_are_larger_where_nothing_is_evicted_from_them():
     fields = load_config("heads.py")("25")
     fields.prefill_chunk = fields.evict_size = 32
     blocks = {
-        method.check()[1].phases: method.check()[1].prefill_chunk
+        method.schedule.phases: method.schedule.prefill_chunk
         for method in from_config(fields.to_dict(), {}).methods
     }
     assert blocks == {"none": 64, "after_prefill": 64, "prefill_and_decode": 32}
@@ -241,9 +242,9 @@ def test_one_thing_changed_at_a_time():
     assert full.policy is None and len(methods) == 14
     spec = tiny_spec(num_layers=30, num_kv_heads=3, name="smollm2-135m-instruct")
     for method in methods:
-        heads = np.array(method.cache_config(spec, 600).head_budgets(spec))
+        heads = np.array(checked(spec, method.cache, 600).head_budgets(spec))
         assert heads.mean() == (300 if method.name.endswith("50") else 150)
-        assert heads.min() >= sum(method.pinned) + 16
+        assert heads.min() >= sum(method.cache.pinned) + 16
     some = get_config("mine.json,key_diff_pinned,full").methods
     assert some[0]["name"] == "Full cache" and len(some) == 3
     with pytest.raises(OSError, match=r"no calibration: write reasoning\.py:FILE"):
@@ -266,7 +267,7 @@ def test_codecs_that_are_compared(when):
     experiment = from_config(load_config("codecs.py")(when).to_dict(), {})
     experiment.check()
     full, *methods = experiment.methods
-    configs = [m.cache_config(tiny_spec(head_dim=64), 1000) for m in methods]
+    configs = [checked(tiny_spec(head_dim=64), m.cache, 1000) for m in methods]
     assert not full.policy and len(configs) == 12
     assert {c.codec.after_prompt for c in configs} == {when == "after_prompt"}
     told = {

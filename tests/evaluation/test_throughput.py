@@ -478,7 +478,7 @@ def test_a_model_without_a_tokenizer(model, tmp_path, monkeypatch):
                     {
                         "name": "x",
                         "batch_rule": "staggered",
-                        "phases": "prefill_and_decode",
+                        "schedule": "prefill_and_decode",
                     }
                     | {"policy": "recency"}
                 ]

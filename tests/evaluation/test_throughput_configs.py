@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvjax import load
+from kvjax.cache.spec import checked
 from kvjax.engine import compiled, footprint
 from kvjax.evaluation import batch_rules, report, run, search, tasks, throughput
 from kvjax.evaluation.batch_rules import divisors
@@ -78,9 +79,11 @@ def test_the_papers_settings(task, model):
     assert told == (MODELS[model], "bfloat16", memory, (NEW,))
     (full,), eds, own = (of_rule(asked, rule) for rule in ("full", "ed", "fixed"))
     assert len(asked.methods) == 1 + len(eds) + len(own)
-    assert (full.policy, full.codec) == (None, "identity")
-    assert [(ed.budget, ed.evict_size) for ed in eds] == ED
-    assert {(ed.policy, ed.phases) for ed in eds} == {("recency", "decode_only")}
+    assert (full.policy, full.stored) == (None, "identity")
+    assert [(ed.budget, ed.schedule.evict_size) for ed in eds] == ED
+    assert {(ed.policy, ed.schedule.phases) for ed in eds} == {
+        ("recency", "decode_only")
+    }
     assert [(each.budget, each.batch_size) for each in own] == pairs
     assert {batch for _, batch in pairs} < set(D)
     assert {each.policy for each in own} == {"average_attention"}
@@ -121,7 +124,7 @@ def test_the_search_on_a_cpu(smollm2):
     sought = of_rule(asked, "search")
     told = [search.bounds(method, spec, 3000, (64,)) for method in sought]
     assert told == [(128, 2999)] * 3
-    kept = search.at(sought[-1], 1024).cache_config(spec, 3000)
+    kept = checked(spec, search.at(sought[-1], 1024).cache, 3000)
     assert len(set(kept.head_budgets(spec))) > 2 and kept.policy.num_pinned == 20
     job = throughput._job(smollm2, asked.methods[0], 3000, 512)
     row = max(footprint.state_bytes(job).values())
@@ -167,7 +170,7 @@ def test_kcache_at_two_limits():
     away = [method for method in asked.methods if method.offload]
     assert [method.made_offload().top_n for method in away] == [32, 64, 128]
     for method in away:
-        kept = method.cache_config(presets.spec("llama-2-7b"))
+        kept = checked(presets.spec("llama-2-7b"), method.cache)
         assert kept.compacts and not kept.recalls(0) and kept.recalls(1)
         assert (asked.memory_gb, kept.offload.memory_gb) == (2.0, 6.0)
 
