@@ -1,4 +1,4 @@
-"""What kvjax says on stderr while it works: progress, notices and warnings."""
+"""Progress, notices and warnings on stderr."""
 
 import contextlib
 import os
@@ -8,44 +8,43 @@ import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-Say = Callable[[str, int], None]  # what runs now, and how many prompts just ended
-_WRAPPERS = ("jax", "jaxtyping")  # what functions of the package may be called through
-_BRIEF = 0.1  # seconds: a stage that took less, such as a compilation kept, is not told
+Say = Callable[[str, int], None]  # the current stage; how many prompts just ended
+_WRAPPERS = ("jax", "jaxtyping")  # packages whose frames may lie around ours
+_BRIEF = 0.1  # seconds; shorter stages, such as a cached compilation, get no line
 
 
 def silent(what: str, prompts: int = 0) -> None:
-    """Says nothing."""
+    """Reports nothing."""
 
 
 @contextlib.contextmanager
 def progress(
-    total: int, wanted: bool | None = None, unit: str = "prompt"
+    total: int, show: bool | None = None, unit: str = "prompt"
 ) -> Iterator[Say]:
-    """Shows on stderr what runs, until the block ends.
+    """Shows progress on stderr until the block ends.
 
-    A bar shows what runs from the first word on, and goes when the work ends. Where
-    nobody looks, as in a log file, every stage that has ended gets a line with its
-    seconds.
+    A bar shows the current stage, and disappears at the end. In a log file, every stage
+    gets a line with its seconds when it ends.
 
     Args:
-      total: how many prompts there are; 0 where none run.
-      wanted: True shows a bar, False nothing. None is what KVJAX_PROGRESS says: 1 for
-        a bar, 0 for nothing; where that is not set, a bar at a terminal and in a
-        notebook, and lines elsewhere.
-      unit: what `total` counts, for the bar.
+      total: number of prompts; 0 if the work is not counted.
+      show: True shows a bar, False nothing. None follows KVJAX_PROGRESS: 1 for a bar,
+        0 for nothing; if it is not set, a bar at a terminal and in a notebook, and
+        lines elsewhere.
+      unit: the word for what `total` counts.
     """
-    if wanted is None:
-        wanted = _chosen()
-    with {True: _bar, False: _nothing, None: _lines}[wanted](total, unit) as say:
+    if show is None:
+        show = _default()
+    with {True: _bar, False: _nothing, None: _lines}[show](total, unit) as say:
         yield say
 
 
-def _chosen() -> bool | None:
-    """Whether a bar shows, or nothing; None is lines."""
-    told = {"0": False, "1": True}.get(os.environ.get("KVJAX_PROGRESS", ""))
-    if told is None and (sys.stderr.isatty() or "ipykernel" in sys.modules):
+def _default() -> bool | None:
+    """Returns True for a bar, False for nothing, None for lines."""
+    setting = {"0": False, "1": True}.get(os.environ.get("KVJAX_PROGRESS", ""))
+    if setting is None and (sys.stderr.isatty() or "ipykernel" in sys.modules):
         return True
-    return told
+    return setting
 
 
 @contextlib.contextmanager
@@ -76,7 +75,7 @@ def _nothing(total: int, unit: str) -> Iterator[Say]:
 
 @contextlib.contextmanager
 def _lines(total: int, unit: str) -> Iterator[Say]:
-    """A stage ends when the next one is named, units are told, or the block ends."""
+    """A stage ends when the next one begins, prompts end, or the block ends."""
     running, start, done = "", 0.0, 0
 
     def say(what: str, ended: int = 0) -> None:
@@ -93,12 +92,12 @@ def _lines(total: int, unit: str) -> Iterator[Say]:
 
 
 def notice(text: str) -> None:
-    """One line to stderr, for what takes long or differs from what was expected."""
+    """Prints one line to stderr."""
     print(f"kvjax: {text}", file=sys.stderr, flush=True)
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line that called into kvjax, however deep in it the reason lies."""
+    """Warns at the caller's line that called into kvjax, from any depth in it."""
     where = _caller(sys._getframe())
     warnings.warn_explicit(
         text,
@@ -111,7 +110,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _caller(inner: FrameType) -> FrameType:
-    """The frame that called the package's outermost one, past what wraps functions."""
+    """Returns the frame that called the package's outermost one, past wrappers."""
     found, frame = inner, inner
     while frame.f_back is not None:
         of, frame = _package(frame), frame.f_back

@@ -1,9 +1,9 @@
-"""Measures on texts how many pairs each head needs: `kvjax.calibrate`.
+"""Measures on texts how many KV pairs each head needs: `kvjax.calibrate`.
 
-A text is read with the full cache, and every pair gets a score by what queries make of
-it, see `TARGETS`. Heads differ: some look everywhere, most at a few pairs. One
-threshold over the scores of all layers and heads keeps a ratio of all pairs, and says
-which share of them is whose.
+A text is read with the full cache, and every pair is scored by the attention that it
+gets, see `TARGETS`. Some heads attend everywhere, most to a few pairs. One threshold
+over the scores of all layers and heads keeps a given ratio of all pairs; each head's
+share of its own pairs above the threshold is what it needs.
 """
 
 import functools
@@ -29,21 +29,21 @@ from kvjax.models.fingerprints import fingerprint
 from kvjax.parallel import axes, meshes
 from kvjax.types import Model, ModelSpec, PyTree, Scoring, UserError, whole_number
 
-NUM_TEXTS = 16  # windows of Python's documentation, where nobody gives texts
+NUM_TEXTS = 16  # windows of Python's documentation, the default texts
 INSTRUCTION = "\n\nRepeat the previous context exactly.\n\n"
-_PIECE = 128  # queries at a time: their weights are all that is ever held
+_PIECE = 128  # queries at a time, which bounds the attention weights in memory
 _WEIGHTS = frozenset({"attn_weights"})
 
 
 class Target(NamedTuple):
-    """What a pair's score is; one of another kind is an entry of `TARGETS`.
+    """How attention weights become a pair's score; see `TARGETS`.
 
     Attributes:
-      repeats: whether the text is read again after `INSTRUCTION`, and its second
-        reading asks; or the one and only.
-      reduce: attention weights f32[B, K, G, T, C] of T queries that ask, zero where
-        others do -> scores f32[B, K, C].
-      merge: the score by two sets of queries, from theirs.
+      repeats: whether the text is repeated after `INSTRUCTION`, and only queries of the
+        repetition score.
+      reduce: attention weights f32[B, K, G, T, C], zero for queries that do not score,
+        -> scores f32[B, K, C].
+      merge: combines the scores of two sets of queries.
     """
 
     repeats: bool
@@ -71,32 +71,32 @@ def calibrate(
     floor: int = FLOOR,
     show_progress: bool | None = None,
 ) -> Calibration:
-    """Measures which share of a text's pairs each head needs, and keeps it.
+    """Measures which share of a text's pairs each head needs, and saves it.
 
-    From then on a share such as `budget="25%"` is shared out by it, wherever these
-    weights are loaded: they are known by their fingerprint. It is kept as a file in
-    `calibrations` of the cache folder ($KVJAX_CACHE), where another calibration of the
-    same weights by the same target takes its place.
+    From then on a budget such as `budget="25%"` is divided between heads by it,
+    wherever these weights are loaded; a fingerprint identifies them. The file is in
+    `calibrations` of the cache folder ($KVJAX_CACHE). A later calibration of the same
+    weights by the same target replaces it.
 
-    For every text and ratio one threshold over all layers and heads keeps exactly the
-    ratio of all pairs: a head's share is what is kept of its own. The first 4 and the
-    last 16 pairs always are. Shares are averaged over the texts, raised to `floor`
-    pairs where they are below it, and scaled so that their mean is the ratio.
+    For every text and ratio, one threshold over all layers and heads keeps exactly the
+    ratio of all pairs; a head's share is the part of its own pairs that is kept. The
+    first 4 and the last 16 pairs are always kept. Shares are averaged over the texts,
+    raised to at least `floor` pairs, and scaled so that their mean is the ratio.
 
     Args:
       model: from `kvjax.load`.
-      texts: texts or token ids, of `tokens` tokens or more each; eight that are like
-        those to come do. None is 16 windows of the documentation that comes with
-        Python.
-      ratios: pairs kept of all pairs, falling, between 1 and 0.
-      target: what makes a pair worth keeping: `repetition`, being looked at when the
-        text is repeated; `attention`, being looked at while it is read.
-      tokens: how many of each text are read.
+      texts: texts or token ids, of at least `tokens` tokens each; eight texts like the
+        future prompts are enough. None is 16 windows of Python's own documentation.
+      ratios: pairs kept of all pairs, descending, between 1 and 0.
+      target: the score of a pair: by the attention that it gets when the text is
+        repeated (`repetition`), or while the text is read (`attention`).
+      tokens: number of tokens read of each text.
       floor: pairs of a text that every head keeps at every ratio.
       show_progress: see `kvjax.messages.progress`.
 
     Returns:
-      What was measured: also a `budget_rule`, and `save` writes it elsewhere.
+      The calibration. It can be given as a `budget_rule`, and `save` writes it to a
+      file.
 
     Raises:
       UserError: a text that is too short, tokens that exceed the model's context, a
@@ -105,8 +105,8 @@ def calibrate(
     """
     if texts is None:
         texts = windows(python_documentation(), NUM_TEXTS)
-    given = model, texts, ratios, target, tokens, floor, show_progress
-    found = calibrations.average(measure(*given))
+    measured = measure(model, texts, ratios, target, tokens, floor, show_progress)
+    found = calibrations.average(measured)
     try:
         calibrations.keep(found)
     except UserError as error:
@@ -115,14 +115,14 @@ def calibrate(
 
 
 def python_documentation() -> list[str]:
-    """The topics of Python's own reference, in the order of their names."""
+    """Returns the topics of Python's own reference, in the order of their names."""
     from pydoc_data.topics import topics
 
     return [topics[name] for name in sorted(topics)]
 
 
 def windows(documents: Sequence[str], count: int) -> list[str]:
-    """Texts of about equal length from all over documents; each begins with a word."""
+    """Cuts documents into texts of about equal length that begin with a word."""
     text = " " + "\n\n".join(documents)
     cuts = [len(text) * i // count for i in range(count + 1)]
     return [
@@ -139,9 +139,9 @@ def measure(
     floor: int,
     show_progress: bool | None = None,
 ) -> Measured:
-    """What `calibrate` averages: the shares of each text by itself. Keeps nothing.
+    """Returns the shares of each text, which `calibrate` averages; saves nothing.
 
-    Args, raises: see `calibrate`, whose defaults are nobody else's.
+    Args, raises: see `calibrate`.
     """
     floor = whole_number("floor", floor, SINKS + NEWEST)
     ratios = calibrations.checked_ratios(ratios)
@@ -174,12 +174,12 @@ def measure(
 
 
 class Reading(NamedTuple):
-    """A text as a model reads it to score its pairs.
+    """The tokens that score the pairs of one text.
 
     Attributes:
-      ids: all that is read, the text first.
+      ids: all tokens read, the text first.
       length: tokens of the text, whose pairs are scored.
-      asking: first and, excluded, last position of the queries that score.
+      asking: positions of the queries that score: the first, and the one past the last.
       target: of `TARGETS`.
     """
 
@@ -192,9 +192,7 @@ class Reading(NamedTuple):
 def readings(
     model: Model, texts: Sequence[api.Prompt], target: str, tokens: int
 ) -> list[Reading]:
-    """How every text is read for a target.
-
-    A second reading leaves out a BOS token.
+    """Returns the tokens to read for every text; a repetition leaves out a BOS token.
 
     Raises:
       UserError: see `calibrate`.
@@ -241,13 +239,13 @@ def _reading(model: Model, ids: list[int], between, target: str) -> Reading:
 
 
 class Scored(NamedTuple):
-    """What a reading came to.
+    """The scores of one text.
 
     Attributes:
       scores: of every pair of the text, float32.
-      similarity: of every layer, the cosine of the residual stream before and after its
-        attention, mean over the text's tokens.
-      accuracy: see `Calibration.accuracy`, of this text.
+      similarity: for every layer, the cosine of the residual stream before and after
+        its attention, averaged over the text's tokens.
+      accuracy: of this text, see `Calibration.accuracy`.
     """
 
     scores: Float[np.ndarray, "L K N"]
@@ -256,7 +254,7 @@ class Scored(NamedTuple):
 
 
 def scored(model: Model, reading: Reading) -> Scored:
-    """Reads a text as told."""
+    """Runs the model over a text and returns its scores."""
     compiled.keep_compiled()
     pieces = math.ceil(len(reading.ids) / _PIECE)
     short = -len(reading.ids) % pieces  # padding comes last: nothing real sees it
@@ -276,7 +274,7 @@ def _read(
     reading: Reading,
     pieces: int,
 ) -> tuple[Float[Array, "L K N"], Float[Array, "L"], Float[Array, ""]]:
-    """The program: scores of N positions, cosines of layers, the share told right."""
+    """Returns the scores of N positions, each layer's cosine, and the accuracy."""
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
 
     def attend(index, q, k, v, ops, found):
@@ -303,25 +301,27 @@ def _attend(
     reading: Reading,
     pieces: int,
 ) -> tuple[Float[Array, "1 K G T D"], Float[Array, "1 K N"]]:
-    """Causal attention, and the scores of one layer; some queries after the others."""
+    """Returns causal attention and one layer's scores, `_PIECE` queries at a time."""
     target, (first, last) = TARGETS[reading.target], reading.asking
     positions = jnp.arange(q.shape[3], dtype=jnp.int32)
     slots = jnp.broadcast_to(positions[None, None], k.shape[:3])
 
-    def a_piece(scores, given):
-        q, now = given
+    def piece(scores, queries):
+        q, now = queries
         every = jnp.full((1,), now.size, jnp.int32)
-        partial, seen = reference.attend(
+        partial, observed = reference.attend(
             q, k, v, slots, now[None], every, _WEIGHTS, scoring
         )
-        asks = ((first <= now) & (now < last))[None, None, None, :, None]
-        weights = jnp.where(asks, seen.attn_weights[..., : reading.length], 0.0)
+        scoring_queries = ((first <= now) & (now < last))[None, None, None, :, None]
+        weights = jnp.where(
+            scoring_queries, observed.attn_weights[..., : reading.length], 0.0
+        )
         out = reference.normalize(partial).astype(q.dtype)
         return target.merge(scores, target.reduce(weights)), out
 
     scores = jnp.zeros((1, q.shape[1], reading.length), jnp.float32)
     cut = rearrange(q, "b k g (n t) d -> n b k g t d", n=pieces)
-    scores, out = lax.scan(a_piece, scores, (cut, positions.reshape(pieces, -1)))
+    scores, out = lax.scan(piece, scores, (cut, positions.reshape(pieces, -1)))
     return rearrange(out, "n b k g t d -> b k g (n t) d"), scores
 
 
@@ -332,15 +332,15 @@ def _accuracy(
     tokens: Int[Array, "1 T"],
     reading: Reading,
 ) -> Float[Array, ""]:
-    """The share of the asking queries whose next token, another one, was the likeliest.
+    """Returns the share of scoring queries that predict their next token.
 
-    Some queries after the others: all their logits would be T times the vocabulary.
+    `_PIECE` queries at a time: the logits of all would be T times the vocabulary.
     """
     first, last = reading.asking
     count = last - first - 1
     padding = ((0, -count % _PIECE), (0, 0))
     asking = jnp.pad(hidden[0, first : last - 1], padding)
     cut = rearrange(asking, "(n t) m -> n t m", t=_PIECE)
-    likeliest = lambda some: jnp.argmax(decoder.logits(params, some, spec), axis=-1)
+    likeliest = lambda x: jnp.argmax(decoder.logits(params, x, spec), axis=-1)
     found = lax.map(likeliest, cut).reshape(-1)[:count]
     return jnp.mean(found == tokens[0, first + 1 : last])

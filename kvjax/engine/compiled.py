@@ -20,7 +20,7 @@ from jaxtyping import Array, Int
 
 from kvjax import cache
 from kvjax.cache import sharded
-from kvjax.engine import memory, steps
+from kvjax.engine import memory, scoring, steps
 from kvjax.engine.jobs import Job
 from kvjax.models import decoder
 from kvjax.models.weights import param_cache
@@ -41,7 +41,7 @@ class Programs(NamedTuple):
       pool: () -> a DecodeState with no row in use; None unless prefill is staggered.
       insert: (pool, part, rows) -> pool; None unless prefill is staggered.
       decode: (params, DecodeState, limit) -> (DecodeState, tokens); in a scored job
-        `steps.score`, (params, state, logits, tokens, lengths) -> (state, Scores).
+        `scoring.score`, (params, state, logits, tokens, lengths) -> (state, Scores).
     """
 
     init: jax.stages.Compiled
@@ -98,12 +98,12 @@ def _make_room() -> None:
 
 
 def kept_limit() -> int:
-    """Returns the most bytes that kept programs may take: $KVJAX_PROGRAMS_GB, or 1 GB.
+    """Returns the bytes that kept programs may take: $KVJAX_PROGRAMS_GB, or 0.6 GB.
 
-    Programs of a 135M model take 0.25 to 0.45 GB a job on a CPU, and a compiler twice
-    as much while it runs.
+    Programs of a 135M model take about 0.2 GB a job on a CPU. The default keeps those
+    of two policies, and a process that tries every policy below 2 GB.
     """
-    text = os.environ.get("KVJAX_PROGRAMS_GB", "1")
+    text = os.environ.get("KVJAX_PROGRAMS_GB", "0.6")
     try:
         return int(real_number("KVJAX_PROGRAMS_GB", float(text), 0) * 1e9)
     except ValueError:
@@ -239,7 +239,7 @@ def _compile_decode(job: Job) -> jax.stages.Compiled:
 def _compile_score(job: Job) -> jax.stages.Compiled:
     shapes = arguments(job)
     return _compiled(
-        steps.score,
+        scoring.score,
         shapes.params,
         shapes.decode_state.cache,
         shapes.logits,

@@ -22,7 +22,7 @@ from kvjax import cache
 from kvjax.cache import parts
 from kvjax.cache.schedule import Schedule
 from kvjax.cache.spec import CacheSpec
-from kvjax.engine import runner, steps
+from kvjax.engine import runner, scoring, steps
 from kvjax.engine.jobs import Job
 from kvjax.engine.runner import Prefilled, Prompts
 from kvjax.engine.steps import DecodeState
@@ -98,7 +98,7 @@ class LayerByLayer:
 
     def score(
         self, read: Prefilled, tokens: np.ndarray, lengths: np.ndarray
-    ) -> steps.Scores:
+    ) -> scoring.Scores:
         every = [read.logits]
         for i in range(tokens.shape[1] - 1):
             read = self._step(read.state, tokens[:, i], lengths > i + 1)
@@ -106,7 +106,7 @@ class LayerByLayer:
         cache.raise_errors(read.state)
         logits = np.stack([np.asarray(each) for each in every])
         logprob, greedy = _logprobs(logits, jnp.asarray(tokens.T, jnp.int32))
-        found = steps.masked_scores(logprob.T, greedy.T, None, jnp.asarray(lengths))
+        found = scoring.masked_scores(logprob.T, greedy.T, None, jnp.asarray(lengths))
         return jax.device_get(found)._replace(logits=logits)
 
     def finished(self, state: DecodeState) -> cache.KVState:
@@ -302,10 +302,6 @@ def _one_group(layer, stats, error, next_pos, heads, config) -> cache.KVState:
     )
 
 
-def _with_error(error: Array, heads: Array | None, found: Array) -> Array:
-    return found if heads is None else error.at[:, heads].set(found)
-
-
 @functools.partial(jax.jit, static_argnames=("spec", "like"))
 def _before(weights: PyTree, x: Float[Array, "B T M"], *, spec, like: int) -> tuple:
     """Returns queries, keys, values and the hidden states they are made of."""
@@ -375,7 +371,7 @@ def _attend(
         layer_number=number,
         head_numbers=heads,
     )
-    error = _with_error(error, heads, state.error)
+    error = state.error if heads is None else error.at[:, heads].set(state.error)
     return mixed, state.layers[0], state.stats[0], error
 
 
@@ -392,7 +388,7 @@ def _compact(group, learned, number, heads, *, spec, config, capacity, like):
         head_numbers=heads,
         scorings=[spec.scoring(like)],
     )
-    error = _with_error(group[2], heads, found.error)
+    error = found.error if heads is None else group[2].at[:, heads].set(found.error)
     return found.layers[0], found.stats[0], error
 
 
@@ -413,4 +409,4 @@ def _logits(ends: PyTree, last: Float[Array, "B M"], *, spec) -> Float[Array, "B
 
 
 _next_token = jax.jit(steps.next_token, static_argnames=("sampling", "eos"))
-_logprobs = jax.jit(steps.logprobs)
+_logprobs = jax.jit(scoring.logprobs)

@@ -1,4 +1,4 @@
-"""How likely given continuations of given contexts are, under a compressed cache."""
+"""Log-likelihoods of continuations after contexts, under a compressed cache."""
 
 import dataclasses
 from collections import defaultdict
@@ -14,15 +14,16 @@ from kvjax.engine.planner import plan_job
 from kvjax.types import Model, UserError
 
 Tokens = Sequence[int]
-_WIDTHS = (16, 128, 1024)  # continuations are padded to these, then to multiples
+# Continuations are padded to these lengths, and beyond to multiples of the last.
+_WIDTHS = (16, 128, 1024)
 
 
 class Likelihood(NamedTuple):
-    """Of one continuation.
+    """The likelihood of one continuation.
 
     Attributes:
       logprob: natural logarithm of its probability.
-      greedy: whether each of its tokens was the likeliest.
+      greedy: whether each of its tokens was the most likely one.
     """
 
     logprob: float
@@ -30,10 +31,10 @@ class Likelihood(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """A context, and by their numbers the continuations asked of it."""
+    """A context, and the indices of the pairs that share it."""
 
     tokens: tuple[int, ...]
-    asked: list[int]
+    pairs: list[int]
 
 
 def likelihoods(
@@ -45,22 +46,22 @@ def likelihoods(
     most: int | None = None,
     done: Callable[[int], object] = lambda count: None,
 ) -> list[Likelihood]:
-    """The likelihood of each pair's continuation after its context.
+    """Returns the likelihood of each pair's continuation after its context.
 
-    The context is read as a prompt, block by block, and compressed as the schedule
-    says; then the continuation's tokens are fed as if they had been generated. Under a
-    schedule that only compresses prompts (`after_prefill`, `prefill_only`), what the
-    continuation adds stays. A context that several continuations share is read once.
-    Pairs of any lengths run in batches that fill the memory, and each gets what it
-    would get alone, unless a budget rule measures the contexts that are read together.
+    The context is read as a prompt and compressed as the schedule says; then the
+    continuation's tokens are read as if they had been generated. Schedules that
+    compress only prompts (`after_prefill`, `prefill_only`) evict nothing of the
+    continuation. A context that several continuations share is read once. Pairs of any
+    lengths run in batches that fill the memory. A pair's result does not depend on the
+    others, unless a budget rule measures the contexts that are read together.
 
     Args:
       model: the model.
-      config: what is kept of its KV cache.
+      config: configuration of its KV cache.
       pairs: token ids of a context and of a continuation, one or more each.
       memory_bytes: see `kvjax.engine.memory.device_memory`.
-      most: no more contexts are read at once.
-      done: called with the number of pairs that were just finished.
+      most: limit of the contexts that are read at once.
+      done: called with the number of pairs that a batch has finished.
 
     Raises:
       UserError: an empty context or continuation; an id outside the vocabulary; a pair
@@ -73,8 +74,8 @@ def likelihoods(
         count = min(most or len(contexts), len(contexts))
         plan = plan_job(job, memory_bytes, count)
         for rows in runner.batches(range(len(contexts)), plan.batch):
-            some = [contexts[row] for row in rows]
-            new = dict(_judged(runner.of_plan(model.params, plan), some, pairs))
+            batch = [contexts[row] for row in rows]
+            new = dict(_scored(runner.of_plan(model.params, plan), batch, pairs))
             found |= new
             done(len(new))
             memory.trim()  # of the batch's state
@@ -84,7 +85,7 @@ def likelihoods(
 def windows(
     tokens: list[int], prefix: int, length: int
 ) -> list[tuple[list[int], list[int]]]:
-    """Cuts a text into (context, continuation) whose continuations add up to the text.
+    """Cuts a text into (context, continuation) pairs; continuations make up the text.
 
     Every window but the last predicts `length` tokens from the one before them; the
     last predicts what is left, from as much text as fits.
@@ -93,33 +94,33 @@ def windows(
     cuts = []
     for start in range(0, len(tokens), length):
         end = min(start + length, len(tokens))
-        first = max(0, end - length)  # of the tokens that are read, in `whole`
+        first = max(0, end - length)  # of the window, in `whole`
         cuts.append((whole[first : start + 1], whole[start + 1 : end + 1]))
     return cuts
 
 
 def _check(model: Model, pairs: Sequence[tuple[Tokens, Tokens]]) -> None:
     room = model.spec.context_length
-    for index, (context, given) in enumerate(pairs):
+    for index, (context, continuation) in enumerate(pairs):
         api.check_ids(model, f"context {index}", context)
-        api.check_ids(model, f"continuation {index}", given)
-        if len(context) + len(given) - 1 > room:
+        api.check_ids(model, f"continuation {index}", continuation)
+        if len(context) + len(continuation) - 1 > room:
             raise UserError(
                 f"context {index} of {len(context)} tokens and its continuation of "
-                f"{len(given)} exceed the context of {model.spec.name}, {room} tokens "
-                "and one that is only predicted: shorten the context"
+                f"{len(continuation)} exceed the context of {model.spec.name}, {room} "
+                "tokens and one that is only predicted: shorten the context"
             )
 
 
 def _jobs(
     model: Model, config: CacheSpec, pairs: Sequence[tuple[Tokens, Tokens]]
 ) -> Iterator[tuple[Job, list[_Context]]]:
-    """Contexts of like size with what is done to them, the largest first."""
-    asked: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    """Groups contexts of similar length, each group with its job, the longest first."""
+    shared: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, (context, _) in enumerate(pairs):
-        asked[tuple(context)].append(index)
+        shared[tuple(context)].append(index)
     groups = defaultdict(list)
-    for tokens, indices in asked.items():
+    for tokens, indices in shared.items():
         width = _width(max(len(pairs[i][1]) for i in indices))
         groups[jobs.size_class(config, len(tokens)), width].append(
             _Context(tokens, indices)
@@ -136,23 +137,24 @@ def _width(length: int) -> int:
     return fitting[0] if fitting else -(-length // _WIDTHS[-1]) * _WIDTHS[-1]
 
 
-def _judged(
+def _scored(
     run: runner.Whole,
     contexts: list[_Context],
     pairs: Sequence[tuple[Tokens, Tokens]],
 ) -> Iterator[tuple[int, Likelihood]]:
-    """One batch: every context's first continuation, then every second, and so on."""
+    """Scores every context's first continuation, then the second, and so on."""
     job = run.job
     read = run.prefill([context.tokens for context in contexts])
-    for turn in range(max(len(context.asked) for context in contexts)):
+    for turn in range(max(len(context.pairs) for context in contexts)):
         tokens = np.zeros((job.batch, job.max_new_tokens), np.int32)
         lengths = np.zeros((job.batch,), np.int32)
-        rows = [row for row, c in enumerate(contexts) if turn < len(c.asked)]
+        rows = [row for row, c in enumerate(contexts) if turn < len(c.pairs)]
         for row in rows:
-            given = pairs[contexts[row].asked[turn]][1]
-            tokens[row, : len(given)], lengths[row] = given, len(given)
+            continuation = pairs[contexts[row].pairs[turn]][1]
+            lengths[row] = len(continuation)
+            tokens[row, : lengths[row]] = continuation
         found = run.score(read, tokens, lengths)
         for row in rows:
             total = float(np.sum(found.logprob[row], dtype=np.float64))
             greedy = bool(found.greedy[row].all())
-            yield contexts[row].asked[turn], Likelihood(total, greedy)
+            yield contexts[row].pairs[turn], Likelihood(total, greedy)

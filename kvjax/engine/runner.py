@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import cache
 from kvjax.cache import budgets, sizing
-from kvjax.engine import compiled, memory, steps
+from kvjax.engine import compiled, memory, scoring, steps
 from kvjax.engine.compiled import Programs
 from kvjax.engine.jobs import Job
 from kvjax.engine.planner import Plan, plan_job
@@ -79,7 +79,7 @@ class Runner(Protocol):
 
     def score(
         self, read: Prefilled, tokens: np.ndarray, lengths: np.ndarray
-    ) -> steps.Scores:
+    ) -> scoring.Scores:
         """Scores given tokens [B, N] after the prompts; the result is on the host."""
         ...
 
@@ -159,7 +159,7 @@ class Whole:
 
     def score(
         self, read: Prefilled, tokens: np.ndarray, lengths: np.ndarray
-    ) -> steps.Scores:
+    ) -> scoring.Scores:
         tokens, lengths = meshes.shard_rows(self.job.mesh, tokens, lengths)
         state, scores = self._programs.decode(self._params, *read, tokens, lengths)
         cache.raise_errors(state)

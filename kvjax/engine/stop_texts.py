@@ -1,23 +1,22 @@
-"""The text of a completion, and the texts that end one, looked for in its tokens."""
+"""Decodes completions, and finds stop texts in them."""
 
 import bisect
 import functools
 from collections.abc import Sequence
 from typing import Any
 
-_CONTEXT = 16  # tokens of the prompt that new ones are decoded with, to begin with
-_BROKEN = "\ufffd"  # what decoders write for a part of a character
+_CONTEXT = 16  # prompt tokens that new ones are decoded with, or more if needed
+_BROKEN = "\ufffd"  # decoders write it for an incomplete character
 
 
 def text_after(
     tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int], **options: Any
 ) -> str:
-    """Returns what tokens add to the text of the prompt that they follow.
+    """Returns the text that tokens add to the prompt that they follow.
 
-    Tokens are decoded together with the end of their prompt: alone, they would lose
-    their first space to decoders that drop the one in front of a text (SentencePiece's,
-    as of Llama 2, Mistral and Phi-3), and one in front of their first word with
-    decoders that put spaces between tokens.
+    Tokens are decoded together with the end of their prompt. Decoded alone, they would
+    lose their first space: SentencePiece's decoders (Llama 2, Mistral, Phi-3) drop a
+    space at the start of a text, and others put spaces only between tokens.
 
     Args:
       tokenizer: a transformers tokenizer.
@@ -28,13 +27,13 @@ def text_after(
     decode = functools.partial(tokenizer.decode, **options)
     size = _CONTEXT
     before = decode(end := list(prompt[-size:]))
-    # Without text, the end cannot keep the space; from within a character, it could
-    # break the next ones.
+    # An end without text cannot keep the space, and one that starts inside a character
+    # could break the next ones.
     while size < len(prompt) and (not before or before.startswith(_BROKEN)):
         size *= 2
         before = decode(end := list(prompt[-size:]))
     whole = decode(end + list(tokens))
-    for begun in range(4):  # tokens of a character that the new ones complete
+    for begun in range(4):  # the new tokens may complete a character of the prompt
         before = decode(end[: len(end) - begun])
         if whole.startswith(before):
             return whole[len(before) :]
@@ -42,7 +41,7 @@ def text_after(
 
 
 def ended(text: str, stop: tuple[str, ...]) -> str:
-    """The text up to the first of the stops."""
+    """Returns the text before the first stop text."""
     found = [at for at in map(text.find, stop) if at >= 0]
     return text[: min(found, default=len(text))]
 
@@ -50,7 +49,7 @@ def ended(text: str, stop: tuple[str, ...]) -> str:
 def stops(
     tokenizer: Any, until: Sequence[str], prompt: Sequence[int], tokens: list[int]
 ) -> bool:
-    """Returns whether the text of new tokens holds one that ends a completion.
+    """Returns whether the new tokens' text contains a stop text.
 
     Special tokens count as their texts.
     """

@@ -1,17 +1,18 @@
-"""Which batch a method runs at: Batch-Max's protocol, and a pool.
+"""Batch rules: the batch that a method of a throughput experiment runs at.
 
 Source: Metel et al. 2024, arXiv 2412.05693, section 4.1::
 
     ed          b0 - 1, where b0 is the smallest batch at which ED (full prefill, then
                 the newest pair only) no longer fits
-    full        the same, or the largest that fits if that is less
+    full        ED's batch, or the largest that fits if that is less
     batch_max   the largest of D that fits, see `divisors`
-    search      the same, at the smallest |kv| that does, see `kvjax.evaluation.search`
+    search      as batch_max, at the smallest |kv| that keeps the score, see
+                `kvjax.evaluation.search`
     fixed       the method's `batch_size`, such as a paper's, which has to fit
     staggered   the largest pool, then the largest groups, see `kvjax.engine.planner`
 
-Whether a batch fits is read off its compiled programs; `step_back` is for devices that
-run out of memory all the same. Over a mesh, batches are what its rows divide.
+The compiled programs show whether a batch fits. `step_back` is for devices that run
+out of memory nevertheless. Over a mesh, batches are multiples of its data axis.
 """
 
 import dataclasses
@@ -35,15 +36,15 @@ BATCH_RULES = ("full", "ed", "batch_max", "search", "fixed", "staggered")
 
 
 def divisors(count: int) -> list[int]:
-    """D of section 4.1: batch sizes that divide the prompts evenly, rising.
+    """Returns D of section 4.1: batch sizes that divide the prompts, ascending.
 
-    With them no batch is part-filled, and none does work that is not asked for.
+    With them all batches are full, and no row is computed for nothing.
     """
     return [size for size in range(1, count + 1) if count % size == 0]
 
 
 def check(rule: str, job: Job, memory_bytes: int) -> None:
-    """Raises UserError for a job that the rule can find no batch for; instant."""
+    """Raises UserError for a job that has no batch under the rule; instant."""
     if rule == "staggered":
         check_staggered(job)
     check_one_row(job, memory_bytes)
@@ -56,15 +57,15 @@ def check(rule: str, job: Job, memory_bytes: int) -> None:
 def find_batch(
     rule: str, job: Job, memory_bytes: int, count: int, most: int, say: Say = silent
 ) -> Plan:
-    """The batch that a rule gives a job.
+    """Returns the plan of a job under a batch rule.
 
     Args:
-      rule: of `BATCH_RULES`; `full`, for which `most` is ED's batch, is as `ed`.
-      job: whatever batch it names, but for `fixed`, of which it is the batch.
+      rule: of `BATCH_RULES`; for `full`, `most` is ED's batch.
+      job: its own batch matters only under `fixed`.
       memory_bytes: the limit.
-      count: prompts there are.
-      most: no larger batch than that.
-      say: told what is compiled.
+      count: number of prompts.
+      most: limit of the batch.
+      say: receives progress messages.
 
     Raises:
       UserError: not even one row fits, or not the fixed batch.
@@ -77,8 +78,8 @@ def find_batch(
     if rule == "staggered":
         return plan_staggered(job, memory_bytes, most, say)
     planned = plan_job(job, memory_bytes, most, say)
-    even = rule in ("batch_max", "search")
-    sizes = divisors(count) if even else range(1, count + 1)
+    divides = rule in ("batch_max", "search")
+    sizes = divisors(count) if divides else range(1, count + 1)
     sizes = [s for s in sizes if s <= most and s % job.data_parallel == 0]
     planned = _largest(planned, sizes, say)
     if planned.batch < most:
@@ -95,7 +96,7 @@ def _too_large(job: Job, what: str) -> UserError:
 
 
 def _largest(planned: Plan, sizes: Sequence[int], say: Say) -> Plan:
-    """The largest size that fits, sought from the plan on; the next one does not."""
+    """Returns the plan of the largest size that fits, beginning at `planned`."""
     below = [size for size in sizes if size <= planned.batch]
     tried = (_with_batch(planned, size, say) for size in reversed(below))
     found = next(filter(None, tried), planned)
@@ -114,7 +115,7 @@ def _with_batch(planned: Plan, batch: int, say: Say) -> Plan | None:
 
 
 def step_back(rule: str, planned: Plan, count: int, say: Say = silent) -> Plan:
-    """The next smaller plan after one that ran out of memory all the same.
+    """Returns the next smaller plan after one that ran out of memory.
 
     Raises:
       UserError: there is none.
@@ -137,10 +138,10 @@ def step_back(rule: str, planned: Plan, count: int, say: Say = silent) -> Plan:
 
 
 def turns(count: int, batch: int, least: int) -> list[list[int]]:
-    """The prompts of every timed batch: each once, and `least` batches or more.
+    """Returns the prompts of each timed batch: every prompt, in at least `least`.
 
-    All batches are full, as rows cost the same whatever they hold: where the prompts
-    are out, the first ones come again.
+    All batches are full, since a row costs the same with or without a prompt: after the
+    last prompt, the first ones are repeated.
     """
     rows = batch * max(-(-count // batch), least)
     return [

@@ -20,7 +20,7 @@ import kvjax
 from kvjax import Schedule, cache, policies
 from kvjax.attention import reference
 from kvjax.cache.spec import make_spec
-from kvjax.engine import footprint, layerwise, runner, steps
+from kvjax.engine import footprint, layerwise, runner, scoring, steps
 from kvjax.engine.compiled import programs
 from kvjax.engine.jobs import Job
 from kvjax.models import placement, presets
@@ -103,7 +103,7 @@ def test_given_tokens_at_once(block):
         state, logits = read(config)
         lengths = jnp.asarray((15, 0, 9, 15, 0, 15), jnp.int32)
         given = logits, jnp.asarray(GIVEN, jnp.int32), lengths
-        state, scores = steps.score(model().params, state, *given, **how)
+        state, scores = scoring.score(model().params, state, *given, **how)
         cache.raise_errors(state)
         found.append(scores.logprob)
     np.testing.assert_allclose(*found, atol=2e-5)

@@ -13,7 +13,8 @@ from kvjax.cache.spec import make_spec
 from kvjax.engine import layerwise, runner
 from kvjax.engine.jobs import Job, bucket
 from kvjax.engine.prefill_cache import PrefillCache
-from kvjax.engine.steps import compact, prefill, score
+from kvjax.engine.scoring import score
+from kvjax.engine.steps import compact, prefill
 from kvjax.policies.base import head_numbers, stateless
 
 NEW = 9
