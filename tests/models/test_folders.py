@@ -19,7 +19,7 @@ from testing.checkpoints import (
 
 from kvjax.models import weights
 from kvjax.models.weights import hub
-from kvjax.models.weights import safetensors as folders
+from kvjax.models.weights import tensors as files
 from kvjax.types import UserError
 
 
@@ -78,7 +78,7 @@ def test_shards_of_every_dtype(tmp_path, tensors, stored, asked):
 
 
 def test_tensors_of_many_blocks(tmp_path, tensors, whole, monkeypatch):
-    monkeypatch.setattr(folders, "_BLOCK", 100)  # divides no tensor
+    monkeypatch.setattr(files, "_BLOCK", 100)  # divides no tensor
     found = weights.load(write_folder(tmp_path / "a", tensors))
     assert_same_params(found.params, whole, rtol=0)
 
@@ -192,7 +192,7 @@ def test_truncated_files_are_refused(tmp_path, tensors, length):
 
 def test_a_file_that_is_cut_while_it_is_read(tmp_path, tensors):
     file = write_folder(tmp_path / "a", tensors) / "model.safetensors"
-    last = max(folders._tensors(file).values(), key=lambda tensor: tensor.start)
+    last = max(files.read_header(file).values(), key=lambda tensor: tensor.start)
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(UserError, match="was cut short"):
         last.read(jnp.float32)

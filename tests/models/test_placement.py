@@ -13,7 +13,7 @@ from testing.checkpoints import assert_same_params, halves, write_shards
 
 from kvjax.models import decoder, weights
 from kvjax.models.weights import pack
-from kvjax.models.weights import safetensors as folders
+from kvjax.models.weights import tensors as files
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +171,7 @@ def test_a_damaged_copy_of_a_folder_is_made_again(folder, made, cache, capsys, h
 
 def test_the_host_holds_one_tensor_at_a_time(folder, monkeypatch):
     """When one is read, those read before are gone."""
-    before, read = [], folders.Tensor.read
+    before, read = [], files.Tensor.read
 
     def watched(self, dtype):
         assert all(reference() is None for reference in before)
@@ -179,7 +179,7 @@ def test_the_host_holds_one_tensor_at_a_time(folder, monkeypatch):
         before.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(folders.Tensor, "read", watched)
+    monkeypatch.setattr(files.Tensor, "read", watched)
     # On the CPU, params may be views of what was read: not so these.
     copied = spread()._replace(place=lambda _, path, array: jnp.asarray(array.copy()))
     weights.load_placed(str(folder), jnp.dtype("float32"), placement=copied)

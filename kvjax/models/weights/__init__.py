@@ -4,6 +4,7 @@ hub          models known by name: fetched once, verified at every load; and the
              Hugging Face hub's
 gguf         llama.cpp's files, dequantised
 safetensors  Hugging Face folders
+tensors      the tensors of safetensors files
 pack         both of them into the layout of `kvjax.models.decoder`
 param_cache  ready-made copies in the cache folder
 tokenizer    tokenizers from either source
@@ -41,7 +42,7 @@ def load(
 
     A named model is fetched into the cache folder when it is not there yet
     ($KVJAX_CACHE, else `kvjax` in the user's cache folder) and its SHA-256 is checked
-    at every load. Dequantised GGUF weights are kept there as an orbax copy per dtype,
+    at every load. Dequantised GGUF weights are kept there as a copy per dtype,
     so that the next load takes a second or two. A model of the hub
     ("Qwen/Qwen2.5-0.5B") is fetched by `huggingface_hub` into its own cache; what is
     there is used without a network.

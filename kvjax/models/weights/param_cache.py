@@ -1,8 +1,8 @@
-"""Ready-made copies of checkpoints in the cache folder.
+"""Keeps converted copies of checkpoints in the cache folder.
 
 A copy is a folder `<name>-<dtype>-<key>` with
 
-    params/      an orbax checkpoint in the layout of `kvjax.models.decoder`
+    params/      safetensors files in the layout of `kvjax.models.decoder`
     files.json   size and CRC-32 of each other file
 
 and, of a GGUF file, whose own fields take long to read,
@@ -10,8 +10,8 @@ and, of a GGUF file, whose own fields take long to read,
     model.json   the `ModelSpec` and the end tokens
     tokenizer/   the tokenizer's own files, absent where there is none
 
-It is written under another name and renamed when complete, so a write that was cut
-short is never taken for a copy; `files.json` catches damage after that.
+A copy is written under another name and renamed when it is complete, so an interrupted
+write leaves no copy. `files.json` detects damage after that.
 """
 
 import dataclasses
@@ -27,10 +27,12 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax import messages
 from kvjax.folders import cache_dir
 from kvjax.models import decoder
+from kvjax.models.weights import tensors
 from kvjax.models.weights import tokenizer as tokenizers
 from kvjax.models.weights.pack import Placement, check_room
 from kvjax.types import Model, ModelSpec, PyTree, RopeScaling, UserError
@@ -39,8 +41,7 @@ Kept = TypeVar("Kept", Model, PyTree)
 
 # Part of every copy's key: raise it whenever the layout of the params or of the copy
 # changes, and old copies are no longer found.
-FORMAT = 5
-_IN_FLIGHT = 1 << 26  # bytes read or written at once, besides one array
+FORMAT = 6
 
 
 class _UnusableCopy(Exception):
@@ -48,7 +49,7 @@ class _UnusableCopy(Exception):
 
 
 def identity(files: Sequence[pathlib.Path]) -> str:
-    """Changes when a file is replaced or written to; does not read them."""
+    """Returns text that changes when a file is replaced or written to; reads none."""
     stats = [(path.resolve(), path.stat()) for path in files]
     return "\n".join(f"{path}:{s.st_size}:{s.st_mtime_ns}" for path, s in stats)
 
@@ -56,11 +57,11 @@ def identity(files: Sequence[pathlib.Path]) -> str:
 def copy_path(
     name: str, identity: str, dtype: jnp.dtype, order: str = ""
 ) -> pathlib.Path:
-    """Where the copy of this source in this dtype lies, whether or not it exists.
+    """Returns the folder of the copy of a source in a dtype, whether or not it exists.
 
     Args:
       name: readable start of the folder's name.
-      identity: of the source; another identity means another copy.
+      identity: of the source, see `identity`.
       dtype: of the params.
       order: of their rows and columns, see `kvjax.models.weights.pack.Placement`.
     """
@@ -76,14 +77,14 @@ def load(
     make: Callable[[], Model],
     placement: Placement | None = None,
 ) -> Model:
-    """The model from its copy, or from `make`, which then leaves a copy.
+    """Returns the model from its copy, or calls `make` and writes a copy.
 
-    A copy that cannot be used is made again with a notice; one that cannot be written
-    costs a notice, not the load.
+    A copy that cannot be used is made again, with a notice. A copy that cannot be
+    written is a notice, and the load succeeds.
 
     Args:
       name: readable start of the copy's folder name.
-      identity: of the source; another identity means another copy.
+      identity: of the source, see `identity`.
       dtype: of the params that `make` returns.
       make: converts the source; called only when there is no good copy.
       placement: where the params of a copy go, and those of `make` already are; None
@@ -117,7 +118,7 @@ def params(
     make: Callable[[], PyTree],
     placement: Placement | None = None,
 ) -> PyTree:
-    """The params of a known spec from their copy, or from `make`; as in `load`."""
+    """Returns the params of a known spec, from their copy or `make` as in `load`."""
     order = placement.order if placement else ""
     return _kept(
         copy_path(spec.name, identity, dtype, order),
@@ -149,7 +150,7 @@ def _kept(
             shutil.rmtree(copy)
         _write(copy, lambda part: write(part, made))
     except Exception as error:
-        # orbax reports a full disk by more than one type of exception.
+        # A full disk is more than one type of exception, by the library that writes.
         messages.notice(f"no copy is kept in {copy}: {_one_line(error)}")
     return made
 
@@ -164,13 +165,13 @@ def _read(copy: pathlib.Path, read: Callable[[pathlib.Path], Kept]) -> Kept:
     except (_UnusableCopy, UserError):
         raise
     except Exception as error:
-        # Damage, or a copy by a version of orbax or transformers that differs: whatever
+        # Damage, or a copy by another version of transformers: whatever
         # the readers raise, the answer is the same.
         raise _UnusableCopy(_one_line(error)) from error
 
 
 def _spec(fields: dict[str, Any]) -> ModelSpec:
-    """JSON knows neither tuples nor dataclasses."""
+    """Returns the spec of JSON fields, which know neither tuples nor dataclasses."""
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
     rope = {
         k: tuple(v) if isinstance(v, list) else v for k, v in fields["rope"].items()
@@ -210,52 +211,56 @@ def _fingerprint(path: pathlib.Path) -> list[int]:
         return [file.tell(), crc]
 
 
-def _save(path: pathlib.Path, params: PyTree) -> None:
-    import orbax.checkpoint as ocp
-
-    with _checkpointer(params) as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave(params))
+def _save(folder: pathlib.Path, params: PyTree) -> None:
+    """Writes a file per layer and per other entry; the host holds one file's arrays."""
+    folder.mkdir()
+    for name, leaves in _by_file(params).items():
+        arrays = {key: np.asarray(leaf) for key, leaf in leaves.items()}
+        tensors.write(folder / f"{name}.safetensors", arrays)
 
 
 def _restore(
-    path: pathlib.Path,
+    folder: pathlib.Path,
     spec: ModelSpec,
     dtype: jnp.dtype,
     placement: Placement | None,
 ) -> PyTree:
-    import orbax.checkpoint as ocp
-
+    """Reads what `_save` wrote; the host holds one array at a time."""
     shapes = decoder.param_shapes(spec, dtype)
-    if placement:
-        shardings = placement.shardings(spec)
-    else:
-        # An array made now lies where the user's settings put arrays.
-        usual = jnp.zeros(()).sharding
-        shardings = jax.tree.map(lambda _: usual, shapes)
-    target = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=sharding
-        ),
-        shapes,
-        shardings,
-    )
-    how = ocp.checkpoint_utils.construct_restore_args(target)
-    with _checkpointer(shapes) as checkpointer:
-        return checkpointer.restore(path, args=ocp.args.PyTreeRestore(target, how))
+    found = {
+        name: tensors.read_header(folder / f"{name}.safetensors")
+        for name in _by_file(shapes)
+    }
+
+    def read(path, shape, sharding=None):
+        name, key = _place(path)
+        tensor = found[name][key]
+        if tensor.shape != shape.shape:
+            raise _UnusableCopy(f"{key} has the shape {tensor.shape}")
+        array = tensor.read(dtype)
+        if sharding is None:
+            return jax.block_until_ready(jax.device_put(array))
+        return jax.block_until_ready(
+            jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+        )
+
+    shardings = [placement.shardings(spec)] if placement else []
+    return jax.tree_util.tree_map_with_path(read, shapes, *shardings)
 
 
-def _checkpointer(shapes: PyTree):
-    """Of arrays like these; holds few of them at once, besides those on the device."""
-    import orbax.checkpoint as ocp
+def _by_file(params: PyTree) -> dict[str, dict[str, Any]]:
+    """Groups the leaves of params: name of a file -> name in it -> leaf."""
+    files: dict[str, dict[str, Any]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name, key = _place(path)
+        files.setdefault(name, {})[key] = leaf
+    return files
 
-    most = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-    handler = ocp.BasePyTreeCheckpointHandler(
-        save_concurrent_bytes=most + _IN_FLIGHT,
-        restore_concurrent_bytes=most + _IN_FLIGHT,
-        # Weights compress by a third at best, and take four times as long to read.
-        use_compression=False,
-    )
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(handler_impl=handler))
+
+def _place(path: tuple) -> tuple[str, str]:
+    """Returns a leaf's file and its name there: ("layers.0", "layers.0.qkv")."""
+    keys = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+    return ".".join(keys[: 2 if keys[0] == "layers" else 1]), ".".join(keys)
 
 
 def _one_line(error: Exception) -> str:

@@ -1,11 +1,9 @@
 """Hugging Face folders: `config.json` with safetensors, read tensor by tensor."""
 
 import json
-import math
 import pathlib
-from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,52 +13,11 @@ from kvjax.models.families.hf_config import Config
 from kvjax.models.families.names import Names
 from kvjax.models.weights import pack, param_cache
 from kvjax.models.weights import tokenizer as tokenizers
+from kvjax.models.weights.tensors import DTYPES, Tensor, read_header
 from kvjax.types import Model, ModelSpec, PyTree, UserError
 
-_DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
-_BLOCK = 1 << 18  # numbers read at a time: a cast of them stays in the CPU's cache
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth")
-
-
-class Tensor(NamedTuple):
-    """A tensor of a checkpoint, not read yet.
-
-    Plain reads, no memory map: pages of a mapped file stay in the process's resident
-    set for as long as the map does, so that a shard of 5 GB costs 5 GB.
-
-    Attributes:
-      file: where it is.
-      start: its first byte there.
-      dtype: as safetensors names it ("BF16").
-      shape: its own.
-    """
-
-    file: pathlib.Path
-    start: int
-    dtype: str
-    shape: tuple[int, ...]
-
-    def blocks(self) -> Iterator[np.ndarray]:
-        """Its numbers in order, a few at a time, in its own dtype."""
-        left = math.prod(self.shape)
-        with self.file.open("rb") as file:
-            file.seek(self.start)
-            while left:
-                block = np.fromfile(file, _DTYPES[self.dtype], min(left, _BLOCK))
-                if not block.size:
-                    raise UserError(f"{self.file} was cut short: fetch it again")
-                left -= block.size
-                yield block
-
-    def read(self, dtype: jnp.dtype) -> np.ndarray:
-        """All of it, cast block by block: never there in two dtypes."""
-        whole = np.empty(self.shape, dtype)
-        flat, done = whole.reshape(-1), 0
-        for block in self.blocks():
-            flat[done : done + block.size] = block
-            done += block.size
-        return whole
 
 
 def load(
@@ -113,7 +70,7 @@ def _checked(
     """The tensors that the params are made of, checked but for their numbers."""
     tensors: dict[str, Tensor] = {}
     for file in files:
-        for name, tensor in _tensors(file).items():
+        for name, tensor in read_header(file).items():
             if name in tensors:
                 raise UserError(
                     f"{name} in {path} is in both {tensors[name].file.name} and "
@@ -124,9 +81,9 @@ def _checked(
     dropped = ("rotary_emb.inv_freq", *names.dropped)
     tensors = {k: t for k, t in tensors.items() if not k.endswith(dropped)}
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise UserError(
-                f"{name} in {path} has dtype {tensor.dtype}: only {', '.join(_DTYPES)} "
+                f"{name} in {path} has dtype {tensor.dtype}: only {', '.join(DTYPES)} "
                 "are supported, use a checkpoint that is not quantised"
             )
     head, embed = (f"{names.ends[part]}.weight" for part in ("head", "embed"))
@@ -216,33 +173,6 @@ def _shards(index: pathlib.Path) -> list[pathlib.Path]:
             raise UserError(f"{index} names {shard}, which is missing: fetch it")
         files.append(file)
     return files
-
-
-def _tensors(file: pathlib.Path) -> dict[str, Tensor]:
-    """What a file holds, by its header."""
-    import safetensors
-
-    try:
-        # Checks the header, and that the file is as long as it says.
-        with safetensors.safe_open(file, framework="numpy"):
-            pass
-        with file.open("rb") as raw:
-            size = int.from_bytes(raw.read(8), "little")
-            header = json.loads(raw.read(size))
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise UserError(
-            f"cannot read {file}: truncated or damaged ({error}); fetch it again"
-        ) from error
-    header.pop("__metadata__", None)
-    return {
-        name: Tensor(
-            file,
-            8 + size + entry["data_offsets"][0],
-            entry["dtype"],
-            tuple(entry["shape"]),
-        )
-        for name, entry in header.items()
-    }
 
 
 def _end_tokens(path: pathlib.Path) -> tuple[int, ...]:
