@@ -1,7 +1,7 @@
-"""What is kept of the KV cache, and its one transition.
+"""The compressed KV cache: its configuration, its state and its one transition.
 
 `config` holds what a user says of the cache, and `spec` what programs are compiled for.
-`state` is the cache itself, and `update` takes it from one block of tokens to the next.
+`state` holds the pairs of a batch, and `update` appends a block of tokens to it.
 `schedule` decides when pairs are evicted, `budgets` and `squeeze` how many each layer
 keeps, `layouts` where pairs lie, and `codecs` how they are stored.
 """

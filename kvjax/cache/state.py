@@ -13,23 +13,23 @@ from kvjax.parallel import axes, host
 from kvjax.types import ModelSpec, PyTree, Stats, Struct, static_field
 
 # Sticky error bits.
-OVERFLOW = 1  # a pair found no empty slot
-NAN_SCORE = 2  # a pair that could have gone had no score
+OVERFLOW = 1  # a new pair found no empty slot
+NAN_SCORE = 2  # the policy's score was NaN for a pair that could be evicted
 
 
 class KVState(Struct):
-    """Everything that is remembered of a batch's tokens.
+    """The KV pairs of a batch, with the policy's statistics of them.
 
     Attributes:
-      layers: the layout's, one for every part of every layer, see `kvjax.cache.parts`;
-        their capacities may differ.
-      stats: the policy's statistics, likewise.
-      next_pos: i32[B], tokens each row has seen; the position of its next token.
+      layers: the layout's pytrees, one for every head group of every layer (see
+        `kvjax.cache.parts`); their capacities may differ.
+      stats: the policy's statistics, one for every head group.
+      next_pos: i32[B], tokens each row has read: the position of its next token.
       error: u32[B, K], sticky bits; see `raise_errors`.
-      measured: f32[B, L], sums over the prompt's tokens of what the budget rule
-        measures in every layer; None where it measures nothing.
-      layout: of the layers.
-      heads: those of every part of every layer.
+      measured: f32[B, L], the budget rule's measurements of every layer, summed over
+        the prompt's tokens; None if it measures nothing.
+      layout: of all layers.
+      heads: the head groups of every layer, each a tuple of its heads.
     """
 
     layers: tuple[PyTree, ...]
@@ -41,12 +41,12 @@ class KVState(Struct):
     heads: tuple[tuple[Heads, ...], ...] = static_field(default=())
 
     def parts(self, index: int) -> list[tuple[int, Heads]]:
-        """Of a layer: each part's place in `layers` and `stats`, and its heads."""
+        """Returns each head group of a layer: its index in `layers`, and its heads."""
         first = sum(map(len, self.heads[:index]))
         return list(enumerate(self.heads[index], first))
 
     def of_layer(self, index: int) -> "KVState":
-        """The state of a model with that layer alone; nothing is measured there."""
+        """Returns the state of one layer alone, without measurements."""
         places = [place for place, _ in self.parts(index)]
         return self.replace(
             layers=tuple(self.layers[place] for place in places),
@@ -63,18 +63,18 @@ def init(
     capacity: tuple[int, ...],
     dtype: jnp.dtype = jnp.float32,
 ) -> KVState:
-    """An empty state with `capacity` slots per head of every part of every layer.
+    """Returns an empty state; `capacity` has the slots per head of every head group.
 
-    With `jax.eval_shape` this gives the exact bytes without allocating them.
+    Under `jax.eval_shape` it gives the exact bytes without allocating them.
     """
     layout, policy = config.layout, config.policy
     heads = config.heads(spec)
-    specs = [parts.spec_of(spec, part) for layer in heads for part in layer]
-    stored = [config.codec_of(i) for i, layer in enumerate(heads) for _ in layer]
+    specs = [parts.spec_of(spec, group) for layer in heads for group in layer]
+    codecs = [config.codec_of(i) for i, layer in enumerate(heads) for _ in layer]
     sizes = list(zip(specs, capacity, strict=True))
     layers = tuple(
         layout.init(s, batch, c, codec, dtype)
-        for (s, c), codec in zip(sizes, stored, strict=True)
+        for (s, c), codec in zip(sizes, codecs, strict=True)
     )
     stats = tuple(policy.init(s, batch, c) if policy else Stats() for s, c in sizes)
     return KVState(
@@ -89,17 +89,17 @@ def init(
 
 
 def capacities(state: KVState) -> tuple[int, ...]:
-    """Slots per head of every part of every layer."""
+    """Returns the slots per head of every head group of every layer."""
     return tuple(state.layout.capacity(layer) for layer in state.layers)
 
 
 def next_positions(state: KVState, count: int) -> Int[Array, "B T"]:
-    """Positions of the next `count` tokens of every row."""
+    """Returns the positions of the next `count` tokens of every row."""
     return state.next_pos[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
 
 
 def advance(state: KVState, n: Int[Array, "B"]) -> KVState:
-    """Counts the `n` tokens of each row that every layer has now seen."""
+    """Moves the next position of each row past `n` tokens that every layer has read."""
     return state.replace(next_pos=state.next_pos + n)
 
 
@@ -140,24 +140,25 @@ def release(state: KVState, rows: Int[Array, "N"]) -> KVState:
 
 
 def kept_positions(state: KVState) -> list[list[list[np.ndarray]]]:
-    """Positions of the kept pairs in rising order: `[row][layer][head]`."""
-    held = [axes.to_host(state.layout.positions(layer)) for layer in state.layers]
-    layers = [_heads_of(state, index, held) for index in range(len(state.heads))]
+    """Returns the kept pairs' positions in ascending order, [row][layer][head]."""
+    positions = [axes.to_host(state.layout.positions(x)) for x in state.layers]
+    layers = [_by_head(state, index, positions) for index in range(len(state.heads))]
     return [
         [[np.sort(head[row][head[row] >= 0]) for head in layer] for layer in layers]
-        for row in range(held[0].shape[0])
+        for row in range(len(positions[0]))
     ]
 
 
-def _heads_of(
-    state: KVState, index: int, held: list[np.ndarray]
+def _by_head(
+    state: KVState, index: int, positions: list[np.ndarray]
 ) -> list[Int[np.ndarray, "B C"]]:
-    """Every head's positions, in the order of the heads."""
-    found = {}
+    """Returns the positions of each head of a layer, in the order of the heads."""
+    by_head = {}
     for place, heads in state.parts(index):
-        here = range(held[place].shape[1]) if heads is None else heads
-        found |= {head: held[place][:, i] for i, head in enumerate(here)}
-    return [found[head] for head in sorted(found)]
+        group = positions[place]
+        heads = range(group.shape[1]) if heads is None else heads
+        by_head |= {head: group[:, i] for i, head in enumerate(heads)}
+    return [by_head[head] for head in sorted(by_head)]
 
 
 def stored_bytes(state: KVState) -> tuple[int, int]:
@@ -171,11 +172,11 @@ def stored_bytes(state: KVState) -> tuple[int, int]:
 
 
 def raise_errors(state: KVState) -> None:
-    """Turns the sticky bits into an exception that names the cause.
+    """Raises an exception that names the cause if a sticky error bit is set.
 
     Raises:
-      RuntimeError: the state was driven past its capacity, or a policy's scores were
-        NaN where it had to choose.
+      RuntimeError: more tokens were appended than the state has slots for, or a
+        policy's scores were NaN where it had to evict.
     """
     bits = np.bitwise_or.reduce(axes.to_host(state.error), axis=1)  # of each row
     if np.any(bits & NAN_SCORE):

@@ -101,9 +101,9 @@ def _partition(layer):
     raise NotImplementedError("a pool over all rows and heads lies on one device")
 
 
-def _attend(layer, q, positions, n, stats, implementation, scoring, turned=None):
+def _attend(layer, q, positions, n, stats, implementation, scoring, rotate=None):
     return dense.attend(
-        _as_dense(layer), q, positions, n, stats, implementation, scoring, turned
+        _as_dense(layer), q, positions, n, stats, implementation, scoring, rotate
     )
 
 

@@ -96,8 +96,8 @@ def _compact(layer, per_slot, capacity):
     return HalvesLayer(*parts), per_slot
 
 
-def _attend(layer, q, positions, n, stats, implementation, scoring, turned=None):
-    keys = _split(turned(_whole(layer.k))) if turned else layer.k
+def _attend(layer, q, positions, n, stats, implementation, scoring, rotate=None):
+    keys = _split(rotate(_whole(layer.k))) if rotate else layer.k
     segments = list(zip(keys, layer.v, layer.positions, strict=True))
     how = positions, n, stats, implementation, scoring
     partial, seen = attention.attend_segments(q, segments, *how)

@@ -47,9 +47,9 @@ class Layout(NamedTuple):
       partition: layer -> a `PartitionSpec` of mesh axes for each of its arrays.
       nbytes: layer -> (live, allocated), bytes of keys and values: those of the slots
         in use, and all.
-      attend: (layer, q, positions [B, T], n, stats, implementation, scoring, turned)
-        -> (Partial, Observation), see `kvjax.attention.attend`; `turned(keys)` is what
-        attention reads of the keys, unless `turned` is None.
+      attend: (layer, q, positions [B, T], n, stats, implementation, scoring, rotate)
+        -> (Partial, Observation), see `kvjax.attention.attend`. `rotate(keys)` applies
+        rotary positions that the stored keys lack; None if they have theirs.
       check: codec -> None; raises UserError for a codec that does not fit.
       write_attend: None, or (layer, q, k, v, slots, positions, n, stats,
         implementation, scoring) -> None where it cannot, or (layer, Partial,

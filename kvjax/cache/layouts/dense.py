@@ -288,12 +288,12 @@ def attend(
     stats: frozenset[str],
     implementation: str | None,
     scoring,
-    turned=None,
+    rotate=None,
 ):
     """`attention.attend` over all slots."""
     k, v = _stored(layer)
-    if turned:
-        k = turned(keys(layer))
+    if rotate:
+        k = rotate(keys(layer))
     given = q, k, v, layer.positions, positions, n
     return attention.attend(*given, stats, implementation, scoring)
 
@@ -302,14 +302,14 @@ def write_attend(
     layer: DenseLayer, q, k, v, slots, positions, n, stats, implementation, scoring
 ):
     """Writes and attends in one kernel, where one can write the stored dtype."""
-    how = stats, implementation, scoring
+    options = stats, implementation, scoring
     if layer.codec.value.on_host:
         if all(host.can_write(leaf, k.shape[2]) for leaf in jax.tree.leaves(layer.v)):
             return None
-        return _attend_beside(layer, q, k, v, slots, positions, n, *how)
+        return _attend_beside(layer, q, k, v, slots, positions, n, *options)
     if layer.residual is not None:
         return None
-    if not attention.fuses_write(q, *_stored(layer), *how):
+    if not attention.fuses_write(q, *_stored(layer), *options):
         return None
     new_k, new_v = layer.codec.key.encode(k), layer.codec.value.encode(v)
     layer = layer.replace(
@@ -317,18 +317,20 @@ def write_attend(
     )
     new = numbers_of(new_k)[:, :, 0], numbers_of(new_v)[:, :, 0], slots[..., 0]
     given = q, *new, *_stored(layer), layer.positions, positions, n
-    partial, seen, k, v = attention.write_attend(*given, *how)
+    partial, seen, k, v = attention.write_attend(*given, *options)
     layer = layer.replace(k=_with_numbers(layer.k, k), v=_with_numbers(layer.v, v))
     return layer, partial, seen
 
 
-def _attend_beside(layer: DenseLayer, q, k, v, slots, positions, n, *how):
+def _attend_beside(layer: DenseLayer, q, k, v, slots, positions, n, *options):
     """Writes and attends where the host cannot write so many of its values itself.
 
     All values cross the link to the device and back.
     """
     here = write(layer.replace(v=host.to_device(layer.v)), k, v, slots, positions)
-    return here.replace(v=host.to_host(here.v)), *attend(here, q, positions, n, *how)
+    return here.replace(v=host.to_host(here.v)), *attend(
+        here, q, positions, n, *options
+    )
 
 
 def _stored(layer: DenseLayer) -> tuple[Pairs, Pairs]:
@@ -339,10 +341,10 @@ def _stored(layer: DenseLayer) -> tuple[Pairs, Pairs]:
     if layer.residual is not None:
         return keys(layer), values(layer)
     shapes = jax.eval_shape(keys, layer), jax.eval_shape(values, layer)
-    how = layer.codec.key, layer.codec.value
+    codecs = layer.codec.key, layer.codec.value
     return tuple(
         Stored(stored, codec, shape.shape, shape.dtype)
-        for stored, codec, shape in zip(arrays, how, shapes, strict=True)
+        for stored, codec, shape in zip(arrays, codecs, shapes, strict=True)
     )
 
 

@@ -1,9 +1,12 @@
-"""Keys that are encoded in groups of G neighbouring slots, once all of these are full.
+"""Storage of keys that are encoded in groups of G neighbouring slots.
+
+A group is encoded once all of its slots are filled; until then its keys are in the
+residual.
 
 ::
 
     slot     0 ......... G-1   G ....... 2G-1   2G ... live-1
-             one group         one group        not whole yet: in the residual
+             one group         one group        incomplete: in the residual
 """
 
 import jax
@@ -16,7 +19,7 @@ from kvjax.types import PyTree
 
 
 def rounded(capacity: int, codec: TensorCodec) -> int:
-    """Slots in whole groups."""
+    """Returns the capacity rounded up to whole groups."""
     return -(-capacity // codec.group_size) * codec.group_size
 
 
@@ -28,20 +31,20 @@ def with_new(
     slots: Int[Array, "B K T"],
     capacity: int,
 ) -> PyTree:
-    """What is stored, with the groups that T new keys make whole.
+    """Encodes and stores the groups that T new keys complete.
 
     Args:
-      stored: of the codec; its leaves lead with [B, K, groups].
+      stored: the codec's pytree; its arrays lead with [B, K, groups].
       codec: encodes G slots together.
-      residual: [B, K, R, D], slot s at s mod R, the newest before the new ones.
+      residual: [B, K, R, D], slot s at s mod R, before the new keys are written there.
       new: [B, K, T, D].
-      slots: theirs, one after the other from the first empty one; `capacity` for none.
+      slots: of the new keys, consecutive from the first empty one; `capacity` for none.
       capacity: slots of a head.
     """
     size, held, count = codec.group_size, residual.shape[2], slots.shape[2]
     first = slots[..., :1]
     past = first + jnp.sum(slots < capacity, axis=-1, keepdims=True, dtype=jnp.int32)
-    most = (size - 1 + count) // size  # groups that so many can make whole
+    most = (size - 1 + count) // size  # groups that so many keys can complete
     group = first // size + jnp.arange(most, dtype=jnp.int32)[None, None]
     within = jnp.arange(size, dtype=jnp.int32)[None, None, None]
     at = (group[..., None] * size + within).reshape(*slots.shape[:2], -1)
@@ -55,6 +58,6 @@ def with_new(
 
 
 def all_of(codec: TensorCodec, keys: Array) -> PyTree:
-    """[B, K, C, D] encoded, the last group filled up with zeros."""
+    """Encodes keys [B, K, C, D], with zeros in the rest of the last group."""
     short = rounded(keys.shape[2], codec) - keys.shape[2]
     return codec.encode(jnp.pad(keys, [(0, 0), (0, 0), (0, short), (0, 0)]))
