@@ -207,7 +207,7 @@ def _recall(
     layer, values = layout.exchange_values(
         layer, block.v, block.slots, block.positions, fetched
     )
-    return layer, offload.attended(choice, values, config.offload), choice.seen
+    return layer, offload.attended(choice, values, config.offload), choice.observation
 
 
 def _evict_outside(

@@ -94,7 +94,7 @@ def recalled(q, k, v, pos, q_pos, asked, scoring=PLAIN, stats=NOTHING):
         choice = offload.choose(q, k, pos, q_pos, n, stats, scoring, asked)
         slots = choice.slots.reshape(*choice.slots.shape[:2], -1, 1)
         values = jnp.take_along_axis(v, slots, axis=2)
-        return offload.attended(choice, values, asked), choice.seen
+        return offload.attended(choice, values, asked), choice.observation
 
     return run(q, k, v, pos, q_pos, np.full(len(q), q.shape[3], np.int32))
 

@@ -328,9 +328,8 @@ def _attend_beside(layer: DenseLayer, q, k, v, slots, positions, n, *options):
     All values cross the link to the device and back.
     """
     here = write(layer.replace(v=host.to_device(layer.v)), k, v, slots, positions)
-    return here.replace(v=host.to_host(here.v)), *attend(
-        here, q, positions, n, *options
-    )
+    partial, seen = attend(here, q, positions, n, *options)
+    return here.replace(v=host.to_host(here.v)), partial, seen
 
 
 def _stored(layer: DenseLayer) -> tuple[Pairs, Pairs]:
