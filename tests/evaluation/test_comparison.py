@@ -58,7 +58,7 @@ def test_intervals_stand_behind_scores_in_whole_points(tmp_path):
     for name, cell in told.items():
         assert cell in (tmp_path / name).read_text()
     tex = (tmp_path / "tables.tex").read_text()
-    assert r"in points of 100; in brackets, intervals of 95\%.}" in tex
+    assert r"in points of 100; in brackets, 95\% intervals.}" in tex
     page = (tmp_path / "report.md").read_text()
     assert " 50.0 |" in page and " 30.0 |" in page
 

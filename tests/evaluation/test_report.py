@@ -20,8 +20,8 @@ from kvjax.evaluation import report
 from kvjax.evaluation.report import figures, groups, scatters, tables
 
 
-def table(records):
-    return tables.markdown(tables.run_table(records))
+def table(records, width=None):
+    return tables.markdown(tables.run_table(records), width)
 
 
 def split(line):
@@ -234,7 +234,7 @@ def test_memory_above_its_limit_is_marked(tmp_path):
         marked = [*plain[:-1], plain[-1] | above]
         text = report.write_report(marked, tmp_path).read_text(encoding="utf-8")
         assert text.count("520\u2020 |") == 1
-        assert "\n\n\u2020 Above the memory limit. A batch is" in text
+        assert "\n\n\u2020 Above the memory limit. The batch is" in text
 
 
 def test_a_codec_has_a_column_where_there_is_one():
@@ -252,34 +252,27 @@ def test_all_pairs_are_not_always_the_full_cache(change):
     assert groups.full_cache([make_record("All", budget=None, **change), FULL]) is FULL
 
 
-def parts_of(drawn):
-    """What the parts of a table hold: a column's name, and its cells joined."""
-    for part in drawn.split("\n\n"):
-        lines = [split(line) for line in part.split("\n")]
-        rule = [set("".join(line)) <= set("-:") for line in lines].index(True)
-        head, rows = lines[:rule], lines[rule + 1 :]
-        for column in zip(*head, strict=True):
-            place = list(zip(*head, strict=True)).index(column)
-            yield " ".join(column).strip(), " ".join(row[place] for row in rows)
+@pytest.mark.parametrize(("width", "parts"), [(48, 6), (80, 3), (125, 2), (400, 1)])
+def test_a_wide_table_comes_in_parts(width, parts):
+    """Every column is there once, in order; the keys are in every part."""
+    whole = tables.run_table(RECORDS)
+    drawn = tables.markdown(whole, width).split("\n\n")
+    assert max(len(line) for part in drawn for line in part.split("\n")) <= width
+    assert len(drawn) == parts
+    found = [list(zip(*map(split, part.split("\n")), strict=True)) for part in drawn]
+    methods, *columns = zip(whole.head, *whole.rows, strict=True)
+    assert all((part[0][0], *part[0][2:]) == methods for part in found)
+    shown = [(head, *cells) for part in found for head, _, *cells in part[1:]]
+    assert shown == columns
 
 
-LONG = "heads by need, of whom some keep everything and others next to nothing"
-
-
-@pytest.mark.parametrize("width", [48, 80, 120, 400])
-def test_a_table_wider_than_the_terminal_comes_in_parts(width):
-    """Nothing is cut off: every word of every column is there, in its order."""
-    records = [*RECORDS, make_record(LONG, schedule="prefill_and_decode, calibrated")]
-    whole = tables.run_table(records)
-    drawn = tables.markdown(whole, width)
-    assert max(map(len, drawn.split("\n"))) <= width
-    found = dict(parts_of(drawn))
-    words = lambda text: "".join(text.split())  # a long word goes on without a hyphen
-    assert [*map(words, found)] == [*map(words, whole.head)]
-    for name, cells in zip(found, zip(*whole.rows, strict=True), strict=True):
-        assert words(found[name]) == words("".join(cells)), name
-    methods = [cells for name, cells in parts_of(drawn) if name == "Method"]
-    assert len(set(methods)) == 1 and len(methods) == drawn.count("\n\n") + 1
+def test_parts_repeat_all_keys_and_have_similar_widths():
+    head = ["A", "B", *(f"column {i}" for i in range(6))]
+    whole = tables.Table(head, [["x"] * 8], keys=2)
+    parts = tables.markdown(whole, 50).split("\n\n")
+    drawn = [split(part.split("\n")[0]) for part in parts]
+    assert [len(each) for each in drawn] == [5, 5]
+    assert all(each[:2] == ["A", "B"] for each in drawn)
 
 
 def test_a_table_that_fits_is_one():
@@ -288,15 +281,6 @@ def test_a_table_that_fits_is_one():
     assert tables.markdown(tables.run_table(RECORDS), width) == page
     assert "\n\n" in tables.markdown(tables.run_table(RECORDS), width - 1)
     assert report.overview(RECORDS, 80).count("| Method") == 3
-
-
-def test_bold_stays_bold_in_every_line():
-    whole = tables.Table(["A"], [["one two three"]], bold=frozenset({(0, 0)}))
-    assert tables.markdown(whole, 25).split("\n")[2:] == [
-        "| **one**   |",
-        "| **two**   |",
-        "| **three** |",
-    ]
 
 
 def test_the_width_is_the_terminal_s(monkeypatch):
@@ -395,9 +379,10 @@ def test_the_best_of_each_setting_comes_first():
 def test_a_sweeps_report_has_its_pictures(tmp_path):
     records = sweep_records()
     text = report.write_report(records, tmp_path).read_text(encoding="utf-8")
-    assert report.overview(records) in text and table(records) in text
+    assert report.overview(records, tables.PAGE) in text
+    assert table(records, tables.PAGE) in text
     assert "26.5 / 53.0" in text and "frees nothing" in text
-    assert text.index("heat_map.png") < text.index(table(records))
+    assert text.index("heat_map.png") < text.index(table(records, tables.PAGE))
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [
         "heat_map.png",
         "pareto.png",
@@ -446,10 +431,13 @@ def test_report_is_written(tmp_path):
     path = report.write_report(RECORDS, tmp_path)
     assert dict(matplotlib.rcParams) == before
     text = path.read_text(encoding="utf-8")
-    assert table(RECORDS) in text
+    assert table(RECORDS, tables.PAGE) in text
     assert "Model tiny on cpu with a memory limit of 512 MB" in text
     assert "numpy 2.0" in text
-    assert "how\n  many prompts fit at a time" in text and "first of every\n" in text
+    assert (
+        "the number of prompts that fit at a time" in text
+        and "first of every\n" in text
+    )
     for name in ("quality_vs_memory.png", "throughput_vs_memory.png"):
         assert f"({name})" in text
         pixels = matplotlib.image.imread(tmp_path / name)

@@ -1,9 +1,9 @@
-"""Records put together where they may be compared: of a run, a sweep, or several runs.
+"""Groups of comparable records: of one run, of a sweep, or of several runs.
 
-Quality is compared among records of one model on one device; throughput, among those
-that also share the memory limit and the prompts. A task counts as another one if its
-prompts' length or number, the answer's length or the seed differ. Scores of throughput
-records are of the answers that were timed, and stand beside the rates.
+Quality is compared among records of one model on one device; throughput, among records
+that also share the memory limit and the prompts. Tasks of one name are distinct if the
+length or number of prompts, the length of answers or the seed differ. Scores of
+throughput records are of the timed answers, and are shown beside the rates.
 """
 
 import functools
@@ -17,15 +17,15 @@ import pandas as pd
 from kvjax.evaluation.report.records import PROBES, Record, Source
 from kvjax.types import UserError
 
-ROW = ["series", "schedule", "budget", "codec"]  # a method, whatever its task
-_ASKED = {  # what tells tasks of one name apart, and how names of columns say it
+ROW = ["series", "schedule", "budget", "codec"]  # identify a method
+_TASK_KEYS = {  # tell tasks of one name apart, and how column names show them
     "prompt_tokens": "{:,.0f}",
     "new_tokens": "{:.0f} new",
     "num_examples": "{:.0f} prompts",
     "seed": "seed {:.0f}",
 }
-_APART = 0.1  # of a probe: beyond it rates are not compared
-_NEEDLES = {"needle", "passkey"}  # tasks whose score is the share of pass keys found
+_MOST_DRIFT = 0.1  # of a probe: rates beyond it are not compared
+_NEEDLES = {"needle", "passkey"}  # tasks scored by the share of pass keys found
 
 
 # --- one record -----------------------------------------------------------------------
@@ -48,24 +48,24 @@ def codec(record: Record) -> str:
 
 
 def schedule(record: Record) -> str:
-    """When pairs go, and by which rule layers share them if not alike."""
+    """Returns the schedule, and the budget rule unless it is uniform."""
     rule = record.get("budget_rule") or "uniform"
-    when = text(record.get("schedule"))
-    return when if rule == "uniform" else f"{when}, {rule}"
+    phases = text(record.get("schedule"))
+    return phases if rule == "uniform" else f"{phases}, {rule}"
 
 
 def joined(*names: str) -> str:
-    """Names of a method's parts, but for a codec that stores pairs as they are."""
+    """Joins names, leaving out the identity codec."""
     return ", ".join(name for name in names if name != "identity")
 
 
 def setting(record: Record) -> str:
-    """When pairs go, and how those that stay are stored."""
+    """Returns schedule, budget rule and codec."""
     return joined(schedule(record), codec(record))
 
 
 def slots(record: Record) -> str:
-    """The budget in slots: a number, or the smallest head's to the largest's."""
+    """Returns the budget in slots: a number, or the range over heads and the mean."""
     budget = record.get("budget", ...)
     if budget is ...:
         return "-"
@@ -80,51 +80,51 @@ def slots(record: Record) -> str:
 
 
 def budget(record: Record) -> str:
-    """`slots`, or the share of a prompt that they are."""
+    """Returns the budget as a share of the prompt if it was given so, else `slots`."""
     share = record.get("budget_share")
     return slots(record) if share is None else f"{100 * share:.4g}%"
 
 
 def spread(record: Record) -> str:
-    """`slots`, as the budget's rule shared them out."""
+    """Returns `slots` as the budget rule allocated them."""
     sizes = record.get("sizes")
     return slots(record | {"budget": sizes} if sizes else record)
 
 
 def mean_slots(record: Record) -> float:
-    """Slots per head, as a mean over layers and their heads."""
+    """Returns slots per head, the mean over layers and their heads."""
     budget = record.get("budget") or 0
     layers = budget if isinstance(budget, list | tuple) else [budget]
     return float(np.mean([np.mean(layer) for layer in layers]))
 
 
 def is_full(record: Record) -> bool:
-    """Whether all pairs stay, as they are, and attention reads them all."""
+    """Returns whether all pairs are kept unencoded and attention reads them all."""
     whole = record.get("budget", ...) is None and codec(record) == "identity"
     return whole and not record.get("offload")
 
 
 def full_cache(records: Iterable[Record]) -> Record:
-    """The record of the full cache, or an empty one."""
+    """Returns the record of the full cache, or an empty one."""
     return next(filter(is_full, records), {})
 
 
-def as_many_new(record: Record, records: Iterable[Record]) -> list[Record]:
-    """Those with as many new tokens, to which rates and bytes compare."""
+def with_same_new(record: Record, records: Iterable[Record]) -> list[Record]:
+    """Returns the records with the same number of new tokens, which are comparable."""
     return [r for r in records if r.get("new_tokens") == record.get("new_tokens")]
 
 
 def differs(record: Record, base: Record) -> bool:
-    """Whether the machine was faster or slower by more than a tenth than for `base`.
+    """Returns whether the machine's speed differed by more than a tenth from `base`'s.
 
-    By the probes beside both; where one has none, nobody knows.
+    The probes beside both records tell; without a probe the answer is no.
     """
-    apart = [ratio(record, base, key) for key in PROBES]
-    return any(each is not None and abs(each - 1) > _APART for each in apart)
+    ratios = [ratio(record, base, key) for key in PROBES]
+    return any(each is not None and abs(each - 1) > _MOST_DRIFT for each in ratios)
 
 
 def speedup(record: Record, base: Record) -> float | None:
-    """End-to-end rate over that of `base`, where the machine was the same for both."""
+    """Returns the end-to-end rate over `base`'s, unless the machine `differs`."""
     return None if differs(record, base) else ratio(record, base, "output_tokens_per_s")
 
 
@@ -137,10 +137,10 @@ def ratio(record: Record, base: Record, key: str) -> float | None:
 
 
 class Score(NamedTuple):
-    """What records' `score` is called.
+    """The names of records' `score`.
 
-    That is, the `column` of a table, the `title` and the `axis` of a picture, and its
-    `meaning`, a clause for "how to read it".
+    They are the `column` of a table, the `title` and the `axis` of a picture, and its
+    `meaning`, a clause for "How to read it".
     """
 
     column: str
@@ -150,74 +150,75 @@ class Score(NamedTuple):
 
 
 def score_of(records: Iterable[Record]) -> Score:
-    """The share of needles found, one task's metric, or the mean of several."""
+    """Returns the names of needle accuracy, one task's metric, or a mean of several."""
     metrics = metrics_of(records)
     if metrics.keys() <= _NEEDLES:
         found = "the share of prompts whose hidden pass key was found"
         return Score("Needle", "Needle accuracy", "accuracy (share of prompts)", found)
-    told = [f"{name} ({metric})" for name, metric in metrics.items()]
-    if len(told) == 1:
-        return Score("Score", told[0], f"{told[0]}, mean over prompts", told[0])
-    what = f"the mean over tasks: {', '.join(told)}"
-    return Score("Score", f"Mean of {len(told)} tasks", "score", what)
+    named = [f"{name} ({metric})" for name, metric in metrics.items()]
+    if len(named) == 1:
+        return Score("Score", named[0], f"{named[0]}, mean over prompts", named[0])
+    meaning = f"the mean over tasks: {', '.join(named)}"
+    return Score("Score", f"Mean of {len(named)} tasks", "score", meaning)
 
 
 def metrics_of(records: Iterable[Record]) -> dict[str, str]:
-    """The headline metric of each task."""
+    """Returns the headline metric of each task."""
     tasks = [task for r in records for task in (r.get("tasks") or {}).items()]
     return {name: task["metric"] for name, task in tasks}
 
 
 def names_of(records: Sequence[Record]) -> list[str]:
-    """A name of its own for each record: the method, and what sets it apart."""
+    """Returns a unique name per record: the method, and what distinguishes it."""
 
     def parts(record):
         new = record.get("new_tokens")
-        told = text(record.get("policy")), schedule(record), slots(record)
-        return *told, codec(record), "-" if new is None else f"{new} new"
+        new = "-" if new is None else f"{new} new"
+        policy = text(record.get("policy"))
+        return policy, schedule(record), slots(record), codec(record), new
 
     methods = [text(record.get("method")) for record in records]
     frame = pd.DataFrame(map(parts, records), index=methods)
     varied = frame.groupby(level=0).nunique() > 1
     names = []
-    for method, told in zip(methods, frame.to_numpy(), strict=True):
-        apart = ", ".join(told[varied.loc[method].to_numpy()])
-        names.append(f"{method} ({apart})" if apart else method)
+    for method, values in zip(methods, frame.to_numpy(), strict=True):
+        different = ", ".join(values[varied.loc[method].to_numpy()])
+        names.append(f"{method} ({different})" if different else method)
     twins = [names[:i].count(name) for i, name in enumerate(names)]
     return [f"{n} #{i + 1}" if i else n for n, i in zip(names, twins, strict=True)]
 
 
 def is_throughput(records: Sequence[Record]) -> bool:
-    """Whether these are of the throughput protocol, which has a table of its own."""
+    """Returns whether all records are of the throughput protocol."""
     return {record.get("experiment") for record in records} == {"throughput"}
 
 
-def of_rule(record: Record, records: Sequence[Record], rule: str) -> Record:
-    """The method whose `batch_rule` is "ed" or "full", of which rates are multiples.
+def of_batch_rule(record: Record, records: Sequence[Record], rule: str) -> Record:
+    """Returns the baseline whose `batch_rule` is "ed" or "full".
 
-    That is, the first such method with as many new tokens; an empty record if none is.
+    It is the first with the same number of new tokens, or an empty record.
     """
-    known = as_many_new(record, records)
+    known = with_same_new(record, records)
     return next((r for r in known if r.get("batch_rule") == rule), {})
 
 
 def times(record: Record, records: Sequence[Record], rule: str) -> float | None:
-    """The `speedup` of a record over the method `of_rule`."""
-    return speedup(record, of_rule(record, records, rule))
+    """Returns the `speedup` of a record over the baseline `of_batch_rule`."""
+    return speedup(record, of_batch_rule(record, records, rule))
 
 
 def is_sweep(records: Sequence[Record]) -> bool:
-    """Whether two series or more come with several budgets or schedules."""
+    """Returns whether two series or more have several budgets or schedules."""
     found = pd.DataFrame([[series(r), setting(r), slots(r)] for r in records])
     return (found.drop_duplicates().groupby(0).size() > 1).sum() > 1
 
 
 def sweep(records: Sequence[Record]) -> pd.DataFrame:
-    """A sweep as a frame: a row per record, the full cache's left out.
+    """Returns a sweep as a frame: a row per record, without the full cache.
 
     Its columns are `record`, `series`, `setting`, `slots`, `score`, `kl` and `decode`
-    (bytes of KV cache per prompt while decoding). Settings stand together, budgets
-    rising; within one the best comes first: the highest score, then the smallest KL.
+    (bytes of KV cache per prompt while decoding). Rows are sorted by setting, then by
+    rising budget, then from the best: the highest score, then the smallest KL.
     """
     known = [r for r in records if r.get("budget") is not None]
     order = list(dict.fromkeys(map(setting, known)))
@@ -241,18 +242,18 @@ def sweep(records: Sequence[Record]) -> pd.DataFrame:
 
 
 class Quality:
-    """Records of one model on one device that tell a quality.
+    """Quality records of one model on one device.
 
     Attributes:
-      model, device: theirs.
-      sources: the files that they are from.
-      answers: a frame with a row per method and task: what the method is (`ROW`), the
-        `column` that its score stands in, `source` and `record`, the task's own fields
-        as `task`, `score`, `prompt_tokens`, `slots`, and KV bytes per prompt while
-        decoding and at most as `decode` and `peak`.
-      columns: each task's name in tables, one of its own.
-      rows: an index of methods: the full cache first, then budgets falling. Not every
-        method need have run every task.
+      model, device: of all records.
+      sources: the files of the records.
+      answers: a frame with a row per method and task: the method (`ROW`), the `column`
+        of its score, `source` and `record`, the task's own fields as `task`, `score`,
+        `prompt_tokens`, `slots`, and KV bytes per prompt as `decode` (while decoding)
+        and `peak`.
+      columns: each task's unique name in tables.
+      rows: an index of methods: the full cache first, then falling budgets. A method
+        need not have run every task.
     """
 
     def __init__(self, model: str, device: str, members: list[tuple[Source, Record]]):
@@ -268,28 +269,28 @@ class Quality:
         self.full: tuple | None = next(iter(full[ROW].itertuples(index=False)), None)
 
     def pivot(self, values: str) -> pd.DataFrame:
-        """One field of the answers: methods by tasks, NaN where it is not known."""
+        """Returns one field of the answers, methods by tasks; NaN where unknown."""
         frame = self.answers.set_index([*ROW, "column"])[values].unstack("column")
         return frame.reindex(index=self.rows, columns=self.columns)
 
     @functools.cached_property
     def scores(self) -> pd.DataFrame:
-        """The tasks' headline metrics, between 0 and 1."""
+        """The tasks' headline metrics, 0 to 1, methods by tasks."""
         return self.pivot("score")
 
     def of_full(self, values: pd.DataFrame) -> pd.Series:
-        """The full cache's row; of NaN if there is none."""
+        """Returns the full cache's row; NaN if there is none."""
         return values.loc[self.full] if self.full else values.iloc[0] * np.nan
 
     @functools.cached_property
     def differences(self) -> pd.DataFrame:
-        """`mean` difference to the full cache's scores, and of how many tasks: `count`.
+        """The `mean` difference to the full cache's scores over `count` tasks.
 
-        `rank` is the place among those of the budget that ran all tasks, equals by as
-        many digits as tables show sharing it, and NaN for others.
+        `rank` is the rank among methods of the same budget that ran all tasks, NaN for
+        others. Methods that tables show as equal share their rank.
         """
-        apart = self.scores - self.of_full(self.scores)
-        frame = pd.DataFrame({"mean": apart.mean(axis=1), "count": apart.count(axis=1)})
+        delta = self.scores - self.of_full(self.scores)
+        frame = pd.DataFrame({"mean": delta.mean(axis=1), "count": delta.count(axis=1)})
         ranked = frame["mean"].where(frame["count"] == len(self.columns)).round(3)
         if self.full:
             ranked[self.full] = np.nan
@@ -300,10 +301,7 @@ class Quality:
 
     @functools.cached_property
     def best(self) -> pd.DataFrame:
-        """Where some other method of the budget is worse, and none is better.
-
-        By as many digits as tables show.
-        """
+        """Marks the best method of each budget, unless tables show all as equal."""
         shown = self.scores.round(3)
         of_budget = shown.groupby("budget")
         return (shown == of_budget.transform("max")) & (
@@ -312,7 +310,7 @@ class Quality:
 
 
 def quality_groups(sources: Iterable[Source]) -> list[Quality]:
-    """Groups of what tells a quality, by model and device.
+    """Groups quality records by model and device.
 
     Raises:
       UserError: two files have the same method's answers to the same task.
@@ -327,20 +325,20 @@ def quality_groups(sources: Iterable[Source]) -> list[Quality]:
 
 def _grouped(
     sources: Iterable[Source],
-    wanted: Callable[[Record], bool],
+    include: Callable[[Record], bool],
     key: Callable[[Source, Record], tuple],
 ) -> dict[tuple, list[tuple[Source, Record]]]:
     groups: dict[tuple, list[tuple[Source, Record]]] = {}
     for source in sources:
-        for record in filter(wanted, source.records):
+        for record in filter(include, source.records):
             groups.setdefault(key(source, record), []).append((source, record))
     return groups
 
 
 def _answers(members: list[tuple[Source, Record]]) -> pd.DataFrame:
-    """The frame of `Quality`.
+    """Returns the frame of `Quality`.
 
-    Of several runs' full caches with the same results, the first is there.
+    Of several runs' full caches with the same results, the first is kept.
 
     Raises:
       UserError: two files have the same method's answers to the same task.
@@ -350,14 +348,14 @@ def _answers(members: list[tuple[Source, Record]]) -> pd.DataFrame:
         for source, record in members
         for name, task in _tasks(record).items()
     )
-    numbers = [*_ASKED, "score", "decode", "peak"]
+    numbers = [*_TASK_KEYS, "score", "decode", "peak"]
     frame[numbers] = frame[numbers].astype(float).replace([np.inf, -np.inf], np.nan)
     frame["column"] = _columns(frame)
-    # A run's methods differ in name, if in nothing else.
+    # Methods of one run may differ in nothing but their names.
     methods = frame.groupby(["path", *ROW])["method"].transform("nunique")
     frame["series"] = frame["series"].where(methods == 1, frame["method"])
     place = [*ROW, "column"]
-    baseline = frame["record"].map(is_full)  # which runs of the same prompts share
+    baseline = frame["record"].map(is_full)  # runs of the same prompts share it
     frame = frame[~(baseline & frame.duplicated([*place, "score", "decode", "peak"]))]
     for _, twin in frame[frame.duplicated(place)].iterrows():
         first = frame[(frame[place] == twin[place]).all(axis=1)].iloc[0]
@@ -393,7 +391,7 @@ def _answer(source: Source, record: Record, name: str, task: Record) -> dict[str
 
 
 def _tasks(record: Record) -> dict[str, Record]:
-    """A record without tasks is one of pass keys in prose."""
+    """Returns a record's tasks; without any, its score is of pass keys in prose."""
     bare = {"metric": "accuracy", "score": record.get("score")}
     return record.get("tasks") or {
         "needle": bare | {"num_examples": record.get("num_examples")}
@@ -401,13 +399,13 @@ def _tasks(record: Record) -> dict[str, Record]:
 
 
 def _columns(answers: pd.DataFrame) -> list[str]:
-    """The task of each answer, and what sets it apart from others of its name."""
-    varied = answers.groupby("name")[list(_ASKED)].nunique(dropna=False) > 1
+    """Returns each answer's task, and what distinguishes tasks of that name."""
+    varied = answers.groupby("name")[list(_TASK_KEYS)].nunique(dropna=False) > 1
 
     def column(row):
         parts = [
             form.format(row[key])
-            for key, form in _ASKED.items()
+            for key, form in _TASK_KEYS.items()
             if varied.loc[row["name"], key] and pd.notna(row[key])
         ]
         return " ".join([row["name"], ", ".join(parts)]).strip()
@@ -418,7 +416,7 @@ def _columns(answers: pd.DataFrame) -> list[str]:
 class Throughput(NamedTuple):
     """Throughput records that share model, device, memory limit and prompts.
 
-    `tasks` names those that the prompts are of, none where records do not say.
+    `tasks` names the tasks of the prompts; it is empty where records do not say.
     """
 
     model: str
@@ -431,10 +429,10 @@ class Throughput(NamedTuple):
 
 
 def throughput_groups(sources: Iterable[Source]) -> list[Throughput]:
-    """Groups of throughput records, sources and records in the order given.
+    """Groups throughput records, in the order of sources and records.
 
-    Other engines' records count as of our model and device where a file has both: the
-    same weights and machine, by other names.
+    Where a file also has records of other engines, these take kvjax's model and device:
+    the same weights and machine under other names.
 
     Raises:
       UserError: two files have the same method's throughput.
@@ -458,15 +456,15 @@ def throughput_groups(sources: Iterable[Source]) -> list[Throughput]:
     return [_throughput(key, members) for key, members in groups.items()]
 
 
-def _throughput(key: tuple, members: list[tuple[Source, Record]]) -> Throughput:
-    seen: dict[tuple, Source] = {}
+def _throughput(shared: tuple, members: list[tuple[Source, Record]]) -> Throughput:
+    first: dict[tuple, Source] = {}
     for source, record in members:
-        place = record["method"], record.get("new_tokens")
-        if place in seen:
+        key = method, new = record["method"], record.get("new_tokens")
+        if key in first:
             raise UserError(
-                f"{place[0]} with {place[1]} new tokens is in both {seen[place].path} "
-                f"and {source.path}: name one of them"
+                f"{method} with {new} new tokens is in both {first[key].path} and "
+                f"{source.path}: name one of them"
             )
-        seen[place] = source
+        first[key] = source
     sources = list({s.path: s for s, _ in members}.values())
-    return Throughput(*key, sources, [record for _, record in members])
+    return Throughput(*shared, sources, [record for _, record in members])

@@ -1,9 +1,10 @@
 """Reports: of one run's records, of several runs joined, and the leaderboard.
 
-Words and order are the templates', in the folder of that name.
+The folder `templates` holds their words and their order.
 """
 
 import base64
+import functools
 import html
 import os
 import pathlib
@@ -48,7 +49,6 @@ _SETTING = (
     "max_new_tokens",
     "seed",
 )
-_OF_SIZES = "Slots of every KV head, for methods whose heads differ"
 _TASK_SUMMARY = ("metric", "score", "num_examples", "interval", "interval_method")
 _LATEX = str.maketrans(
     {
@@ -88,17 +88,16 @@ def summary(
       {"model", "device", "memory_bytes", "prompt_tokens", "max_new_tokens", "budgets",
       "seed", "full_cache": name or None, "methods": {name: {..., "tasks", "speedup",
       "kv_ratio"}}, "report", "pictures", "versions"}. `speedup` is end-to-end tokens/s
-      over the full cache's at as many new tokens, None where the probes beside both
-      differ by more than a tenth, `kv_ratio` the same for KV bytes per
-      prompt, and `full_cache` the first one's name; of each task there are the score,
-      among how many prompts, and its interval of 95%. What differs between records is
-      a list. What is unknown is None, and so is what JSON cannot hold, and a budget of
-      all pairs.
+      over the full cache's at the same number of new tokens, None where the probes
+      beside them differ by more than a tenth; `kv_ratio` is the same for KV bytes per
+      prompt. A field that differs between records is a list. Unknown values, values
+      that JSON cannot hold, and the budget of the full cache are None.
     """
     first, names = groups.full_cache(records), groups.names_of(records)
-    fulls = [groups.full_cache(groups.as_many_new(r, records)) for r in records]
-    methods = {
-        name: {
+    methods = {}
+    for name, record in zip(names, records, strict=True):
+        full = groups.full_cache(groups.with_same_new(record, records))
+        methods[name] = {
             **{key: groups.finite(record.get(key)) for key in _SUMMARY},
             "tasks": {
                 name: {key: task.get(key) for key in _TASK_SUMMARY}
@@ -107,11 +106,10 @@ def summary(
             "speedup": groups.speedup(record, full),
             "kv_ratio": groups.ratio(record, full, "kv_bytes_peak_per_seq"),
         }
-        for name, record, full in zip(names, records, fulls, strict=True)
-    }
     named = (name for name, r in zip(names, records, strict=True) if r is first)
+    setting = {key: _values(records, key) for key in _SETTING}
     return {
-        **{key: _value(records, key) for key in _SETTING},
+        **{k: v if len(v) > 1 else next(iter(v), None) for k, v in setting.items()},
         "budgets": _values(records, "budget"),
         "full_cache": next(named, None),
         "methods": methods,
@@ -121,14 +119,8 @@ def summary(
     }
 
 
-def _value(records: Sequence[Record], key: str) -> Any:
-    """A field's one value, or a list of those that it has."""
-    found = _values(records, key)
-    return found if len(found) > 1 else next(iter(found), None)
-
-
 def _values(records: Sequence[Record], key: str) -> list[Any]:
-    """A field's values, each once; None only where a record says so."""
+    """Returns a field's distinct values, None included if a record holds it."""
     found = [record[key] for record in records if key in record]
     return [value for i, value in enumerate(found) if value not in found[:i]]
 
@@ -136,7 +128,7 @@ def _values(records: Sequence[Record], key: str) -> list[Any]:
 def _pictures(
     records: Sequence[Record], path: pathlib.Path
 ) -> dict[Callable[..., Any], pathlib.Path]:
-    """The functions that draw a report's pictures, and where each goes."""
+    """Returns the functions that draw a report's pictures, and the path of each."""
     drawn = list(_REPORTS[_kind(records)][1])
     if scatters.throughput_vs_memory in drawn and not _timed(records):
         drawn.remove(scatters.throughput_vs_memory)
@@ -146,11 +138,11 @@ def _pictures(
 
 
 def _timed(records: Sequence[Record]) -> bool:
-    """Whether a run took the time, as those layer by layer do not."""
+    """Returns whether a run measured rates; layer-by-layer runs do not."""
     return any(record.get("output_tokens_per_s") is not None for record in records)
 
 
-_REPORTS = {  # by what records are of: the table for a screen, the pictures
+_REPORTS = {  # the table for a screen and the pictures, by the kind of a run
     "throughput": (tables.throughput_table, [scatters.throughput_vs_batch]),
     "sweep": (tables.best_table, [figures.heat_map, scatters.pareto]),
     "run": (
@@ -167,9 +159,9 @@ def _kind(records: Sequence[Record]) -> str:
 
 
 def overview(records: Sequence[Record], width: int | None = None) -> str:
-    """The table that fits on a screen, in Markdown: of a sweep, the best methods.
+    """Returns a run's main table in Markdown: of a sweep, the best methods.
 
-    A second one where |kv| was searched.
+    A second table follows where |kv| was searched.
 
     Args:
       records: of a run.
@@ -187,13 +179,13 @@ def overview(records: Sequence[Record], width: int | None = None) -> str:
 def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathlib.Path:
     """Writes report.md and its pictures.
 
-    They are heat_map.png and pareto.png for a sweep, throughput_vs_batch.png for
-    throughput, and otherwise quality_vs_memory.png and, where runs were timed,
-    throughput_vs_memory.png; and head_sizes.png, where heads of a method keep different
-    numbers of pairs.
+    The pictures are heat_map.png and pareto.png for a sweep, throughput_vs_batch.png
+    for throughput, and otherwise quality_vs_memory.png and, where rates were measured,
+    throughput_vs_memory.png. head_sizes.png is added where heads of a method differ in
+    size.
 
     Args:
-      records: what to show, in this order.
+      records: shown in this order.
       workdir: an existing folder.
 
     Returns:
@@ -207,11 +199,10 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
     kind, path = _kind(records), pathlib.Path(workdir) / "report.md"
     for picture, place in _pictures(records, path).items():
         figures.save(place, picture, records)
-    template = "throughput.md" if kind == "throughput" else "run.md"
     page = _render(
-        template,
+        "throughput.md" if kind == "throughput" else "run.md",
         records=records,
-        overview=overview(records),
+        overview=overview(records, tables.PAGE),
         score=groups.score_of(records),
         several=len(groups.metrics_of(records)) > 1,
         sweep=kind == "sweep",
@@ -225,15 +216,15 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
 
 
 def _known(records: Sequence[Record], key: str) -> str:
-    """The values of a field, each once; bytes in MB."""
+    """Returns a field's distinct known values, bytes in MB."""
 
-    def told(value):
+    def shown(value):
         if key.endswith("bytes"):
             return tables.megabytes(value)
         return f"{value:,}" if isinstance(value, int) else str(value)
 
     found = [record[key] for record in records if record.get(key) is not None]
-    return " / ".join(dict.fromkeys(map(told, found))) or "unknown"
+    return " / ".join(dict.fromkeys(map(shown, found))) or "unknown"
 
 
 # --- several runs ---------------------------------------------------------------------
@@ -245,20 +236,18 @@ def write_comparison(
     """Writes report.md, report.html, tables.tex and the pictures.
 
     Args:
-      sources: what `sources.read` returns.
+      sources: see `records.read`.
       folder: made if it is not there.
 
     Returns:
-      What may stand in one line of JSON: the files, and each group's differences to the
-      full cache or ratios to ED.
+      The files, and each group's differences to the full cache or ratios to ED; it fits
+      in one line of JSON.
 
     Raises:
       UserError: two files answer one question, or the folder cannot be made.
     """
-    qualities, speeds = (
-        groups.quality_groups(sources),
-        groups.throughput_groups(sources),
-    )
+    qualities = groups.quality_groups(sources)
+    speeds = groups.throughput_groups(sources)
     folder = pathlib.Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -283,22 +272,20 @@ def write_comparison(
         "html": str(folder / "report.html"),
         "latex": str(folder / "tables.tex"),
         "runs": [source.path for source in sources],
-        "quality": [_told(group) for group in qualities],
-        "throughput": [_told_rates(group) for group in speeds],
+        "quality": [_quality_summary(group) for group in qualities],
+        "throughput": [_throughput_summary(group) for group in speeds],
     }
 
 
 def leaderboard(sources: Sequence[Source]) -> str:
-    """The page of all runs: scores, ranks, rates and where they are from."""
-    qualities, speeds = (
-        groups.quality_groups(sources),
-        groups.throughput_groups(sources),
-    )
+    """Returns the page of all runs: scores, ranks, rates and provenance."""
+    qualities = groups.quality_groups(sources)
+    speeds = groups.throughput_groups(sources)
     return _comparison(sources, qualities, speeds, None)
 
 
 def comparison_overview(sources: Sequence[Source], width: int | None = None) -> str:
-    """The tables of scores and rates, in Markdown; `width` as in `tables.markdown`."""
+    """Returns the tables of scores and rates; `width` as in `tables.markdown`."""
     scores = [tables.score_table(group) for group in groups.quality_groups(sources)]
     speeds = groups.throughput_groups(sources)
     rates = [overview(group.records, width) for group in speeds]
@@ -311,7 +298,7 @@ def _comparison(
     speeds: Sequence[Throughput],
     pictures: Sequence[dict[str, str]] | None,
 ) -> str:
-    """The page, with the pictures of each group by their names; None is without."""
+    """Returns the page; `pictures` are each group's file names and captions, if any."""
     return _render(
         "comparison.md",
         sources=sources,
@@ -324,31 +311,29 @@ def _comparison(
 
 
 def _draw_quality(group: Quality, folder: pathlib.Path, number: int) -> dict[str, str]:
-    """Draws a group; returns what each picture shows, by the name of its file."""
-    told = {f"quality_{number}.png": "Quality against KV memory"}
-    figures.save(folder / f"quality_{number}.png", scatters.task_scores, group)
+    """Draws the pictures of a group; returns their captions by file name."""
+    captions: dict[str, str] = {}
+
+    def draw(name: str, caption: str, picture: Callable[..., Any], *args: Any) -> None:
+        file = re.sub(r"[^\w-]+", "_", name) + f"_{number}.png"
+        figures.save(folder / file, picture, *args)
+        captions[file] = caption
+
+    draw("quality", "Quality against KV memory", scatters.task_scores, group)
     records = list(group.answers["record"])
     if figures.with_sizes(records):
-        name = f"head_sizes_{number}.png"
-        told[name] = _OF_SIZES
-        figures.save(folder / name, figures.head_sizes, records)
+        caption = "Slots of every KV head, for methods whose heads differ"
+        draw("head_sizes", caption, figures.head_sizes, records)
     for task in figures.needle_tasks(group):
-        name = f"{_plain(task)}_{number}.png"
-        told[name] = f"{task}: score by depth and length of the prompt"
-        figures.save(folder / name, figures.needle_map, group, task)
+        caption = f"{task}: score by depth and length of the prompt"
+        draw(task, caption, figures.needle_map, group, task)
     for column in figures.survivor_columns(group):
-        name = f"survivors_{_plain(column)}_{number}.png"
-        told[name] = f"{column}: what is left of a prompt, layer by layer"
-        figures.save(folder / name, figures.survivors, group, column)
-    return told
+        caption = f"{column}: share of a prompt's pairs still cached, by layer"
+        draw(f"survivors_{column}", caption, figures.survivors, group, column)
+    return captions
 
 
-def _plain(name: str) -> str:
-    """A name that files may have."""
-    return re.sub(r"[^\w-]+", "_", name)
-
-
-def _told(group: Quality) -> dict[str, Any]:
+def _quality_summary(group: Quality) -> dict[str, Any]:
     methods = {}
     for row, each in group.differences.iterrows():
         scores = group.scores.loc[row].astype(object)
@@ -360,14 +345,16 @@ def _told(group: Quality) -> dict[str, Any]:
     return {"model": group.model, "device": group.device, "methods": methods}
 
 
-def _told_rates(group: Throughput) -> dict[str, Any]:
-    records, methods = group.records, {}
-    for name, record in zip(groups.names_of(records), records, strict=True):
-        methods[name] = {
+def _throughput_summary(group: Throughput) -> dict[str, Any]:
+    records = group.records
+    methods = {
+        name: {
             "output_tokens_per_s": groups.finite(record.get("output_tokens_per_s")),
             "times_ed": groups.times(record, records, "ed"),
             "times_full": groups.times(record, records, "full"),
         }
+        for name, record in zip(groups.names_of(records), records, strict=True)
+    }
     return {"model": group.model, "device": group.device, "methods": methods}
 
 
@@ -375,7 +362,7 @@ def _told_rates(group: Throughput) -> dict[str, Any]:
 
 
 def latex(parts: Sequence[tuple[str, tables.Table, str]]) -> str:
-    """For a document that loads booktabs: where tables are from, they, captions."""
+    """Returns (provenance, table, caption) parts for a document with booktabs."""
     return _render("tables.tex", parts=parts)
 
 
@@ -385,19 +372,18 @@ def _latex_parts(
     for group in qualities:
         metrics = ", ".join(f"{r[0]} ({r[1]})" for r in tables.task_table(group).rows)
         caption = f"{group.model} on {group.device}: {metrics}, in points of 100"
-        told = any(map(tables.between, group.answers["task"]))
-        caption += "; in brackets, intervals of 95%." if told else "."
+        known = any(map(tables.interval, group.answers["task"]))
+        caption += "; in brackets, 95% intervals." if known else "."
         yield tables.provenance(group), tables.score_table(group), caption
     for group in speeds:
-        caption = f"Throughput of {group.model} on {group.device}."
-        caption += " ".join(["", *tables.note(group.records).split()])
-        caption += " ".join(["", *tables.probe_note(group.records).split()])
+        notes = tables.note(group.records) + tables.probe_note(group.records)
+        caption = f"Throughput of {group.model} on {group.device}. {notes}"
         table = tables.throughput_table(group.records)
-        yield tables.provenance(group), table, caption
+        yield tables.provenance(group), table, " ".join(caption.split())
 
 
 def as_html(page: str, folder: pathlib.Path) -> str:
-    """A page of Markdown as HTML that needs nothing else: pictures lie in it."""
+    """Returns a page of Markdown as one HTML file with its pictures inlined."""
 
     def inlined(found):
         content = (folder / html.unescape(found[1])).read_bytes()
@@ -410,12 +396,12 @@ def as_html(page: str, folder: pathlib.Path) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text with LaTeX's special signs written so that they print as they are."""
+    """Returns text with LaTeX's special characters escaped."""
     return text.translate(_LATEX)
 
 
-def _render(template: str, **told: Any) -> str:
-    """A template filled in; LaTeX's have tags that LaTeX does not use."""
+def _render(template: str, **values: Any) -> str:
+    """Fills in a template; LaTeX's use tags that do not occur in LaTeX."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("kvjax.evaluation.report"),
         undefined=jinja2.StrictUndefined,
@@ -425,9 +411,9 @@ def _render(template: str, **told: Any) -> str:
         **(_LATEX_TAGS if template.endswith("tex") else {}),
     )
     environment.filters |= {
-        "markdown": tables.markdown,
+        "markdown": functools.partial(tables.markdown, width=tables.PAGE),
         "megabytes": tables.megabytes,
         "tex": escaped,
     }
     shared = {"known": _known, "tables": tables}
-    return environment.get_template(f"{template}.j2").render(**told, **shared)
+    return environment.get_template(f"{template}.j2").render(**values, **shared)

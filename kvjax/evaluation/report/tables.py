@@ -1,11 +1,10 @@
-"""Tables of records, and a table as Markdown, in a terminal and in LaTeX."""
+"""Tables of records as text: for the terminal, in Markdown and in LaTeX."""
 
 import itertools
 import math
 import shutil
 import sys
-import textwrap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,19 +15,21 @@ from kvjax.evaluation.report.groups import Quality, series, spread, text
 from kvjax.evaluation.report.records import PROBES, Record, Source
 
 Columns = dict[str, Callable[[Record], str]]
+PAGE = 125  # characters in a line of a page; wider tables come in parts
 _OVER = "†"
 _NOTE = f"""
 
-{_OVER} Above the memory limit. A batch is chosen by what its programs need. On a CPU
-the growth of the process's resident memory is measured, with all that its allocator
-holds: freed blocks that it keeps and gaps between them, of which no plan knows. On a
-GPU or TPU it is the allocator's own peak."""
+{_OVER} Above the memory limit. The batch is chosen by what its compiled programs need.
+On a CPU the growth of the process's resident memory is measured, which includes freed
+blocks that the allocator holds and gaps between them. On a GPU or TPU it is the
+allocator's own peak."""
 _APART = "‡"
 _PROBE = f"""
 
-{_APART} Something else used the machine: a fixed product and a fixed copy (Probe) ran
-more than a tenth faster or slower beside this row than beside the row that it is
-compared with, the full cache or ED. So there is no ratio."""
+{_APART} Something else used the machine: a fixed matrix product and a fixed copy
+(Probe) ran more than a tenth faster or slower beside this row than beside the row that
+it is compared with, the full cache or ED. So there is no ratio."""
+_KEYS = {"Engine", "New", "Schedule", "KV slots"}  # with the method, they name a row
 _LEFT = {"Method", "Engine", "Schedule", "Codec", "Batch (limited by)"}
 
 
@@ -38,9 +39,10 @@ class Table(NamedTuple):
     Attributes:
       head: names of the columns.
       rows: cells, as many in each row as there are columns.
-      left: the columns that are set flush left; numbers are set flush right.
-      bold: places (row, column) of what stands out.
+      left: columns that are flush left; the others are flush right.
+      bold: cells in bold, as (row, column).
       breaks: rows before which LaTeX draws a rule.
+      keys: leading columns that identify a row; every part repeats them.
     """
 
     head: Sequence[str]
@@ -48,75 +50,64 @@ class Table(NamedTuple):
     left: frozenset[int] = frozenset({0})
     bold: frozenset[tuple[int, int]] = frozenset()
     breaks: frozenset[int] = frozenset()
+    keys: int = 1
 
 
 def markdown(table: Table, width: int | None = None) -> str:
-    """The table in Markdown, its columns lined up for a terminal.
+    """Returns the table in Markdown, its columns aligned.
 
     Args:
-      table: what to show.
-      width: of the terminal, in characters. A table that is wider comes in parts, each
-        with the first column and as many others as fit, and cells of more than half the
-        width go on in the next line. None: as it is, in one part.
+      table: the table.
+      width: characters in a line. A wider table is split into parts, each with the key
+        columns and as many others as fit, at least one. None: no limit.
     """
-    most = (width - len("|  |  |")) // 2 if width else sys.maxsize
-    head = _wrapped(table.head, most)
-    rows = [
-        _wrapped(row, most, {j for j in range(len(row)) if (i, j) in table.bold})
+    cells = [
+        [f"**{c}**" if (i, j) in table.bold else c for j, c in enumerate(row)]
         for i, row in enumerate(table.rows)
     ]
-    lines = [*head, *itertools.chain(*rows)]
-    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
-
-    def padded(line, column):
-        cell, room = line[column], widths[column]
-        return cell.ljust(room) if column in table.left else cell.rjust(room)
-
-    def rule(column):
-        return "-" * (widths[column] - 1) + ("-" if column in table.left else ":")
-
-    def drawn(lines, part):
-        rows = [[padded(line, column) for column in part] for line in lines]
-        return [row for row in rows if any(map(str.strip, row))]
-
-    parts = []
-    for part in _parts(widths, width or sys.maxsize):
-        cells = [*drawn(head, part), list(map(rule, part))]
-        cells += drawn(itertools.chain(*rows), part)
-        parts.append("\n".join(f"| {' | '.join(row)} |" for row in cells))
-    return "\n\n".join(parts)
+    columns = []
+    for j, column in enumerate(zip(table.head, *cells, strict=True)):
+        column = [cell.replace("|", "\\|") for cell in column]
+        size, left = max(3, *map(len, column)), j in table.left
+        rule = "-" * (size - 1) + ("-" if left else ":")
+        lines = [cell.ljust(size) if left else cell.rjust(size) for cell in column]
+        columns.append([lines[0], rule, *lines[1:]])
+    parts = _parts([len(column[0]) for column in columns], table.keys, width)
+    return "\n\n".join(
+        "\n".join(
+            f"| {' | '.join(line)} |"
+            for line in zip(*(columns[j] for j in part), strict=True)
+        )
+        for part in parts
+    )
 
 
-def _wrapped(
-    row: Sequence[str], most: int, bold: Collection[int] = ()
-) -> list[tuple[str, ...]]:
-    """A row's lines, none of whose cells is longer than `most`."""
-
-    def pieces(column, cell):
-        marks = "**" if column in bold else ""
-        room = max(1, most - 2 * len(marks))
-        found = [cell] if len(cell) <= room else textwrap.wrap(cell, room)
-        return [f"{marks}{each}{marks}".replace("|", "\\|") for each in found]
-
-    cells = [pieces(column, cell) for column, cell in enumerate(row)]
-    return list(itertools.zip_longest(*cells, fillvalue=""))
+def _parts(widths: Sequence[int], keys: int, most: int | None) -> list[list[int]]:
+    """Returns the columns of each part: as few parts as fit, of similar widths."""
+    if most is None:
+        return [list(range(len(widths)))]
+    parts = list(_filled(widths, keys, most))
+    for smaller in range(most - 1, 0, -1):
+        found = list(_filled(widths, keys, smaller))
+        if len(found) > len(parts):
+            break
+        parts = found
+    return parts
 
 
-def _parts(widths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """The columns of each part: the first one, and as many of the others as fit."""
-    part, start = [0], widths[0] + len("|  |")
-    taken = start
-    for column, width in enumerate(widths[1:], 1):
-        taken += width + len(" | ")
-        if taken > most and len(part) > 1:
-            yield part
-            part, taken = [0], start + width + len(" | ")
-        part.append(column)
-    yield part
+def _filled(widths: Sequence[int], keys: int, most: int) -> Iterator[list[int]]:
+    """Yields the columns of each part: the keys, and as many others as fit."""
+    start = keys
+    while start < len(widths):
+        sizes = [size + len(" | ") for size in [*widths[:keys], *widths[start:]]]
+        fit = sum(end < most for end in itertools.accumulate(sizes))
+        stop = start + max(1, fit - keys)
+        yield [*range(keys), *range(start, stop)]
+        start = stop
 
 
 def terminal_width() -> int | None:
-    """Characters in a line of the terminal; None where stdout is none."""
+    """Returns the characters in a line of the terminal; None if stdout is not one."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -128,15 +119,15 @@ def number(value: float | None, form: str = "{:.2f}") -> str:
 
 
 def rate(value: float | None) -> str:
-    """Three significant digits, and no fraction from 100 on."""
+    """Returns three significant digits, and no fraction from 100 on."""
     if value is None or not math.isfinite(value):
         return number(value)
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:,.{digits}f}"
 
 
-def between(task: Record, form: str = "{:.2f}", scale: float = 1.0) -> str:
-    """The ends of a task's interval, in brackets; nothing where it has none."""
+def interval(task: Record, form: str = "{:.2f}", scale: float = 1.0) -> str:
+    """Returns a task's confidence interval in brackets; nothing where it has none."""
     ends = [form.format(scale * end) for end in task.get("interval") or ()]
     return f" ({'-'.join(ends)})" if ends else ""
 
@@ -150,19 +141,22 @@ def kl(value: float | None) -> str:
 
 
 def perplexity(loss: float | None) -> str:
-    """Of a mean loss in nats per token."""
+    """Returns the perplexity of a mean loss in nats per token."""
     return "-" if groups.finite(loss) is None else rate(math.exp(min(loss, 700)))
 
 
 def versions(records: Sequence[Record]) -> str:
-    """Names and versions of the software that made records."""
+    """Returns names and versions of the software that made the records."""
     made = [record.get("provenance", {}).get("versions") or {} for record in records]
     found = {f"{name} {version}" for each in made for name, version in each.items()}
     return ", ".join(sorted(found)) or "versions not recorded"
 
 
-def _of(key: str, form: Callable[[Any], str] | str = "{:.2f}"):
-    """A cell that says one field."""
+# --- cells ----------------------------------------------------------------------------
+
+
+def _field(key: str, form: Callable[[Any], str] | str = "{:.2f}"):
+    """Returns a column that shows one field."""
     shown = form if callable(form) else lambda value: number(value, form)
     return lambda record: shown(record.get(key))
 
@@ -181,13 +175,35 @@ def _is_over(record: Record) -> bool:
     return None not in (measured, limit) and measured > limit
 
 
+def _live(record: Record) -> str:
+    live, allocated = record.get("kv_bytes_live"), record.get("kv_bytes_allocated")
+    return "-" if live is None else f"{megabytes(live)} / {megabytes(allocated)}"
+
+
+def _task_score(task: Record) -> str:
+    return number(task.get("score")) + interval(task)
+
+
+def _score(record: Record) -> str:
+    """Returns the score, with its interval if it is of one task: a mean has none."""
+    tasks = list((record.get("tasks") or {}).values())
+    ends = interval(tasks[0]) if len(tasks) == 1 else ""
+    return number(record.get("score")) + ends
+
+
 def note(records: Sequence[Record]) -> str:
-    """A paragraph below a table of measured memory, if some is above its limit."""
+    """Returns the paragraph below a table with memory above its limit, if any is."""
     return _NOTE if any(map(_is_over, records)) else ""
 
 
+def probe_note(records: Sequence[Record]) -> str:
+    """Returns the paragraph below a table with rates that cannot be compared."""
+    apart = (groups.differs(r, base) for r in records for base in _bases(r, records))
+    return _PROBE if any(apart) else ""
+
+
 def _probes(records: Sequence[Record]) -> Columns:
-    """A column of probes where some were made; marked are those that differ."""
+    """Returns the column of probes if there are any; those that differ are marked."""
     if all(record.get(key) is None for record in records for key in PROBES):
         return {}
 
@@ -203,63 +219,41 @@ def _probes(records: Sequence[Record]) -> Columns:
 
 
 def _bases(record: Record, records: Sequence[Record]) -> list[Record]:
-    """What a row's rate is compared with: the full cache, in throughput ED too."""
+    """Returns the rows that a row's rate is compared with: the full cache, or ED."""
     if not groups.is_throughput(records):
         return [groups.full_cache(records)]
-    return [groups.of_rule(record, records, rule) for rule in ("ed", "full")]
-
-
-def probe_note(records: Sequence[Record]) -> str:
-    """A paragraph below a table of rates, if some cannot be compared."""
-    apart = (groups.differs(r, base) for r in records for base in _bases(r, records))
-    return _PROBE if any(apart) else ""
-
-
-def _task_score(task: Record) -> str:
-    return number(task.get("score")) + between(task)
-
-
-def _score(record: Record) -> str:
-    """The score; its interval where it is one task's, as a mean of several has none."""
-    told = list((record.get("tasks") or {}).values())
-    return number(record.get("score")) + (between(told[0]) if len(told) == 1 else "")
-
-
-def _live(record: Record) -> str:
-    """Bytes of a prompt's pairs, and of the slots that they lie in."""
-    live, allocated = record.get("kv_bytes_live"), record.get("kv_bytes_allocated")
-    return "-" if live is None else f"{megabytes(live)} / {megabytes(allocated)}"
+    return [groups.of_batch_rule(record, records, rule) for rule in ("ed", "full")]
 
 
 # --- tables of one run ----------------------------------------------------------------
 
-_CELLS: Columns = {  # what a column says of a record
-    "As many": _of("equals", text),
+_CELLS: Columns = {
+    "As many": _field("equals", text),
     "Batch (limited by)": _batch,
-    "Decode tok/s": _of("decode_tokens_per_s", rate),
-    "End-to-end tok/s": _of("output_tokens_per_s", rate),
+    "Decode tok/s": _field("decode_tokens_per_s", rate),
+    "End-to-end tok/s": _field("output_tokens_per_s", rate),
     "Engine": lambda r: r.get("engine", "kvjax"),
-    "Host MB/prompt": _of("host_bytes_per_seq", megabytes),
-    "KL": _of("kl", kl),
+    "Host MB/prompt": _field("host_bytes_per_seq", megabytes),
+    "KL": _field("kl", kl),
     "KV MB live / allocated": _live,
-    "KV MB/prompt": _of("kv_bytes_peak_per_seq", megabytes),
-    "Limit MB": _of("memory_bytes", megabytes),
-    "Loss": _of("loss", "{:.3f}"),
-    "Loss of full cache": _of("reference_loss", "{:.3f}"),
+    "KV MB/prompt": _field("kv_bytes_peak_per_seq", megabytes),
+    "Limit MB": _field("memory_bytes", megabytes),
+    "Loss": _field("loss", "{:.3f}"),
+    "Loss of full cache": _field("reference_loss", "{:.3f}"),
     "Measured MB": _measured,
-    "New": _of("new_tokens", text),
+    "New": _field("new_tokens", text),
     "Perplexity": lambda r: perplexity(r.get("loss")),
-    "Planned MB": _of("planned_bytes", megabytes),
-    "Predicted": _of("predicted_tokens_per_s", rate),
-    "Prefill tok/s": _of("prefill_tokens_per_s", rate),
-    "Prompts": _of("num_examples", text),
-    "Read at once": _of("prefill_batch", text),
-    "Seconds": _of("seconds", rate),
-    "Seed": _of("seed", text),
-    "Top-1": _of("top1_agreement"),
-    "decoding": _of("kv_bytes_decode", megabytes),
-    "of roofline": _of("prefill_roofline"),
-    "roofline": _of("decode_roofline"),
+    "Planned MB": _field("planned_bytes", megabytes),
+    "Predicted": _field("predicted_tokens_per_s", rate),
+    "Prefill tok/s": _field("prefill_tokens_per_s", rate),
+    "Prompts": _field("num_examples", text),
+    "Read at once": _field("prefill_batch", text),
+    "Seconds": _field("seconds", rate),
+    "Seed": _field("seed", text),
+    "Top-1": _field("top1_agreement"),
+    "decoding": _field("kv_bytes_decode", megabytes),
+    "of roofline": _field("prefill_roofline"),
+    "roofline": _field("decode_roofline"),
 }
 
 
@@ -268,7 +262,7 @@ def _cells(*names: str) -> Columns:
 
 
 def run_table(records: Sequence[Record]) -> Table:
-    """All methods of a run: quality, rates and memory."""
+    """Returns all methods of a run: quality, rates and memory."""
     full = groups.full_cache(records)
 
     def end_to_end(record):
@@ -287,10 +281,9 @@ def run_table(records: Sequence[Record]) -> Table:
 
 
 def best_table(records: Sequence[Record]) -> Table:
-    """The full cache, and the best method of each schedule and budget of a sweep.
+    """Returns the full cache and the best method of each schedule and budget.
 
-    The best has the highest score (the most needles found) and, among those that share
-    it, the smallest KL.
+    The best method has the highest score and, among equal scores, the smallest KL.
     """
     full, frame = groups.full_cache(records), groups.sweep(records)
     peers = frame.groupby(["setting", "slots", "score"], dropna=False)
@@ -305,12 +298,12 @@ def best_table(records: Sequence[Record]) -> Table:
 
 
 def by_task_table(records: Sequence[Record]) -> Table:
-    """The scores of every task."""
+    """Returns the scores of every task."""
     return _table(records, _by_task(records), groups.names_of(records))
 
 
 def memory_table(records: Sequence[Record]) -> Table:
-    """Bytes as planned and measured, losses, time."""
+    """Returns bytes as planned and measured, losses and time."""
     columns = _methods(records) if groups.is_sweep(records) else {}
     columns |= _cells("KV MB live / allocated", "Planned MB", "Measured MB", "Limit MB")
     columns |= _cells("Loss", "Loss of full cache", "Perplexity", "Seconds", "Seed")
@@ -318,7 +311,7 @@ def memory_table(records: Sequence[Record]) -> Table:
 
 
 def perplexity_table(records: Sequence[Record]) -> Table:
-    """Perplexities of a sweep: a row per method, a column per budget, rising."""
+    """Returns a sweep's perplexities: a row per method, a column per rising budget."""
     ran = sorted((r for r in records if r.get("loss") is not None), key=_slots)
     found: dict[tuple[str, str], dict[str, str]] = {}
     for record in sorted(ran, key=records.index):
@@ -328,18 +321,19 @@ def perplexity_table(records: Sequence[Record]) -> Table:
     rows = [
         [*names, *(row.get(b, "-") for b in budgets)] for names, row in found.items()
     ]
-    return Table(["Method", "Schedule", *budgets], rows, frozenset({0, 1}))
+    return Table(["Method", "Schedule", *budgets], rows, frozenset({0, 1}), keys=2)
 
 
 def _slots(record: Record) -> float:
-    """What budgets are sorted by; all pairs come last."""
+    """Returns the number that budgets are sorted by; the full cache comes last."""
     return groups.mean_slots(record) or math.inf
 
 
 def throughput_table(records: Sequence[Record]) -> Table:
-    """Batches, rates, shares of the roofline and scores, by number of new tokens.
+    """Returns batches, rates, shares of the roofline and scores of each method.
 
-    `x ED` and `x FKV` are end-to-end rates relative to theirs at as many new tokens.
+    `x ED` and `x FKV` are end-to-end rates relative to those of ED and of the full
+    cache at the same number of new tokens.
     """
     other = {record.get("engine", "kvjax") for record in records} != {"kvjax"}
     columns = _cells("Engine", "New") if other else _cells("New")
@@ -355,16 +349,16 @@ def throughput_table(records: Sequence[Record]) -> Table:
 
 
 def search_table(records: Sequence[Record]) -> Table:
-    """Batch-Max's: every |kv| that was tried, the chosen one in bold, and all others.
+    """Returns every |kv| that Batch-Max tried, the chosen one in bold.
 
-    An end-to-end rate is of what ran, which for a |kv| that could no longer keep the
-    score is not all prompts.
+    Other methods have one row each. A |kv| that could no longer keep the score was
+    stopped before all prompts had run; its end-to-end rate is of those that had.
     """
     shown = [
         record | each for record in records for each in record.get("tried") or [{}]
     ]
     columns = _cells("New", "Batch (limited by)") | {"KV slots": groups.slots}
-    columns |= {"Score": _of("score", "{:.3f}")} | _cells("Prompts")
+    columns |= {"Score": _field("score", "{:.3f}")} | _cells("Prompts")
     columns |= _cells("End-to-end tok/s", "Predicted")
     made = _table(shown, columns, [text(record.get("method")) for record in shown])
     chosen = [row for row, record in enumerate(shown) if record.get("chosen")]
@@ -373,7 +367,7 @@ def search_table(records: Sequence[Record]) -> Table:
 
 
 def _scores(records: Sequence[Record]) -> Columns:
-    """A column of each task's scores, unless needles are all that was looked for."""
+    """Returns a column for each task's scores, or one if needles are the only task."""
     column = groups.score_of(records).column
     return {column: _score} if column == "Needle" else _by_task(records)
 
@@ -387,55 +381,58 @@ def _by_task(records: Sequence[Record]) -> Columns:
 
 
 def _methods(records: Sequence[Record]) -> Columns:
-    """What is kept, when, and how; the codec, only where somebody has one."""
+    """Returns the columns of schedule and budget, and of the codec if there is any."""
     encoded = any(groups.codec(record) != "identity" for record in records)
     codec = {"Codec": groups.codec} if encoded else {}
     return {"Schedule": groups.schedule, "KV slots": spread} | codec
 
 
 def _row_names(records: Sequence[Record]) -> list[str]:
-    """First cells of a table: in a sweep, columns tell budget and schedule."""
+    """Returns names of rows; of a sweep, other columns hold budget and schedule."""
     if groups.is_sweep(records):
         return list(map(series, records))
     return groups.names_of(records)
 
 
 def _table(records: Sequence[Record], columns: Columns, names: Sequence[str]) -> Table:
-    """A row per record: its name, and what each column says of it."""
+    """Returns a row per record: its name, and a cell for each column."""
     head = ["Method", *columns]
     rows = [
         [name, *(cell(record) for cell in columns.values())]
         for name, record in zip(names, records, strict=True)
     ]
-    return Table(head, rows, frozenset(i for i, h in enumerate(head) if h in _LEFT))
+    left = frozenset(i for i, h in enumerate(head) if h in _LEFT)
+    more = itertools.takewhile(_KEYS.__contains__, columns)
+    keys = 1 if len({*names}) == len(rows) else 1 + len(list(more))
+    return Table(head, rows, left, keys=keys)
 
 
 # --- tables of several runs -----------------------------------------------------------
 
 
 def score_table(group: Quality) -> Table:
-    """Methods by tasks, in points of 100; bold is the best of its budget."""
+    """Returns methods by tasks, in points of 100, the best of a budget in bold."""
     names, cells = _rows(group)
-    told = group.scores.map(points) + group.pivot("task").map(_points_between)
-    told["Mean Δ"] = _differences(group)
+    shown = group.scores.map(points) + group.pivot("task").map(_points_interval)
+    shown["Mean Δ"] = _differences(group)
     best = group.best.assign(mean=group.differences["best"]).to_numpy()
     bold = {(i, len(names) + j) for i, j in np.argwhere(best).tolist()}
-    rows = [[*cells(row), *told.loc[row]] for row in group.rows]
+    rows = [[*cells(row), *shown.loc[row]] for row in group.rows]
     budgets = [row[2] for row in group.rows]
     breaks = {i for i in range(1, len(rows)) if budgets[i] != budgets[i - 1]}
     left = frozenset(range(len(names)))
-    head = [*names, *told.columns]
-    return Table(head, rows, left, frozenset(bold), frozenset(breaks))
+    head = [*names, *shown.columns]
+    return Table(head, rows, left, frozenset(bold), frozenset(breaks), keys=len(names))
 
 
 def rank_table(group: Quality) -> Table:
-    """All methods by their mean difference to the full cache, a rank at each budget.
+    """Returns all methods ranked within each budget by mean difference to full cache.
 
-    Those that did not run every task come last and have no rank.
+    Methods that did not run every task come last and have no rank.
     """
     names, cells = _rows(group)
     frame = group.differences.assign(
-        told=_differences(group), wins=group.best.sum(axis=1)
+        difference=_differences(group), wins=group.best.sum(axis=1)
     )
     for key in ("decode", "peak"):
         values = group.pivot(key)
@@ -449,14 +446,14 @@ def rank_table(group: Quality) -> Table:
             wins = str(each["wins"]) if ranked.any() else "-"
             shares = [number(each[key], "{:.0%}") for key in ("decode", "peak")]
             place = number(each["rank"], "{:.0f}")
-            rows.append([place, *cells(row), each["told"], wins, *shares])
+            rows.append([place, *cells(row), each["difference"], wins, *shares])
     head = ["Rank", *names, "Mean Δ", "Best on", "KV decoding", "KV peak"]
     left = frozenset(range(1, 1 + len(names)))
-    return Table(head, rows, left, breaks=frozenset(breaks))
+    return Table(head, rows, left, breaks=frozenset(breaks), keys=1 + len(names))
 
 
 def task_table(group: Quality) -> Table:
-    """What each column of scores is: metric, prompts, |kv| at each budget, source."""
+    """Returns the metric, prompts, |kv| at each budget and source of every task."""
     answers, whole = group.answers, group.full
     budgets = [row[2] for row in group.rows if row != whole]
     budgets = [b for b in dict.fromkeys(budgets) if not b.replace(",", "").isdigit()]
@@ -480,7 +477,7 @@ def task_table(group: Quality) -> Table:
 
 
 def provenance(group: Quality | groups.Throughput) -> str:
-    """Where figures come from, as Markdown: a numbered line per file."""
+    """Returns where numbers come from, as Markdown: a numbered line per file."""
     lines = [f"Model {group.model} on {group.device}. Records and what made them:", ""]
     for number, source in enumerate(group.sources, 1):
         torn = "; its last line was cut short and is left out" if source.torn else ""
@@ -492,15 +489,15 @@ def _made(source: Source) -> str:
     made = [r.get("provenance", {}).get("command") for r in source.records]
     commands = " / ".join(f"`{each}`" for each in dict.fromkeys(made) if each)
     seeds = dict.fromkeys(r.get("seed") for r in source.records)
-    told = " / ".join(str(seed) for seed in seeds if seed is not None)
+    known = " / ".join(str(seed) for seed in seeds if seed is not None)
     return (
-        f"{commands or 'command not recorded'}; seed {told or 'unknown'}; "
+        f"{commands or 'command not recorded'}; seed {known or 'unknown'}; "
         f"{versions(source.records)}"
     )
 
 
 def _rows(group: Quality) -> tuple[list[str], Callable[[tuple], list[str]]]:
-    """What the first columns are called, and how a method fills them."""
+    """Returns the names of the key columns, and a function from a method to them."""
     encoded = any(row[3] != "identity" for row in group.rows)
     names = ["Method", "Schedule", "Budget", *(["Codec"] if encoded else [])]
     return names, lambda row: list(row)[: len(names)]
@@ -510,16 +507,16 @@ def points(share: float | None, form: str = "{:.1f}") -> str:
     return "-" if pd.isna(share) else form.format(100 * share)
 
 
-def _points_between(task: Record | float) -> str:
-    """Whole points; `task` is NaN where a method has not run it."""
-    return between(task, "{:.0f}", 100) if isinstance(task, dict) else ""
+def _points_interval(task: Record | float) -> str:
+    """Returns whole points; `task` is NaN where a method has not run it."""
+    return interval(task, "{:.0f}", 100) if isinstance(task, dict) else ""
 
 
 def _differences(group: Quality) -> list[str]:
-    """In points; in brackets of how many tasks, where some are missing."""
-    count, told = len(group.columns), []
+    """Returns points, and in brackets over how many tasks where some are missing."""
+    count, shown = len(group.columns), []
     for row, each in group.differences.iterrows():
         missing = "" if each["count"] == count else f" ({each['count']} of {count})"
         unknown = row == group.full or pd.isna(each["mean"])
-        told.append("-" if unknown else points(each["mean"], "{:+.1f}") + missing)
-    return told
+        shown.append("-" if unknown else points(each["mean"], "{:+.1f}") + missing)
+    return shown
