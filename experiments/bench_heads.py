@@ -26,7 +26,7 @@ import racing
 from absl import flags
 
 from kvjax import policies
-from kvjax.cache import by_need, calibrations, parts
+from kvjax.cache import by_need, calibrations, head_groups
 from kvjax.cache.schedule import Schedule
 from kvjax.cache.spec import make_spec
 from kvjax.models import decoder
@@ -59,8 +59,10 @@ def main(_):
     racing.compare(figures, "all alike")
     for name, multiple in zip(ways, (None, *map(int, FLAGS.multiples)), strict=True):
         sizes = config_of(multiple).budget
-        figures[name] |= {"sizes": len(parts.different(sizes))}
-        figures[name] |= {"parts": sum(len(parts.of_sizes(layer)) for layer in sizes)}
+        figures[name] |= {"sizes": len(head_groups.distinct_sizes(sizes))}
+        figures[name] |= {
+            "parts": sum(len(head_groups.of_sizes(layer)) for layer in sizes)
+        }
     racing.show("a decode step", figures)
     told = {name: FLAGS[name].value for name in ("target", "batch", "slots", "policy")}
     print(json.dumps({**told, "jax": jax.__version__, **figures}))

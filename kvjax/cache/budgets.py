@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.cache import parts
+from kvjax.cache import head_groups
 from kvjax.cache.schedule import Schedule
 from kvjax.policies import Policy
 from kvjax.registry import Registry
@@ -102,7 +102,7 @@ def explicit(sizes: Sequence[int | Sequence[int]]) -> BudgetRule:
 
 
 @functools.cache
-def _explicit(sizes: tuple[parts.Sizes, ...]) -> BudgetRule:
+def _explicit(sizes: tuple[head_groups.Sizes, ...]) -> BudgetRule:
     return BudgetRule("explicit", lambda spec, mean: sizes)
 
 
@@ -206,7 +206,9 @@ def largest_remainders(shares: Sequence[float]) -> tuple[int, ...]:
     return tuple(below.tolist())
 
 
-def allocated(rule: BudgetRule, spec: ModelSpec, mean: int) -> tuple[parts.Sizes, ...]:
+def allocated(
+    rule: BudgetRule, spec: ModelSpec, mean: int
+) -> tuple[head_groups.Sizes, ...]:
     """The sizes that a rule begins with, checked."""
     heads = spec.num_kv_heads
     return _checked(rule, rule.allocate(spec, mean), spec.num_layers, heads, mean)
@@ -214,14 +216,14 @@ def allocated(rule: BudgetRule, spec: ModelSpec, mean: int) -> tuple[parts.Sizes
 
 def reallocated(
     rule: BudgetRule, measured: np.ndarray, mean: int
-) -> tuple[parts.Sizes, ...]:
+) -> tuple[head_groups.Sizes, ...]:
     """The sizes that follow from what was measured, checked."""
     return _checked(rule, rule.reallocate(measured, mean), len(measured), 1, mean)
 
 
-def possible(rule: BudgetRule, sizes: Sequence[parts.Sizes]) -> set[int]:
+def possible(rule: BudgetRule, sizes: Sequence[head_groups.Sizes]) -> set[int]:
     """The sizes that a head may come to have, as far as they are known beforehand."""
-    found = parts.different(sizes)
+    found = head_groups.distinct_sizes(sizes)
     if rule.smallest is None:
         return found
     return found | {rule.smallest(round(np.mean([np.mean(size) for size in sizes])))}
@@ -229,7 +231,7 @@ def possible(rule: BudgetRule, sizes: Sequence[parts.Sizes]) -> set[int]:
 
 def _checked(
     rule: BudgetRule, given: Sequence, layers: int, heads: int, mean: int
-) -> tuple[parts.Sizes, ...]:
+) -> tuple[head_groups.Sizes, ...]:
     """Raises UserError unless the sizes are ints that add up."""
     if isinstance(given, str) or not np.iterable(given):
         raise UserError(
@@ -259,4 +261,4 @@ def _checked(
             f"budget rule {rule.name!r} gives {tuple(given)}{total}: whole numbers "
             f"that add up to {mean} x {count} = {mean * count} do"
         )
-    return tuple(parts.simplest(map(int, sizes)) for sizes in each)
+    return tuple(head_groups.simplify(map(int, sizes)) for sizes in each)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import parts
+from kvjax.cache import head_groups
 from kvjax.cache.layouts import Layout
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import NAN_SCORE, KVState
@@ -43,7 +43,7 @@ class _Demand(NamedTuple):
     """
 
     place: int
-    heads: parts.Heads
+    heads: head_groups.Heads
     drop: Array
     busy: Array
     view: Callable[..., View]
@@ -84,7 +84,7 @@ def evict_overflow(
     demands = [
         _demand(state, index, place, heads, own_inputs, config, n, head_numbers)
         for index, own_inputs in inputs.items()
-        for place, heads in parts_of(state, index)
+        for place, heads in groups_of(state, index)
     ]
     few = config.rows_per_eviction or max(4, -(-len(n) // 8))
     rows = few if tokens == 1 else len(n)
@@ -142,10 +142,10 @@ def compact(
             policy_params and policy_params[index],
             first_layer + index,
         )
-        for place, heads in parts_of(state, index):
+        for place, heads in groups_of(state, index):
             layer, stat = state.layers[place], state.stats[place]
             if evicts:
-                budget = parts.size_of(config.budget[index], heads)
+                budget = head_groups.size_of(config.budget[index], heads)
                 view = view_maker(state, config, inputs, heads, budget, head_numbers)
                 num_keep = _kept_after_prompt(layout.live(layer), budget, config)
                 drop = layout.live(layer) - num_keep
@@ -170,27 +170,30 @@ def _kept_after_prompt(
     return jnp.where(live >= budget, budget - config.schedule.evict_size, live)
 
 
-def parts_of(state: KVState, index: int) -> list[tuple[int, parts.Heads]]:
+def groups_of(state: KVState, index: int) -> list[tuple[int, head_groups.Heads]]:
     """Returns the place and the heads of a layer's head groups.
 
     On a mesh, heads are those that this device holds.
     """
     count = state.error.shape[1]
-    return [(place, parts.here(heads, count)) for place, heads in state.parts(index)]
+    return [
+        (place, head_groups.local_heads(heads, count))
+        for place, heads in state.head_groups(index)
+    ]
 
 
 def _demand(
     state: KVState,
     index: int,
     place: int,
-    heads: parts.Heads,
+    heads: head_groups.Heads,
     inputs: PolicyInputs,
     config: CacheSpec,
     n: Int[Array, "B"],
     head_numbers: Int[Array, "K"] | None,
 ) -> _Demand:
     """Counts the pairs that the heads of a head group evict before n new ones."""
-    budget = parts.size_of(config.budget[index], heads)
+    budget = head_groups.size_of(config.budget[index], heads)
     live = config.layout.live(state.layers[place])
     overflows = (live + n[:, None] > budget) & (n > 0)[:, None]
     drop = jnp.where(overflows, live - (budget - config.schedule.evict_size), 0)
@@ -279,21 +282,21 @@ def _select_by_score(
 
 
 def with_error(
-    state: KVState, bit: int, where: Bool[Array, "B K"], heads: parts.Heads
+    state: KVState, bit: int, where: Bool[Array, "B K"], heads: head_groups.Heads
 ) -> KVState:
     """Sets an error bit where True; `where` has the heads of a head group, or all."""
     bits = jnp.where(where, jnp.uint32(bit), jnp.uint32(0))
     if heads is None:
         return state.replace(error=state.error | bits)
     at = state.error.at[:, np.asarray(heads)]
-    return state.replace(error=at.set(parts.taken(state.error, heads) | bits))
+    return state.replace(error=at.set(head_groups.take(state.error, heads) | bits))
 
 
 def view_maker(
     state: KVState,
     config: CacheSpec,
     inputs: PolicyInputs,
-    heads: parts.Heads,
+    heads: head_groups.Heads,
     budget: int | None,
     head_numbers: Int[Array, "K"] | None,
 ) -> Callable[[PyTree, Int[Array, "B"], Int[Array, "B K"]], View]:

@@ -206,7 +206,7 @@ def compact(
 def _with_layer(state: KVState, part: KVState, index: int) -> KVState:
     """Returns the state with layer `index` replaced by the only one of `part`."""
     layers, stats = list(state.layers), list(state.stats)
-    for i, (place, _) in enumerate(state.parts(index)):
+    for i, (place, _) in enumerate(state.head_groups(index)):
         layers[place], stats[place] = part.layers[i], part.stats[i]
     return state.replace(layers=tuple(layers), stats=tuple(stats), error=part.error)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvjax import policies
-from kvjax.cache import budgets, by_need, calibrations, parts
+from kvjax.cache import budgets, by_need, calibrations, head_groups
 from kvjax.cache.apportion import proportional
 from kvjax.cache.schedule import Schedule
 from kvjax.messages import warn
@@ -28,7 +28,7 @@ def of_layers(
     rule: budgets.BudgetRule | calibrations.Calibration | None,
     pinned: tuple[int, int] | None,
     length: int | None,
-) -> tuple[policies.Policy, budgets.BudgetRule, tuple[parts.Sizes, ...]]:
+) -> tuple[policies.Policy, budgets.BudgetRule, tuple[head_groups.Sizes, ...]]:
     """Returns the policy with its pinned pairs, the budget rule, and the first sizes.
 
     Args:
@@ -66,7 +66,7 @@ def of_layers(
     return policy, rule, budgets.allocated(rule, spec, budget)
 
 
-def _explicit(spec: ModelSpec, budget: Any, rule: Any) -> tuple[parts.Sizes, ...]:
+def _explicit(spec: ModelSpec, budget: Any, rule: Any) -> tuple[head_groups.Sizes, ...]:
     """Returns the sizes that a user gives for every layer, checked."""
     if not np.iterable(budget):
         raise UserError(f"budget is {budget!r}: {_GIVE}")
@@ -117,8 +117,8 @@ def share_of(spec: ModelSpec, budget: str, length: int | None) -> int:
 
 
 def within_windows(
-    spec: ModelSpec, sizes: tuple[parts.Sizes, ...], block: int, most: float
-) -> tuple[parts.Sizes, ...]:
+    spec: ModelSpec, sizes: tuple[head_groups.Sizes, ...], block: int, most: float
+) -> tuple[head_groups.Sizes, ...]:
     """The sizes, but for layers with a sliding window no more than they can use.
 
     That is their window and one block: what has left the window is dropped, and a block
@@ -132,7 +132,9 @@ def within_windows(
       most: pairs of a head; 0 to give nothing away.
     """
     windows = np.array(list(map(spec.sliding_window, range(spec.num_layers))))[:, None]
-    asked = np.array([parts.each_head(each, spec.num_kv_heads) for each in sizes])
+    asked = np.array(
+        [head_groups.sizes_per_head(each, spec.num_kv_heads) for each in sizes]
+    )
     found = np.where(windows > 0, np.minimum(asked, windows + block), asked)
     left = int(np.sum(asked - found))
     if not left:
@@ -144,7 +146,7 @@ def within_windows(
         most = min(max(most, weights.max()), total)
         shared = proportional(weights, min(total, most * weights.size), 0, most)
         found[whole] = np.floor(shared + 1e-6)
-    return tuple(map(parts.simplest, found.tolist()))
+    return tuple(map(head_groups.simplify, found.tolist()))
 
 
 def by_heads(
@@ -166,7 +168,7 @@ def by_heads(
     return same_share
 
 
-def _layer_sizes(spec: ModelSpec, given: int | Sequence[int]) -> parts.Sizes:
+def _layer_sizes(spec: ModelSpec, given: int | Sequence[int]) -> head_groups.Sizes:
     """One layer's sizes."""
     if isinstance(given, str) or not np.iterable(given):
         return whole_number("budget", given)
@@ -176,7 +178,7 @@ def _layer_sizes(spec: ModelSpec, given: int | Sequence[int]) -> parts.Sizes:
             f"a layer's budget has {len(sizes)} sizes for the {spec.num_kv_heads} KV "
             f"heads of {spec.name}: give one int, or one per head"
         )
-    return parts.simplest(sizes)
+    return head_groups.simplify(sizes)
 
 
 def check_budget(budget: int, policy: policies.Policy, schedule: Schedule) -> None:

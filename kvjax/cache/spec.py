@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvjax import policies
-from kvjax.cache import budgets, codecs, layouts, parts, sizing
+from kvjax.cache import budgets, codecs, head_groups, layouts, sizing
 from kvjax.cache import offload as offloading
 from kvjax.cache.config import CacheConfig
 from kvjax.cache.schedule import Schedule
@@ -53,7 +53,7 @@ class CacheSpec:
 
     policy: policies.Policy | None
     schedule: Schedule
-    budget: tuple[parts.Sizes, ...] | None
+    budget: tuple[head_groups.Sizes, ...] | None
     codec: codecs.Codec = codecs.identity
     layout: layouts.Layout = layouts.DEFAULT
     budget_rule: budgets.BudgetRule | None = None
@@ -86,16 +86,20 @@ class CacheSpec:
         least = min(self.fillable or {chunk})
         if self.schedule.first_chunk != "budget":
             return least % chunk or chunk
-        over = max(least - min(parts.different(self.budget)), 0)  # of some window
+        over = max(
+            least - min(head_groups.distinct_sizes(self.budget)), 0
+        )  # of some window
         return least - math.ceil(over / chunk) * chunk
 
-    def heads(self, spec: ModelSpec) -> tuple[tuple[parts.Heads, ...], ...]:
-        """Heads of every part of every layer, see `kvjax.cache.parts`."""
-        return tuple(map(parts.of_sizes, self.budget or (None,) * spec.num_layers))
+    def heads(self, spec: ModelSpec) -> tuple[tuple[head_groups.Heads, ...], ...]:
+        """Heads of every part of every layer, see `kvjax.cache.head_groups`."""
+        return tuple(
+            map(head_groups.of_sizes, self.budget or (None,) * spec.num_layers)
+        )
 
-    def of_part(self, index: int, heads: parts.Heads) -> "CacheSpec":
+    def of_group(self, index: int, heads: head_groups.Heads) -> "CacheSpec":
         """What is kept of a model with those heads of that layer alone."""
-        budget = self.budget and (parts.size_of(self.budget[index], heads),)
+        budget = self.budget and (head_groups.size_of(self.budget[index], heads),)
         return dataclasses.replace(self.of_layer(index), budget=budget)
 
     def of_layer(self, index: int) -> "CacheSpec":
@@ -146,7 +150,7 @@ class CacheSpec:
         return {
             size
             for index, sizes in enumerate(self.budget)
-            for size in parts.different((sizes,))
+            for size in head_groups.distinct_sizes((sizes,))
             if not self.window(index) or size < self._most(index)
         }
 
@@ -155,7 +159,7 @@ class CacheSpec:
         return tuple(
             size
             for sizes in self.budget
-            for size in parts.each_head(sizes, spec.num_kv_heads)
+            for size in head_groups.sizes_per_head(sizes, spec.num_kv_heads)
         )
 
     @property
@@ -186,7 +190,10 @@ class CacheSpec:
     ) -> tuple[int, ...]:
         """Slots for so many tokens, or the budget and some more; windows limit both."""
         return tuple(
-            min((tokens or parts.size_of(self.budget[i], heads)) + more, self._most(i))
+            min(
+                (tokens or head_groups.size_of(self.budget[i], heads)) + more,
+                self._most(i),
+            )
             for i, layer in enumerate(self.heads(spec))
             for heads in layer
         )
@@ -267,7 +274,7 @@ def checked(
     )
     possible = budgets.possible(rule, per_layer)
     schedule = schedule.of_budget(min(possible))
-    later = possible - parts.different(per_layer)
+    later = possible - head_groups.distinct_sizes(per_layer)
     is_mean = isinstance(config.budget, str) or config.budget_rule is not None
     per_layer = sizing.within_windows(
         spec, per_layer, schedule.prefill_chunk, (length or math.inf) if is_mean else 0
@@ -276,8 +283,8 @@ def checked(
     made = CacheSpec(policy, schedule, per_layer, budget_rule=rule, **options)
     for size in (fillable := made.fillable | later):
         sizing.check_budget(size, policy, schedule)
-    least = min(fillable or parts.different(per_layer))
-    if len(parts.different(per_layer)) > 1:
+    least = min(fillable or head_groups.distinct_sizes(per_layer))
+    if len(head_groups.distinct_sizes(per_layer)) > 1:
         mean = float(np.mean(made.head_budgets(spec)))
         made = dataclasses.replace(made, mean_budget=mean)
     _check_rotation(made)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache import layouts, parts
+from kvjax.cache import head_groups, layouts
+from kvjax.cache.head_groups import Heads
 from kvjax.cache.layouts import Layout
-from kvjax.cache.parts import Heads
 from kvjax.cache.spec import CacheSpec
 from kvjax.parallel import axes, host
 from kvjax.types import ModelSpec, PyTree, Stats, Struct, static_field
@@ -22,7 +22,7 @@ class KVState(Struct):
 
     Attributes:
       layers: the layout's pytrees, one for every head group of every layer (see
-        `kvjax.cache.parts`); their capacities may differ.
+        `kvjax.cache.head_groups`); their capacities may differ.
       stats: the policy's statistics, one for every head group.
       next_pos: i32[B], tokens each row has read: the position of its next token.
       error: u32[B, K], sticky bits; see `raise_errors`.
@@ -40,14 +40,14 @@ class KVState(Struct):
     layout: Layout = static_field(default=layouts.DEFAULT)
     heads: tuple[tuple[Heads, ...], ...] = static_field(default=())
 
-    def parts(self, index: int) -> list[tuple[int, Heads]]:
+    def head_groups(self, index: int) -> list[tuple[int, Heads]]:
         """Returns each head group of a layer: its index in `layers`, and its heads."""
         first = sum(map(len, self.heads[:index]))
         return list(enumerate(self.heads[index], first))
 
     def of_layer(self, index: int) -> "KVState":
         """Returns the state of one layer alone, without measurements."""
-        places = [place for place, _ in self.parts(index)]
+        places = [place for place, _ in self.head_groups(index)]
         return self.replace(
             layers=tuple(self.layers[place] for place in places),
             stats=tuple(self.stats[place] for place in places),
@@ -69,7 +69,7 @@ def init(
     """
     layout, policy = config.layout, config.policy
     heads = config.heads(spec)
-    specs = [parts.spec_of(spec, group) for layer in heads for group in layer]
+    specs = [head_groups.spec_of(spec, group) for layer in heads for group in layer]
     codecs = [config.codec_of(i) for i, layer in enumerate(heads) for _ in layer]
     sizes = list(zip(specs, capacity, strict=True))
     layers = tuple(
@@ -154,7 +154,7 @@ def _by_head(
 ) -> list[Int[np.ndarray, "B C"]]:
     """Returns the positions of each head of a layer, in the order of the heads."""
     by_head = {}
-    for place, heads in state.parts(index):
+    for place, heads in state.head_groups(index):
         group = positions[place]
         heads = range(group.shape[1]) if heads is None else heads
         by_head |= {head: group[:, i] for i, head in enumerate(heads)}

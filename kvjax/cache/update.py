@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import attention
-from kvjax.cache import eviction, offload, parts
+from kvjax.cache import eviction, head_groups, offload
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import OVERFLOW, KVState, next_positions
 from kvjax.types import LayerOps, Observation, Partial, PyTree, Stats, View
@@ -92,16 +92,16 @@ def step_layer(
             is_prefill=is_prefill,
             head_numbers=head_numbers,
         )
-    groups = eviction.parts_of(state, index)
+    groups = eviction.groups_of(state, index)
     outputs = []
     for place, heads in groups:
-        budget = config.budget and parts.size_of(config.budget[index], heads)
+        budget = config.budget and head_groups.size_of(config.budget[index], heads)
         out, state = _step_group(
             place,
             heads,
             eviction.view_maker(state, config, inputs, heads, budget, head_numbers),
-            *(parts.taken(x, heads) for x in (q, k, v)),
-            parts.ops_of(ops, heads),
+            *(head_groups.take(x, heads) for x in (q, k, v)),
+            head_groups.ops_of(ops, heads),
             state,
             config=config,
             window=config.window(index),
@@ -111,12 +111,12 @@ def step_layer(
             is_prefill=is_prefill,
         )
         outputs.append(out)
-    return parts.joined(outputs, [heads for _, heads in groups]), state
+    return head_groups.concatenate(outputs, [heads for _, heads in groups]), state
 
 
 def _step_group(
     place: int,
-    heads: parts.Heads,
+    heads: head_groups.Heads,
     view: Callable[..., View],
     q: Array,
     k: Array,

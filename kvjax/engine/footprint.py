@@ -9,7 +9,7 @@ import functools
 
 import jax
 
-from kvjax.cache import parts
+from kvjax.cache import head_groups
 from kvjax.engine import compiled
 from kvjax.engine.compiled import Programs
 from kvjax.engine.jobs import Job
@@ -143,7 +143,7 @@ def _largest_layers(job: Job, count: int) -> Job:
     count = min(count, spec.num_layers)
     stored = config.layer_codecs
     stored = (*stored[: count - 1], stored[-1]) if stored else ()
-    slots = lambda sizes: sum(parts.each_head(sizes, spec.num_kv_heads))
+    slots = lambda sizes: sum(head_groups.sizes_per_head(sizes, spec.num_kv_heads))
 
     def size(index):
         held = slots(config.budget[index]) if config.budget else 0

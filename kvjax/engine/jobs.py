@@ -5,7 +5,7 @@ import math
 
 from jax.sharding import Mesh
 
-from kvjax.cache import parts
+from kvjax.cache import head_groups
 from kvjax.cache.spec import CacheSpec
 from kvjax.engine.sampling import TokenSampler
 from kvjax.engine.steps import GREEDY, NO_EOS
@@ -61,7 +61,7 @@ class Job:
                 "makes: take a multiple"
             )
         if self.mesh:
-            parts.check_split(self.config.budget, self.mesh.shape[axes.HEADS])
+            head_groups.check_split(self.config.budget, self.mesh.shape[axes.HEADS])
 
     @property
     def data_parallel(self) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache
-from kvjax.cache import parts
+from kvjax.cache import head_groups
 from kvjax.cache.schedule import Schedule
 from kvjax.cache.spec import CacheSpec
 from kvjax.engine import runner, scoring, steps
@@ -181,14 +181,14 @@ def compact(
     capacity = config.decode_capacity(spec, _padded_length(config, prompts), new)
     layers, stats, error = list(state.layers), list(state.stats), state.error
     for index in range(spec.num_layers):
-        for place, heads in state.parts(index):
+        for place, heads in state.head_groups(index):
             layers[place], stats[place], error = _compact(
                 (layers[place], stats[place], error, state.next_pos),
                 learned[index],
                 jnp.int32(index),
                 _numbers(heads),
                 spec=spec,
-                config=config.of_part(index, heads),
+                config=config.of_group(index, heads),
                 capacity=(capacity[place],),
                 like=_like(spec, index),
             )
@@ -239,7 +239,7 @@ def _forward(
     xs = [_embed(ends, chunk.tokens, chunk.start, spec=spec) for chunk in chunks]
     layers, stats, error = list(state.layers), list(state.stats), state.error
     for index, weights in enumerate(params["layers"]):
-        like, heads_of = _like(spec, index), state.parts(index)
+        like, heads_of = _like(spec, index), state.head_groups(index)
         order = _order([heads for _, heads in heads_of])
         for i, chunk in enumerate(chunks):
             qkv, mixed = _before(weights, xs[i], spec=spec, like=like), []
@@ -253,7 +253,7 @@ def _forward(
                     jnp.int32(index),
                     _numbers(heads),
                     spec=spec,
-                    config=config.of_part(index, heads),
+                    config=config.of_group(index, heads),
                     is_prefill=is_prefill,
                     like=like,
                 )
@@ -274,12 +274,12 @@ def _like(spec: ModelSpec, index: int) -> int:
     return windows.index(windows[-1])
 
 
-def _numbers(heads: parts.Heads) -> Int[np.ndarray, "K"] | None:
+def _numbers(heads: head_groups.Heads) -> Int[np.ndarray, "K"] | None:
     """Returns heads as an array, so that programs do not depend on which they are."""
     return heads and np.asarray(heads, np.int32)
 
 
-def _order(heads: Sequence[parts.Heads]) -> Int[np.ndarray, "K"] | None:
+def _order(heads: Sequence[head_groups.Heads]) -> Int[np.ndarray, "K"] | None:
     """Returns where each head of the layer stands in its concatenated head groups."""
     return None if heads[0] is None else np.argsort(np.concatenate(heads))
 
@@ -296,7 +296,7 @@ def _one_group(layer, stats, error, next_pos, heads, config) -> cache.KVState:
         layers=(layer,),
         stats=(stats,),
         next_pos=next_pos,
-        error=parts.taken(error, heads),
+        error=head_groups.take(error, heads),
         layout=config.layout,
         heads=((None,),),
     )
@@ -356,13 +356,13 @@ def _attend(
 ) -> tuple[Float[Array, "B H G T D"], PyTree, Stats, Array]:
     """Runs attention and cache of one head group."""
     *qkv, hidden = qkv
-    qkv = [parts.taken(x, heads) for x in qkv]
+    qkv = [head_groups.take(x, heads) for x in qkv]
     state = _one_group(layer, stats, error, chunk.start, heads, config)
     positions = cache.next_positions(state, chunk.tokens.shape[1])
     apply_rope = decoder.rotations(spec, positions)[like]
     ops = decoder.layer_ops(out, spec, like, apply_rope, hidden)
     mixed, state = cache.step_layer(
-        *(0, *qkv, parts.ops_of(ops, heads), state),
+        *(0, *qkv, head_groups.ops_of(ops, heads), state),
         config=config,
         n=chunk.n,
         tokens=chunk.tokens,

@@ -20,7 +20,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import parts
+from kvjax.cache import head_groups
 from kvjax.cache.spec import CacheSpec
 from kvjax.engine import compiled, footprint
 from kvjax.engine.compiled import Programs
@@ -367,17 +367,17 @@ def _price(config: CacheSpec) -> str:
     than another shape. Seconds are those of SmolLM2's programs to read and decode, on a
     Xeon of 2023.
     """
-    if not config.budget or len(parts.different(config.budget)) == 1:
+    if not config.budget or len(head_groups.distinct_sizes(config.budget)) == 1:
         return ""
     shapes = [
-        (parts.size_of(sizes, heads), heads and len(heads))
+        (head_groups.size_of(sizes, heads), heads and len(heads))
         for sizes in config.budget
-        for heads in parts.of_sizes(sizes)
+        for heads in head_groups.of_sizes(sizes)
     ]
     seconds = len(shapes) + 2.5 * len(set(shapes))
     return (
-        f": heads of {len(parts.different(config.budget))} sizes, about {seconds:.0f} "
-        "s of CPU time unless cached"
+        f": heads of {len(head_groups.distinct_sizes(config.budget))} sizes, about "
+        f"{seconds:.0f} s of CPU time unless cached"
     )
 
 

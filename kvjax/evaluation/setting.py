@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.cache import parts
+from kvjax.cache import head_groups
 from kvjax.engine.jobs import Job
 from kvjax.engine.planner import Plan
 from kvjax.evaluation.config import Experiment, Method
@@ -142,7 +142,9 @@ def _sizes(method: Method, job: Job) -> Record:
     }
     if config.budget is None:
         return told
-    each = np.array([parts.each_head(sizes, heads) for sizes in config.budget])
+    each = np.array(
+        [head_groups.sizes_per_head(sizes, heads) for sizes in config.budget]
+    )
     if isinstance(method.budget, str):
         told["budget"] = round(each.mean())
         told["budget_rule"] = method.rule or config.budget_rule.name

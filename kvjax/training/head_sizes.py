@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import messages, policies
-from kvjax.cache import calibrations, parts
+from kvjax.cache import calibrations, head_groups
 from kvjax.cache.apportion import proportional
 from kvjax.cache.calibrations import NEWEST, SINKS, Calibration
 from kvjax.engine import api, compiled
@@ -222,7 +222,7 @@ def reader_of(sizes: Float[np.ndarray, "L K"], mean: int, chunk: int) -> Reader:
     """Retrieval heads by these sizes, sinks and newest pinned."""
     policy = policies.protect(policies.retrieval_heads(ABOVE), SINKS, NEWEST)
     large = np.where(sizes > ABOVE * mean, 2 * mean, mean)  # all that the rule asks
-    kinds = tuple(parts.simplest(map(int, row)) for row in large)
+    kinds = tuple(head_groups.simplify(map(int, row)) for row in large)
     return Reader(policy, kinds, mean, chunk)
 
 

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention import reference
-from kvjax.cache import parts
+from kvjax.cache import head_groups
 from kvjax.models import decoder
 from kvjax.policies import Policy, base
 from kvjax.types import EMPTY, ModelSpec, Observation, PyTree, Stats, View
@@ -38,7 +38,7 @@ class Reader(NamedTuple):
     """
 
     policy: Policy
-    kinds: tuple[parts.Sizes, ...]
+    kinds: tuple[head_groups.Sizes, ...]
     mean: int
     chunk: int
 
@@ -98,16 +98,16 @@ def read(
 
 def _layer(spec, index, scoring, reader: Reader, q, k, v, sizes):
     """One layer's attention, part by part."""
-    heads = parts.of_sizes(reader.kinds[index])
+    heads = head_groups.of_sizes(reader.kinds[index])
     found = [
         _part(
-            *(parts.spec_of(spec, part), index, part, scoring, reader),
-            *(parts.taken(x, part) for x in (q, k, v)),
-            parts.taken(sizes, part, axis=0),
+            *(head_groups.spec_of(spec, part), index, part, scoring, reader),
+            *(head_groups.take(x, part) for x in (q, k, v)),
+            head_groups.take(sizes, part, axis=0),
         )
         for part in heads
     ]
-    return parts.joined(found, heads)
+    return head_groups.concatenate(found, heads)
 
 
 def _part(spec, index, part, scoring, reader: Reader, q, k, v, sizes):
@@ -126,7 +126,7 @@ def _part(spec, index, part, scoring, reader: Reader, q, k, v, sizes):
         values=lambda: lax.stop_gradient(v),
         layer=index,
         heads=None if part is None else jnp.asarray(part, jnp.int32),
-        budget=parts.size_of(reader.kinds[index], part),
+        budget=head_groups.size_of(reader.kinds[index], part),
         mean_budget=reader.mean,
         scoring=scoring,
     )

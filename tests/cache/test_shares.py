@@ -9,7 +9,7 @@ from conftest import tiny_spec
 
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
-from kvjax.cache import budgets, calibrations, parts
+from kvjax.cache import budgets, calibrations, head_groups
 
 NAME = "smollm2-135m-instruct"
 SPEC = tiny_spec(name=NAME, num_layers=30, num_heads=9, num_kv_heads=3)
@@ -159,7 +159,7 @@ def test_a_rule_from_a_file(tiny, tmp_path):
     made = config(32, spec=tiny.spec, budget_rule=named)
     assert made.budget == ((16, 48), (40, 24))
     assert made.heads(tiny.spec) == (((0,), (1,)), ((1,), (0,)))
-    assert parts.different(made.budget) == {16, 24, 40, 48}
+    assert head_groups.distinct_sizes(made.budget) == {16, 24, 40, 48}
     found = json.loads((tmp_path / "mine.json").read_text())
     (tmp_path / "mine.json").write_text(json.dumps(found | {"model": "other"}))
     with pytest.raises(UserError, match=r"'other'.*does not fit 'tiny'"):

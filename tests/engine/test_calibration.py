@@ -17,7 +17,7 @@ from testing import oracle, prose
 
 import kvjax
 from kvjax import UserError
-from kvjax.cache import budgets, calibrations, parts
+from kvjax.cache import budgets, calibrations, head_groups
 from kvjax.engine import calibration
 from kvjax.models import fingerprints, placement
 from kvjax.models.fingerprints import fingerprint
@@ -159,7 +159,7 @@ def test_weights_that_were_calibrated(model, tmp_path):
 
 
 def sizes_of(plan):
-    return parts.different(plan.job.config.budget)
+    return head_groups.distinct_sizes(plan.job.config.budget)
 
 
 def test_python_s_documentation_where_nobody_gives_texts(model, monkeypatch):
