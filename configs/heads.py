@@ -26,8 +26,8 @@ Layer by layer, so that nothing is timed: about an hour on two CPU cores with ma
 units for bfloat16, twice that in others' float32 (`--config.dtype=float32`); some rows
 on one core and the others on another (`taskset -c 0`, `-c 1`) are done a third sooner.
 Stop it at any moment and start it again. `python experiments/report.py runs/heads/*`
-joins runs, and `experiments/budget_pictures.py` draws how ways to share out do as fewer
-pairs stay.
+joins runs, and `experiments/gallery/budget_pictures.py` draws how well each budget rule
+does as fewer pairs are kept.
 """
 
 from ml_collections import ConfigDict, FieldReference

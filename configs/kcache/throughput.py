@@ -12,9 +12,9 @@ where KCache moves.
 
 A CPU has one memory for both, and no link between them: what the batches gain is real
 here, what the link costs is not. The roofline in the records knows a link where the
-device has a rate for it; `experiments/memory_arithmetic.py --only=kcache` has the
-paper's device. A quarter of an hour on two CPU cores; what we saw, 24 rows where the
-full cache has 17, stands in docs/results/offload.md.
+device has a rate for it. The paper's device is in
+`experiments/memory/memory_arithmetic.py --only=kcache`. Takes a quarter of an hour on
+two CPU cores. We saw 24 rows where the full cache has 17 (docs/results/offload.md).
 """
 
 from ml_collections import ConfigDict

@@ -50,7 +50,7 @@ def squeeze(
     The paper's sizes pay no heed to the length of the prompt: where G3 has nearly all
     layers, the few others get more room than there are pairs to put there. `capped`
     leaves with G3 what is over. Look at a model's cosines
-    (`experiments/layer_similarity.py`) before choosing p.
+    (`experiments/gallery/layer_similarity.py`) before choosing p.
 
     Args:
       p: the share of the mean that G3 keeps, above 0 and 1 at most (1: all keep the

@@ -52,8 +52,8 @@ class Tiles(NamedTuple):
     vmem: int = 48 << 20
 
 
-# By device kind. From the compiler's schedules (`experiments/bench_kernels.py`, see
-# docs/performance.md); no device has run them.
+# By device kind. From the compiler's schedules: `experiments/device/bench_kernels.py`,
+# docs/performance.md. No device has run them.
 TILES = {
     "TPU v5 lite": Tiles(),
     "TPU v6 lite": Tiles(),

@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import tiny_spec
 
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments" / "device"))
 
 import bench_kernels
 import model_step

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from testing.records import FULL, make_record
 
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments" / "gallery"))
 
 import budget_pictures
 

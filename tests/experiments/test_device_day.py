@@ -12,7 +12,7 @@ import pytest
 from testing import checkpoints, prose
 from testing.kernels import by_hand
 
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments" / "device"))
 
 import device_day
 import device_parts

@@ -14,7 +14,7 @@ from kvjax import policies
 from kvjax.evaluation.report.records import read_records
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path.append(str(ROOT / "experiments"))
+sys.path.append(str(ROOT / "experiments" / "gallery"))
 
 import gallery_pictures as pictures  # noqa: E402
 import gallery_runs as runs  # noqa: E402

@@ -9,7 +9,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments" / "gallery"))
 
 import layer_similarity
 

@@ -11,7 +11,7 @@ import types
 import pytest
 from conftest import often
 
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments" / "memory"))
 
 import memory_arithmetic
 import memory_parts

@@ -19,7 +19,7 @@ import pytest
 from conftest import often
 from testing.kernels import shapes
 
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments" / "device"))
 
 import model_step
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments"))
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments" / "device"))
 
 import model_step
 import targets

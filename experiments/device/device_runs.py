@@ -14,7 +14,6 @@ from collections.abc import Mapping
 
 import jax
 import numpy as np
-from baselines.throughput import joined
 from device_sizes import Absent, Asked, Comparison, Row, Sizes
 
 from kvjax import load
@@ -27,7 +26,11 @@ from kvjax.models import decoder, presets
 from kvjax.models.weights import hub, param_cache
 from kvjax.types import ModelSpec
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "experiments"))
+
+from baselines.throughput import joined
+
 METHODS = {  # of a part, by the beginnings of their names
     "full cache": ("FKV", "ED"),
     "Batch-Max": ("Batch-Max",),

@@ -1,6 +1,6 @@
 """How much attention changes the residual stream, by layer: SqueezeAttention's measure.
 
-    python experiments/layer_similarity.py --workdir=runs/similarity
+    python experiments/gallery/layer_similarity.py --workdir=runs/similarity
 
 Figure 2 of Wang and Gan 2024 (arXiv 2404.04793): the cosine similarity of the residual
 stream before and after the attention of every layer, for tokens of prompts that follow
@@ -17,7 +17,6 @@ import json
 import pathlib
 import time
 
-import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +25,7 @@ from absl import flags, logging
 import kvjax
 from kvjax import cache
 from kvjax.cache import budgets, squeeze
+from kvjax.cli import command
 from kvjax.engine import compiled, jobs, steps
 from kvjax.evaluation.report import figures
 from kvjax.evaluation.tasks import text
@@ -233,4 +233,4 @@ def _prefill(model, rule: budgets.BudgetRule, prompt):
 
 if __name__ == "__main__":
     define_flags()
-    command_line.run(main)
+    command.run(main)

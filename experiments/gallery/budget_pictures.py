@@ -1,6 +1,6 @@
 """How sizes shared out by one rule or another do as fewer pairs stay: pictures, tables.
 
-    python experiments/budget_pictures.py docs/data/heads_{50,25,12}.jsonl \\
+    python experiments/gallery/budget_pictures.py docs/data/heads_{50,25,12}.jsonl \\
         docs/data/heads_squeeze_*.jsonl docs/data/heads_{2000,3500}_*.jsonl
 
 Takes folders or records of `configs/heads.py`. A column for each rule that chooses
@@ -18,10 +18,10 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import command_line
 import pandas as pd
 from absl import flags
 
+from kvjax.cli import command
 from kvjax.evaluation import files, report
 from kvjax.evaluation.report import figures, groups, tables
 from kvjax.evaluation.report.records import Record
@@ -42,10 +42,10 @@ _TITLE = flags.DEFINE_string(
     "What heads.md is called.",
 )
 _HOW_TO_READ = """\
-Written by `experiments/budget_pictures.py`. In a cell: what is found, in percent of
-what the full cache of the same run finds; nats per token above it on other text; KL to
-its predictions. **Bold**: under that rule no other way to share out pairs finds more.
-Empty cells were not run."""
+Written by `experiments/gallery/budget_pictures.py`. A cell has the keys found, in
+percent of those that the full cache of the same run finds; nats per token above the
+full cache on other text; KL to its predictions. **Bold**: no other budget rule finds
+more. Empty cells were not run."""
 _METHOD = ["rule", "way", "length", "share"]
 _MEASURES = {  # a column of `table`: what its axis says, and the file
     "found": ("found, % of the full cache", "heads_found.png"),
@@ -190,4 +190,4 @@ def draw(rows: pd.DataFrame, ways: Sequence[str], measure: str) -> Any:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command.run(main)

@@ -1,7 +1,7 @@
 """The arithmetic of KV caches: what tables in surveys say, reckoned from shapes.
 
-    python experiments/memory_arithmetic.py --device=a100-80gb
-    python experiments/memory_arithmetic.py --only=rows
+    python experiments/memory/memory_arithmetic.py --device=a100-80gb
+    python experiments/memory/memory_arithmetic.py --only=rows
 
 No model is run: everything follows from shapes and a device's published rates by the
 formulae of `kvjax.evaluation.arithmetic`, and times are rooflines. The parts:
@@ -27,11 +27,11 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import command_line
 from absl import flags
 from memory_parts import PAGES, PARTS, PUBLISHED, PUBLISHED_OF
 from memory_table import Asked, as_text
 
+from kvjax.cli import command
 from kvjax.evaluation import arithmetic, files, roofline
 from kvjax.evaluation.report import figures
 from kvjax.models import presets
@@ -174,4 +174,4 @@ PICTURES: dict[str, Callable[[Asked], Any]] = {"step": draw_step, "claims": draw
 
 if __name__ == "__main__":
     define_flags()
-    command_line.run(main)
+    command.run(main)

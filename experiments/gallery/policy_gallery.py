@@ -1,8 +1,8 @@
 """Makes docs/policies.md: every policy's idea, cost, and a picture of what it keeps.
 
-    python experiments/policy_gallery.py                     # a few minutes
-    python experiments/policy_gallery.py --only=tova,snapkv  # these pictures again
-    python experiments/policy_gallery.py --text_only         # the page, no model
+    python experiments/gallery/policy_gallery.py                  # a few minutes
+    python experiments/gallery/policy_gallery.py --only=tova,snapkv  # only these
+    python experiments/gallery/policy_gallery.py --text_only  # the page, no model
 
 Each policy reads one prompt in which a pass key is hidden; which positions survive goes
 into docs/data/gallery.json, from which pictures and page are made. What the page says
@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import command_line
 import gallery_runs as runs
 import numpy as np
 from absl import flags, logging
@@ -33,17 +32,19 @@ from gallery_words import (
     cost_of,
     defaults,
     doc_of,
+    padding_table,
 )
 from tqdm import tqdm
 
 from kvjax import policies
+from kvjax.cli import command
 from kvjax.engine import compiled
 from kvjax.evaluation.report.records import Record, read_records
 from kvjax.models.weights import load
 from kvjax.types import UserError
 
 FLAGS = flags.FLAGS
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 COMBINATORS = (
     *("protect", "mix", "smooth", "chunked", "shared_heads", "per_head", "by_size"),
@@ -68,7 +69,7 @@ picture of what it does to a real prompt. The words are the docstrings', and the
 made by one command:
 
 ```
-python experiments/policy_gallery.py
+python experiments/gallery/policy_gallery.py
 ```
 """
 _OVERVIEW = """\
@@ -106,7 +107,7 @@ each keeps is compared index by index (`tests/testing/golden_cases.py`).
 """
 _PADDED = """\
 Short prompts in a batch with longer ones, against each prompt alone: a cache of fixed
-shape may hold padding in the place of text (`experiments/padding.py`).
+shape may hold padding in the place of text (`docs/data/padding.json`).
 """
 _GALLERY = """\
 ## Gallery
@@ -329,7 +330,8 @@ def _golden() -> str:
 
 def _padding(docs: pathlib.Path) -> str:
     found = json.loads((docs / "data" / "padding.json").read_text())
-    return _module("experiments", "padding").table(found["records"])
+    labels = _module("experiments", "baselines.presses").LABELS
+    return padding_table(found["records"], labels)
 
 
 def _module(folder: str, name: str) -> Any:
@@ -425,4 +427,4 @@ def summary(data: Data, seconds: float) -> Data:
 
 if __name__ == "__main__":
     define_flags()
-    command_line.run(main)
+    command.run(main)

@@ -1,8 +1,8 @@
 """How fast the attention kernels are, against a memory copy and against their rivals.
 
-    python experiments/bench_kernels.py                 # on a machine with a GPU or TPU
-    python experiments/bench_kernels.py --target=tpu:v5e           # without: libtpu
-    python experiments/bench_kernels.py --target=cuda:h200.txtpb   # compiles only
+    python experiments/device/bench_kernels.py                     # on a GPU or TPU
+    python experiments/device/bench_kernels.py --target=tpu:v5e          # by libtpu
+    python experiments/device/bench_kernels.py --target=cuda:h200.txtpb  # compiles only
 
 On the device, every shape is timed for our kernel with and without scores, for
 `jax.nn.dot_product_attention` (XLA, cuDNN) and tokamax where installed, and put beside
@@ -22,7 +22,6 @@ import json
 import pathlib
 import time
 
-import command_line
 import jax
 import jax.numpy as jnp
 import matplotlib
@@ -33,6 +32,7 @@ from absl import flags
 from kvjax import attention
 from kvjax.attention.stored import Stored, decoded
 from kvjax.cache import codecs
+from kvjax.cli import command
 from kvjax.evaluation import roofline
 from kvjax.pallas import tpu, tpu_call
 from kvjax.types import UserError
@@ -424,4 +424,4 @@ def run(argv):
 
 if __name__ == "__main__":
     define_flags()
-    command_line.run(run)
+    command.run(run)

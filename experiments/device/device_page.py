@@ -30,7 +30,7 @@ def write_page(
     about = {key: value for key, value in machine.items() if value is not None}
     blocks = [
         f"# {machine['device']}",
-        "Made by `experiments/device_day.py`; weights of large models are random.",
+        "Made by `experiments/device/device_day.py`. Large models have random weights.",
         _table([{"": key, "value": value} for key, value in about.items()]),
     ]
     for number, part in enumerate(every, 1):

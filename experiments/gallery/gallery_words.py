@@ -169,3 +169,42 @@ def by_cost(spec: Any) -> list[str]:
     order = list(COSTS)
     kinds = {name: cost_of(policies.make(name), spec).kind for name in policies.names()}
     return sorted(kinds, key=lambda name: (order.index(kinds[name]), name))
+
+
+def padding_table(records: Sequence[dict[str, Any]], labels: dict[str, str]) -> str:
+    """Returns records of padding in two libraries as a Markdown table.
+
+    A line per policy. Where kvpress' figure depends on the padding token, the cell has
+    one figure per token, in the order of the header.
+    """
+    pads = dict.fromkeys(r["pad"].strip("<|>") for r in records if "pad" in r)
+    header = ["Policy"]
+    for figure in (
+        "Padding among the kept",
+        "Kept as alone",
+        "Rows that write as alone",
+    ):
+        header += [f"{figure}: kvpress, {' / '.join(pads)}", "kvjax"]
+    lines = [header, ["---", *["--:"] * (len(header) - 1)]]
+    for name in dict.fromkeys(record["policy"] for record in records):
+        cells = [labels[name]]
+        for key in ("pads_kept_share", "agreement", "same_tokens"):
+            for library in ("kvpress", "kvjax"):
+                found = [
+                    f"{record[key]} of {record['rows']}"
+                    if key == "same_tokens"
+                    else _percent(record[key])
+                    for record in records
+                    if (record["policy"], record["library"]) == (name, library)
+                ]
+                cells.append(" / ".join(dict.fromkeys(found)))
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _percent(share: float) -> str:
+    """0% and 100% only where nothing was rounded away."""
+    return f"{share:.0%}" if share in (0, 1) else f"{min(max(share, 0.01), 0.99):.0%}"
+
+
+# ---------------------------------------------------------------------- kvjax

@@ -1,7 +1,7 @@
 r"""Everything that only a GPU or TPU can tell, in parts of at most 8 minutes.
 
-    python experiments/device_day.py --workdir=runs/h100 [--part=3] [--gguf=FILE]
-    python experiments/device_day.py --list
+    python experiments/device/device_day.py --workdir=runs/h100 [--part=3] [--gguf=FILE]
+    python experiments/device/device_day.py --list
 
 Kernels against NumPy and against their rivals, steps of a whole model as a share of
 their roofline, peaks of memory against plans, bfloat16 against float32, transformers
@@ -31,18 +31,18 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from typing import Any
 
-import command_line
 from absl import flags, logging
 from device_page import Line, status, write_page
 from device_parts import MINUTES, Part, machine, parts
 from device_sizes import Absent, Asked, Row
 
+from kvjax.cli import command
 from kvjax.evaluation import files
 from kvjax.evaluation.report.records import append_record, read_records
 from kvjax.types import UserError
 
 FLAGS = flags.FLAGS
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 LINES, MACHINE = "device.jsonl", "machine.json"
 ENVIRONMENT = {  # of all steps, where the caller's does not say otherwise
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",  # of a GPU; JAX takes 0.75 by itself
@@ -268,4 +268,4 @@ def _write(path: pathlib.Path, content: Row) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    command_line.run(main, interrupted="interrupted: run it again to go on from here")
+    command.run(main, interrupted="interrupted: run it again to go on from here")
