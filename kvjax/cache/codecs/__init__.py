@@ -1,4 +1,4 @@
-"""How keys and values are stored, by name: `make("int4")`, or one of your own.
+"""Codecs of keys and values, by name: `make("int4")`, or one of your own.
 
 from kvjax.cache import codecs
 

@@ -1,6 +1,6 @@
-"""How keys and values are stored: a codec turns pairs into what memory holds and back.
+"""The interface of a codec, which encodes KV pairs for storage and decodes them.
 
-Every leaf of a stored pytree leads with [B, K, C], or with C / G where G tokens are
+Every array of a stored pytree leads with [B, K, C], or with C / G where G tokens are
 encoded together, so that layouts can write and move slots without knowing the codec.
 """
 
@@ -18,23 +18,23 @@ from kvjax.types import PyTree, UserError
 
 
 class TensorCodec(NamedTuple):
-    """How one of the two, keys or values, is stored: pure functions and an allocator.
+    """The codec of one tensor, keys or values: pure functions and an allocator.
 
     Attributes:
       name: for reports.
       init: (shape (B, K, C, D), dtype) -> stored zeros; raises UserError for a D that
-        does not go.
+        it cannot encode.
       encode: [B, K, T, D] -> stored, T in place of C.
       decode: (stored, dtype) -> [B, K, C, D] in the dtype that attention reads.
-      group_size: G, tokens that are encoded together; where it is not 1, `init` and
-        `encode` are given whole groups, and none of their pairs can be evicted.
-      turned: of what is a rotation around another: that one, and D -> the matrix H
-        [D, D] of decode(stored) = inner.decode(stored) H^T, with which attention turns
-        queries and outputs rather than pairs. None where there is none.
-      on_host: whether what is stored lies in host memory; of values alone, see
+      group_size: G, tokens that are encoded together. If it is not 1, `init` and
+        `encode` take whole groups, and none of their pairs can be evicted.
+      turned: for a codec that rotates another, (inner codec, D -> H [D, D]) such that
+        decode(stored) = inner.decode(stored) H^T: attention rotates queries and outputs
+        by H rather than all pairs. None for the others.
+      on_host: whether the stored arrays lie in host memory; for values only, see
         `kvjax.cache.offload`.
-      even_grid: whether what is stored are `kvjax.types.Codes` of which `decode` gives
-        each code times the scale of its group, so that kernels may do that themselves.
+      even_grid: whether the stored pytree is a `kvjax.types.Codes` that decodes to each
+        code times the scale of its group, which kernels may compute themselves.
     """
 
     name: str
@@ -51,20 +51,18 @@ class TensorCodec(NamedTuple):
 
 
 class Codec(NamedTuple):
-    """How pairs are stored.
+    """The codec of KV pairs.
 
     Attributes:
       name: as in the registry, for reports.
-      key: of keys, which are stored as the cache's `rope_positions` says.
-      value: of values.
-      residual_length: the newest tokens of every row whose pairs attention and policies
-        see as they were, unencoded. They are kept besides, at the cost of so many pairs
-        per head.
-      sinks: the first tokens, likewise.
-      after_prompt: whether pairs stay as they are while the prompt is read, and are
-        encoded when it is in.
-      of_layer: (layer, layers) -> the codec that stores that one; None is this one for
-        all. `check` and `pair_bytes` of this one are then those of most layers.
+      key: encodes keys, with rotary positions or without, by `rope_positions`.
+      value: encodes values.
+      residual_length: the number of newest tokens per row whose pairs attention and
+        policies read unencoded; the copies take the memory of as many pairs per head.
+      sinks: the number of first tokens that are read unencoded, likewise.
+      after_prompt: whether pairs are encoded after prefill only.
+      of_layer: (layer, number of layers) -> the codec of that layer; None if all layers
+        use this one. Otherwise `check` and `pair_bytes` describe most layers only.
     """
 
     name: str
@@ -85,14 +83,14 @@ identity = Codec("identity", plain, plain)
 
 @functools.lru_cache(maxsize=64)
 def pair_bytes(codec: Codec, head_dim: int, dtype: str) -> float:
-    """Bytes that one stored pair takes, the share of what it shares with others too."""
+    """Returns the bytes of one stored pair, with its share of its group's scales."""
     halves = (codec.key, codec.value)
     return sum(tensor_bytes(tensor, head_dim, dtype) for tensor in halves)
 
 
 @functools.lru_cache(maxsize=64)
 def tensor_bytes(tensor: TensorCodec, head_dim: int, dtype: str) -> float:
-    """Bytes of one stored key, or value; likewise."""
+    """Returns the bytes of one stored key or value, with its share likewise."""
     shape = (1, 1, tensor.group_size, head_dim)
     stored = jax.eval_shape(lambda: tensor.init(shape, jnp.dtype(dtype)))
     leaves = jax.tree.leaves(stored)
@@ -102,11 +100,11 @@ def tensor_bytes(tensor: TensorCodec, head_dim: int, dtype: str) -> float:
 
 @functools.lru_cache(maxsize=64)
 def check(codec: Codec, head_dim: int) -> None:
-    """Tries a codec on shapes alone.
+    """Checks that a codec's functions agree, by tracing them on shapes.
 
     Raises:
-      UserError: it does not take this head_dim, or its functions raise or do not go
-        together.
+      UserError: it does not take this head_dim, or its functions raise, or `encode`
+        and `decode` do not return what `init` and the input lead to expect.
     """
     for tensor in (codec.key, codec.value):
         try:
@@ -121,28 +119,28 @@ def _check(tensor: TensorCodec, head_dim: int) -> None:
     empty = _traced(tensor, "init", lambda: tensor.init(new.shape, dtype))
     stored = _traced(tensor, "encode", tensor.encode, new)
     back = _traced(tensor, "decode", lambda x: tensor.decode(x, dtype), stored)
-    for step, made, wanted in (("encode", stored, empty), ("decode", back, new)):
-        if _told(made) != _told(wanted):
+    for step, found, expected in (("encode", stored, empty), ("decode", back, new)):
+        if _described(found) != _described(expected):
             raise UserError(
-                f"{tensor.name}: {step} gives {_told(made)}, and has to give "
-                f"{_told(wanted)} of {_told(new)}"
+                f"{tensor.name}: {step} gives {_described(found)}, and has to give "
+                f"{_described(expected)} of {_described(new)}"
             )
 
 
-def _traced(tensor: TensorCodec, step: str, run: Callable, *given: PyTree) -> PyTree:
-    """Shapes of what a function of the codec gives; what it raises, as one line."""
+def _traced(tensor: TensorCodec, step: str, run: Callable, *args: PyTree) -> PyTree:
+    """Returns the shapes of a codec function's result; its errors become UserErrors."""
     try:
-        return jax.eval_shape(run, *given)
+        return jax.eval_shape(run, *args)
     except UserError:
         raise
     except Exception as error:  # of any kind: the codec is somebody else's
-        told = str(error).strip().partition("\n")[0]
+        line = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"{tensor.name}: {step} raises {type(error).__name__}: {told}"
+            f"{tensor.name}: {step} raises {type(error).__name__}: {line}"
         ) from error
 
 
-def _told(tree: PyTree) -> str:
-    """A pytree of arrays by their dtypes and shapes."""
-    told = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
-    return str(told).replace("'", "")
+def _described(tree: PyTree) -> str:
+    """Returns a pytree of arrays as a text of their dtypes and shapes."""
+    described = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+    return str(described).replace("'", "")

@@ -1,4 +1,4 @@
-"""Keys by channel, over groups of tokens."""
+"""The codec KIVI, which encodes keys per channel over groups of tokens."""
 
 import functools
 from typing import NamedTuple
@@ -13,12 +13,12 @@ from kvjax.types import Codes, UserError, whole_number
 
 
 class Channels(NamedTuple):
-    """What is stored of keys, in groups of G tokens.
+    """Stored keys, in groups of G tokens.
 
     Attributes:
-      codes: as `Codes` has those of G channels, of one channel's G tokens.
-      scale: the step of every channel; NaN if it held anything that is no number.
-      centre: its middle.
+      codes: of G tokens of one channel, packed as `Codes` packs G channels of a token.
+      scale: the step of every channel; NaN if the group holds NaN or an infinity.
+      centre: the middle of every channel's range.
     """
 
     codes: Integer[Array, "B K N D P"]
@@ -27,34 +27,33 @@ class Channels(NamedTuple):
 
 
 def kivi(bits: int = 2, group: int = 32, residual_length: int = 128) -> Codec:
-    """Few bits for every channel of keys over time, and for every token of values.
+    """Encodes keys per channel over groups of tokens, and values per token.
 
-    Some channels of keys are large in all tokens. Grouped by tokens, each channel has
-    a grid of its own, and no other pays for the large ones::
+    Some channels of keys are large in all tokens. With a grid for each channel, the
+    large ones do not coarsen the others::
 
         keys     c, s of G tokens of one channel        values   of G channels of one
-                 once all of these are in                        token, at once
+                 once all G are appended                         token, at once
 
-    with the codes of `int2`. A group takes its scales from all of its tokens, so none
-    of them can make room for another pair: what is stored so is never evicted. With a
-    policy, encode what is kept when the prompt is in, `after_prompt("kivi")`, and evict
-    no more (schedules `after_prefill` and `prefill_only`).
+    with the codes of `int2`. A group's scales depend on all of its tokens, so its pairs
+    are never evicted. With a policy, encode the kept pairs after the prompt,
+    `after_prompt("kivi")`, under a schedule that then evicts no more (`after_prefill`,
+    `prefill_only`).
 
-    Bytes per value: bits / 8 + 4 / group; 48 a pair at D = 64. The residual comes on
-    top.
+    Bytes per value: bits / 8 + 4 / group; 48 a pair at D = 64. The residual is extra.
 
     Args:
       bits: 2, 4 or 8.
       group: G, tokens of keys and channels of values with a scale and a centre.
-      residual_length: the newest tokens, as they were; a group at least.
+      residual_length: the number of newest tokens kept unencoded; `group` at least.
 
     Source: KIVI, Liu et al. 2024, arXiv 2402.02750, section 3 and Algorithm 1 (G = 32,
-    R = 128). There the residual of keys empties every R tokens; here it always has the
-    newest R.
+    R = 128). There the residual of keys is emptied every R tokens; here it always holds
+    the newest R.
 
     Raises:
-      UserError: other bits; a group of values that is no number of channels; a residual
-        shorter than a group.
+      UserError: other bits; a group of values that does not divide the channels; a
+        residual shorter than a group.
     """
     if whole_number("kivi bits", bits) not in (2, 4, 8):
         raise UserError(f"kivi bits {bits!r}: use 2, 4 or 8")
@@ -95,6 +94,6 @@ def _by_channel(bits: int, group: int) -> TensorCodec:
 
 
 def _apart(stored: Codes, depth: int) -> Channels:
-    """[B, K, N D, ...] as [B, K, N, D, ...]: groups lead, as layouts move them."""
+    """Reshapes [B, K, N D, ...] to [B, K, N, D, ...]: layouts write whole groups."""
     split = lambda leaf: leaf.reshape(*leaf.shape[:2], -1, depth, leaf.shape[-1])
     return Channels(*map(split, stored))

@@ -1,4 +1,4 @@
-"""Floating-point numbers of 8 bits."""
+"""The codec fp8: floating-point numbers of 8 bits."""
 
 from typing import NamedTuple
 
@@ -13,11 +13,11 @@ _MOST = float(jnp.finfo(_KIND).max)  # 448
 
 
 class Floats(NamedTuple):
-    """What is stored.
+    """Stored keys or values.
 
     Attributes:
       codes: float8_e4m3fn[B, K, C, D].
-      scale: of every token and head; NaN if it held anything that is no number.
+      scale: of every token and head; NaN if these hold NaN or an infinity.
     """
 
     codes: Float[Array, "B K C D"]
@@ -25,12 +25,12 @@ class Floats(NamedTuple):
 
 
 def fp8() -> Codec:
-    """8 bits a value: 4 of exponent, 3 of mantissa, one scale per token and head.
+    """Encodes 8 bits a value: 4 of exponent, 3 of mantissa; a scale per token and head.
 
         s = max |x| / 448,  code = float8_e4m3fn(x / s),  x' = s code
 
-    The error is at most 1/16 of a value, and 2^-10 s of small ones: less than int8's
-    near 0, more at the largest. Bytes per value: 1 + 2 / D; 132 a pair at D = 64.
+    The error is at most 1/16 of a value, or 2^-10 s for small values: less than int8's
+    near 0, more for the largest. Bytes per value: 1 + 2 / D; 132 a pair at D = 64.
 
     Source: Micikevicius et al. 2022, arXiv 2209.05433 (the format E4M3).
     """

@@ -1,4 +1,4 @@
-"""Few bits for most values of a group, 16 for its largest."""
+"""The codec int4_outliers: 4 bits a value, and 16 for the largest of each group."""
 
 import functools
 from typing import NamedTuple
@@ -16,12 +16,12 @@ _BITS = 4
 
 
 class WithOutliers(NamedTuple):
-    """What is stored, N groups of channels with R outliers each.
+    """Stored keys or values, in N groups of channels with R outliers each.
 
     Attributes:
-      rest: all values but these, which are 0 there.
-      outliers: the values themselves.
-      places: theirs in their group.
+      rest: all values, with 0 in the place of outliers.
+      outliers: the largest values of each group.
+      places: the channels of the outliers, within their group.
     """
 
     rest: uniform.Codes
@@ -30,24 +30,25 @@ class WithOutliers(NamedTuple):
 
 
 def int4_outliers(outliers: int = 1, group: int = 32, symmetric: bool = True) -> Codec:
-    """`int4`, but the largest magnitudes of every group stay in 16 bits.
+    """Encodes as `int4`, with the largest magnitudes of every group in 16 bits.
 
         O = the r largest |x| of a group,  s = max over x not in O of |x| / 7
         x' = bfloat16(x) in O,  s round(x / s) elsewhere
 
-    So many of every group, and not of all that lie above some bound, since the room
-    has to be fixed. Bytes per value: 1 / 2 + (2 + 3 r) / group; 84 a pair at D = 64.
+    The number of outliers per group is fixed, as memory is allocated for it, and not
+    all values above a threshold. Bytes per value: 1 / 2 + (2 + 3 r) / group; 84 a pair
+    at D = 64.
 
     Args:
       outliers: r, of every group.
-      group: channels with a scale of their own, 256 at most.
+      group: channels that share a scale, 256 at most.
       symmetric: see `int8`.
 
     Source: dense and sparse parts as in KVQuant, Hooper et al. 2024, arXiv 2401.18079,
     section 3.4, on an even grid.
 
     Raises:
-      UserError: as `int8`; or as many outliers as channels.
+      UserError: as `int8`; or as many outliers as channels in a group.
     """
     group = whole_number("group", group, 1, 256)
     count = whole_number("outliers", outliers, 1)
@@ -64,9 +65,9 @@ def int4_outliers(outliers: int = 1, group: int = 32, symmetric: bool = True) ->
 def _tensor(count: int, group: int, rest: TensorCodec, symmetric: bool) -> TensorCodec:
     def init(shape, dtype) -> WithOutliers:
         dense = rest.init(shape, dtype)
-        room = (*shape[:-1], shape[-1] // group, count)
-        kinds = jnp.bfloat16, jnp.uint8
-        return WithOutliers(dense, *(jnp.zeros(room, kind) for kind in kinds))
+        each = (*shape[:-1], shape[-1] // group, count)
+        outliers, places = jnp.zeros(each, jnp.bfloat16), jnp.zeros(each, jnp.uint8)
+        return WithOutliers(dense, outliers, places)
 
     return TensorCodec(
         f"{rest.name}, {count} of each in 16 bits",
@@ -98,5 +99,5 @@ def _decode(stored: WithOutliers, dtype: jnp.dtype) -> Float[Array, "B K C D"]:
 
 
 def _at(places: Array, group: int) -> Array:
-    """[B, K, C, N, R, S], true where a channel is the one of that place."""
+    """Returns [B, K, C, N, R, S], True at the channel of each outlier."""
     return jax.nn.one_hot(places, group, dtype=jnp.bool)

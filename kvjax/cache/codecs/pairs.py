@@ -1,4 +1,4 @@
-"""Codecs made of others: for keys and values, for some layers, after the prompt."""
+"""Codecs made of others: one for keys and one for values, by layer, after prefill."""
 
 import dataclasses
 
@@ -14,18 +14,18 @@ def pair(
     residual_length: int = 0,
     sinks: int = 0,
 ) -> Codec:
-    """Keys as one codec has them, values as another; bytes are half of each one's.
+    """Stores keys by one codec and values by another; bytes are half of each one's.
 
     Args:
       key: a codec or its name.
       value: likewise.
-      residual_length: the newest tokens, whose pairs stay as they are besides.
-      sinks: the first tokens, likewise.
+      residual_length: the number of newest tokens that are also kept unencoded.
+      sinks: the number of first tokens that are also kept unencoded.
 
     Raises:
       UserError: something that is no codec; one that differs between layers or waits
-        for the end of the prompt, which is to be said of the whole; one that leaves
-        more tokens as they are than the pair does; a length below 0.
+        for the end of the prompt, which only the whole codec can do; one that keeps
+        more tokens unencoded than the pair does; a length below 0.
     """
     key, value = make(key), make(value)
     newest = whole_number("residual_length", residual_length, 0)
@@ -48,19 +48,19 @@ def by_layer(
     first: int = 1,
     last: int = 1,
 ) -> Codec:
-    """The first and the last layers by one codec, those between by another.
+    """Stores the first and the last layers by one codec, those between by another.
 
-    Bytes: each layer's codec's own.
+    Bytes: those of each layer's codec.
 
     Args:
-      inner: a codec or its name, of the layers between.
-      outer: likewise, of the others.
-      first: how many layers at the input.
-      last: how many at the output.
+      inner: a codec or its name, for the layers between.
+      outer: a codec or its name, for the first and the last layers.
+      first: the number of first layers.
+      last: the number of last layers.
 
     Raises:
-      UserError: something that is no codec, or that waits for the end of the prompt,
-        which is to be said of the whole: `after_prompt(by_layer(...))`.
+      UserError: something that is no codec, or one that waits for the end of the
+        prompt, which only the whole can do: `after_prompt(by_layer(...))`.
     """
     inner, outer = make(inner), make(outer)
     for codec in (inner, outer):
@@ -71,7 +71,7 @@ def by_layer(
 
 
 def _check_alone(where: str, codec: Codec) -> None:
-    """Raises UserError for a codec of a whole cache, which is no part of another."""
+    """Raises UserError for a codec that cannot be part of another one."""
     if codec.after_prompt or codec.of_layer:
         raise UserError(
             f"codec {codec.name!r} within {where}: give one that is the same in all "
@@ -81,7 +81,7 @@ def _check_alone(where: str, codec: Codec) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Ends:
-    """A function, but equal to any other of the same parts, as programs want it."""
+    """`Codec.of_layer` of `by_layer`; equal ones hash alike, for jit's cache."""
 
     inner: Codec
     outer: Codec
@@ -94,11 +94,10 @@ class _Ends:
 
 
 def after_prompt(codec: Codec | str = "int8") -> Codec:
-    """Another codec, from the end of the prompt on.
+    """Stores pairs by another codec, from the end of the prompt on.
 
-    While the prompt is read, pairs and what policies see of them stay as they are, and
-    so does the memory that they take. Bytes, while tokens are generated: the codec's
-    own.
+    During prefill, pairs are stored unencoded, at full size, and policies read them so.
+    Bytes during decoding: the codec's own.
 
     Args:
       codec: a codec or its name.
@@ -111,12 +110,12 @@ def after_prompt(codec: Codec | str = "int8") -> Codec:
 
 
 def k8v4(group: int | None = 32) -> Codec:
-    """`int8` keys, whose errors decide who is attended, and `int4` values.
+    """Stores keys as `int8`, as their errors move attention, and values as `int4`.
 
     Bytes: 102 a pair at D = 64.
 
     Args:
-      group: channels of values with a scale of their own; keys have one per head.
+      group: channels of values that share a scale; keys have one scale per head.
 
     Raises:
       UserError: a group that is no number of channels.

@@ -1,4 +1,4 @@
-"""Codecs by name."""
+"""The registry of codecs."""
 
 from kvjax.cache.codecs.base import Codec
 from kvjax.registry import Registry
@@ -9,7 +9,7 @@ register, names = _REGISTRY.register, _REGISTRY.names
 
 
 def make(codec: Codec | str, /, **options) -> Codec:
-    """The codec of that name, or `module:function` of the user's own; or as it is.
+    """Returns the codec of a name or of a user's `module:function`; or it unchanged.
 
     Raises:
       UserError: an unknown name, options that it does not take, or something that is

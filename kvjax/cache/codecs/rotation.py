@@ -1,4 +1,4 @@
-"""Rotations that spread large channels over a head, before its values are rounded."""
+"""Codecs that rotate heads before rounding, which spreads large channels."""
 
 import functools
 
@@ -13,24 +13,24 @@ from kvjax.cache.codecs.rounding import fitted
 from kvjax.types import PyTree, UserError
 
 _PALEY = {12: 11, 20: 19}  # orders that are no power of two, and their primes
-_DRAWS = 256  # of signs, to choose from
+_DRAWS = 256  # random signs to choose from
 
 
 def rotated(codec: Codec | str = "int4") -> Codec:
-    """Another codec, of keys and values that are turned first, and turned back after.
+    """Encodes rotated keys and values by another codec, and rotates them back.
 
         stored = encode(x H),  x' = decode(stored) H^T,  H H^T = 1
 
-    with H a Hadamard matrix over sqrt(D), which makes D small channels of a large one.
-    What sets the scales shrinks, and turning back leaves the error's norm as it is.
-    The rows of H have random signs, the same in every head and every run: without them
-    an offset that all channels share would become a single large one.
+    with H a Hadamard matrix over sqrt(D), which spreads one large channel over D. The
+    largest magnitudes, which set the scales, shrink; rotating back keeps the error's
+    norm. The rows of H have random signs, the same in every head and every run: without
+    them an offset common to all channels would become a single large channel.
 
-    Attention turns its queries alike and its outputs back, q H (k H)^T = q k^T. To turn
-    pairs back, for policies that look at them, costs D D multiplications for each.
+    Attention rotates its queries and outputs instead of pairs, q H (k H)^T = q k^T.
+    Policies that read pairs pay D D multiplications for rotating each one back.
 
-    Finite values beyond the largest float32 over D are cut there, lest their sum be
-    infinite. What is no number makes its whole head none. Bytes: the codec's own.
+    Finite values beyond the largest float32 / D are clipped, as their sum could be
+    infinite. NaN or an infinity makes its whole head NaN. Bytes: the codec's own.
 
     Args:
       codec: a codec or its name.
@@ -39,7 +39,7 @@ def rotated(codec: Codec | str = "int4") -> Codec:
 
     Raises:
       UserError: something that is no codec, or one that differs between layers or is
-        rotated already.
+        already rotated.
     """
     codec = make(codec)
     if codec.of_layer:
@@ -54,28 +54,28 @@ def rotated(codec: Codec | str = "int4") -> Codec:
 
 
 def int4_rotated(group: int | None = 32, symmetric: bool = True) -> Codec:
-    """`rotated` around `int4`, whose arguments it takes; 72 bytes a pair at D = 64."""
+    """Rotates, then encodes as `int4` (same arguments); 72 bytes a pair at D = 64."""
     return rotated(uniform.int4(group, symmetric))
 
 
 def int2_rotated(group: int | None = 32, symmetric: bool = False) -> Codec:
-    """`rotated` around `int2`, whose arguments it takes; 48 bytes a pair at D = 64."""
+    """Rotates, then encodes as `int2` (same arguments); 48 bytes a pair at D = 64."""
     return rotated(uniform.int2(group, symmetric))
 
 
 @functools.cache
 def hadamard(order: int) -> Float[np.ndarray, "D D"]:
-    """float32, orthonormal: entries +-1 / sqrt(order), rows of fixed random signs.
+    """Returns an orthonormal float32 matrix of +-1 / sqrt(order), with random signs.
 
     Sylvester's doubling of 1, or of Paley's matrices of order 12 and 20. These have a
-    column, or nearly one, that adds up all channels; the signs leave none, as in the
-    randomized Hadamard matrices of QuaRot and QuIP# (Tseng et al. 2024, arXiv
-    2402.04396, section 3).
+    column, or nearly one, that sums all channels; fixed random signs of the rows
+    prevent that, as in the randomized Hadamard matrices of QuaRot and QuIP# (Tseng et
+    al. 2024, arXiv 2402.04396, section 3).
 
     Raises:
       UserError: an order that is neither 2^n, 12 2^n nor 20 2^n.
     """
-    odd = order // (order & -order)  # what is left without factors of two
+    odd = order // (order & -order)  # without factors of two
     base = next((n for n in _PALEY if n % odd == 0 and odd > 1), 1)
     if order % base or (order // base) & (order // base - 1):
         raise UserError(
@@ -89,9 +89,9 @@ def hadamard(order: int) -> Float[np.ndarray, "D D"]:
 
 
 def _signs(matrix: Float[np.ndarray, "D D"]) -> Float[np.ndarray, " D"]:
-    """Of random ones those under which the matrix spreads an offset most evenly.
+    """Returns the signs, of random ones, that spread a common offset most evenly.
 
-    `RandomState` because NumPy never changes the numbers that it draws.
+    `RandomState`, because NumPy guarantees that its numbers never change.
     """
     drawn = np.random.RandomState(0).choice([-1.0, 1.0], (_DRAWS, len(matrix)))
     largest = np.abs(drawn @ matrix).max(axis=1)
@@ -99,7 +99,7 @@ def _signs(matrix: Float[np.ndarray, "D D"]) -> Float[np.ndarray, " D"]:
 
 
 def _paley(prime: int) -> Float[np.ndarray, "D D"]:
-    """Paley's first construction, of order prime + 1, for primes that are 3 mod 4.
+    """Returns Paley's first construction of order prime + 1, for primes 3 mod 4.
 
     1 + S, with S = [[0, 1], [-1, Q]] and Q[i, j] = 1 where i - j is a square, else -1.
     """
@@ -116,7 +116,7 @@ def _paley(prime: int) -> Float[np.ndarray, "D D"]:
 @functools.cache
 def _rotated(tensor: TensorCodec) -> TensorCodec:
     def init(shape: tuple[int, ...], dtype: jnp.dtype) -> PyTree:
-        hadamard(shape[-1])  # whether there is one
+        hadamard(shape[-1])  # raises if there is none of this order
         return tensor.init(shape, dtype)
 
     def encode(x: Float[Array, "B K T D"]) -> PyTree:

@@ -1,8 +1,7 @@
-"""Whole numbers of 8, 4 or 2 bits: an even grid, scaled by groups of channels.
+"""Uniform quantization to 8, 4 or 2 bits, with a scale per group of channels.
 
-Every token of every head has scales of its own, so that slots are reused one by one.
-One scale for a whole tensor is therefore not there: it would have to be fixed before
-later tokens are seen, whose values need not fit it.
+Every token of every head has its own scales, so that slots can be overwritten one by
+one. A scale for a whole tensor would have to be fixed before later tokens are known.
 """
 
 import functools
@@ -23,16 +22,16 @@ from kvjax.types import Codes, UserError, whole_number
 
 
 def int8(group: int | None = None, symmetric: bool = True) -> Codec:
-    """8 bits a value, by default with one scale per token and head.
+    """Encodes 8 bits a value, by default with one scale per token and head.
 
         s = max |x| / 127,  code = round(x / s) in -127..127,  x' = s code
 
     Bytes per value: 1 + 2 / group; 132 a pair at D = 64, 136 with groups of 32.
 
     Args:
-      group: channels with a scale of their own; None is all of a head.
-      symmetric: whether the grid is the same on both sides of 0, see `int2` for the
-        other, which takes 2 / group bytes more.
+      group: channels that share a scale; None is all of a head.
+      symmetric: whether the grid is centred on 0; see `int2` for grids with a centre,
+        which take 2 / group bytes more per value.
 
     Source: absmax quantization, Dettmers et al. 2022, arXiv 2208.07339, section 2.
 
@@ -44,7 +43,7 @@ def int8(group: int | None = None, symmetric: bool = True) -> Codec:
 
 
 def int4(group: int | None = 32, symmetric: bool = True) -> Codec:
-    """4 bits a value, with a scale per group of channels.
+    """Encodes 4 bits a value, with a scale per group of channels.
 
         s = max |x| / 7,  code = round(x / s) in -7..7,  x' = s code
 
@@ -59,28 +58,28 @@ def int4(group: int | None = 32, symmetric: bool = True) -> Codec:
 
 
 def int2(group: int | None = 32, symmetric: bool = False) -> Codec:
-    """2 bits a value, with a scale and a centre per group of channels.
+    """Encodes 2 bits a value, with a scale and a centre per group of channels.
 
         c = (min x + max x) / 2,  s = max |x - c| / 1.5
         code = floor((x - c) / s) in -2..1,  x' = s (code + 1/2) + c
 
-    Of b bits, 2^(b - 1) - 1/2 stands for 1.5. The grid's four values are those between
-    the least and the largest of a group, as with a zero point, but the centre is near
-    0 and loses less than the minimum in 16 bits. Symmetric, only -1, 0 and 1 are left.
+    For b bits, 2^(b - 1) - 1/2 replaces 1.5. The grid spans the least to the largest
+    value of a group, as with a zero point; but the centre is nearer to 0 than the
+    minimum, and loses less in 16 bits. A symmetric grid has only -1, 0 and 1.
 
     Bytes per value: 1 / 4 + 4 / group; 48 a pair at D = 64, 40 if symmetric.
 
     Args, Raises: as `int8`.
 
-    Source: the grid of KIVI, Liu et al. 2024, arXiv 2402.02750, section 3.1, for keys
-    per token too: its groups of tokens do not go with slots that are reused.
+    Source: the grid of KIVI, Liu et al. 2024, arXiv 2402.02750, section 3.1, here
+    per token for keys too, as groups of tokens cannot be overwritten slot by slot.
     """
     tensor = of_bits(2, group, symmetric)
     return Codec("int2", tensor, tensor)
 
 
 def of_bits(bits: int, group: int | None, symmetric: bool) -> TensorCodec:
-    """Of 8, 4 or 2 bits; the same object for the same arguments.
+    """Returns the codec of 8, 4 or 2 bits; the same object for the same arguments.
 
     Raises:
       UserError: a group that is no number of channels.
@@ -106,7 +105,7 @@ def _of_bits(bits: int, group: int | None, symmetric: bool) -> TensorCodec:
 def zeros(
     shape: tuple[int, ...], bits: int, group: int | None, symmetric: bool
 ) -> Codes:
-    """What (B, K, C, D) zeros are stored as.
+    """Returns the codes of zeros (B, K, C, D).
 
     Raises:
       UserError: groups do not divide the channels, or these fill no whole bytes.
@@ -132,7 +131,7 @@ def zeros(
 def encode(
     x: Float[Array, "B K T D"], bits: int, group: int | None, symmetric: bool
 ) -> Codes:
-    """Codes on the finest grid that reaches all values of a group."""
+    """Encodes on the finest grid that reaches all values of a group."""
     most, flat = 2 ** (bits - 1), x.shape
     x = grouped(x.astype(jnp.float32), flat[-1] // (group or flat[-1]))
     if symmetric:
@@ -151,15 +150,15 @@ def encode(
 
 
 def decode(stored: Codes, bits: int) -> Float[Array, "B K C D"]:
-    """f32, as `encode` has it; may be infinite by the scale's rounding alone.
+    """Decodes to f32; the rounding of the scale can make the result infinite.
 
-    What shares bytes becomes numbers before it is joined: XLA makes no vectors, on a
-    CPU, of loops that join and go on.
+    Codes that share bytes are decoded before they are concatenated: on a CPU, XLA does
+    not vectorize loops that go on after a concatenation.
     """
     parts = unpack(stored.codes, bits)
     count, width = len(parts), parts[0].shape[-1]
     size = count * width // stored.scale.shape[-1]
-    runs = size // math.gcd(size, width)  # of a group's channels, each in one part
+    runs = size // math.gcd(size, width)  # of a group's channels, each within one part
     split = lambda leaf: jnp.split(jnp.repeat(leaf, runs, axis=-1), count, axis=-1)
     scales = split(stored.scale)
     centres = [None] * count if stored.centre is None else split(stored.centre)
@@ -171,7 +170,7 @@ def _numbers(
     scale: BFloat16[Array, "B K C R"],
     centre: BFloat16[Array, "B K C R"] | None,
 ) -> Float[Array, "B K C P"]:
-    """What codes stand for, R runs of them on a grid each."""
+    """Decodes codes in R runs of channels, each on a grid of its own."""
     of_runs = lambda leaf: leaf.astype(jnp.float32)[..., None]
     steps = grouped(codes.astype(jnp.float32), scale.shape[-1])
     if centre is None:
@@ -182,9 +181,9 @@ def _numbers(
 
 
 def pack(codes: Int8[Array, "B K T D"], bits: int) -> Integer[Array, "B K T P"]:
-    """Several codes a byte: the first P channels in its lowest bits, and so on.
+    """Packs several codes into a byte, the first P channels in its lowest bits.
 
-    Neighbours in a byte are P channels apart, so that unpacking joins whole vectors
+    Codes of one byte are P channels apart, so that unpacking concatenates whole vectors
     and shuffles no lanes.
     """
     if bits == 8:
@@ -199,7 +198,7 @@ def pack(codes: Int8[Array, "B K T D"], bits: int) -> Integer[Array, "B K T P"]:
 def unpack(
     packed: Integer[Array, "B K C P"], bits: int
 ) -> list[Int8[Array, "B K C P"]]:
-    """What `pack` was given: the channels of each place in a byte."""
+    """Returns the codes that `pack` took, one array for each place in a byte."""
     if bits == 8:
         return [packed]
     mask, middle = 2**bits - 1, 2 ** (bits - 1)
