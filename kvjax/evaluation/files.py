@@ -1,4 +1,4 @@
-"""Files of a run: whole or not there, and one process at a time in their folder."""
+"""Files of a run: written whole or not at all, by one process at a time per folder."""
 
 import contextlib
 import fcntl
@@ -18,12 +18,13 @@ _UNKNOWN = "an unknown host"
 
 @contextlib.contextmanager
 def written(path: str | os.PathLike) -> Iterator[pathlib.Path]:
-    """Lends a path to write to; what lies there becomes `path` when the block ends.
+    """Yields a temporary path, which replaces `path` when the block ends.
 
-    After an error or an interruption nothing is left of it, and `path` is as it was.
+    After an error or an interruption the temporary file is removed, and `path` is
+    unchanged.
 
     Raises:
-      UserError: the disk is full, or does not take it for another reason.
+      UserError: the disk is full, or writing fails for another reason.
     """
     path = pathlib.Path(path)
     partial = path.with_name(f"{path.stem}.part{path.suffix}")
@@ -37,7 +38,7 @@ def written(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def on_disk(path: str | os.PathLike) -> Iterator[None]:
-    """Makes a UserError of what the disk says to writing `path` in the block."""
+    """Turns an OSError from writing `path` in the block into a UserError."""
     try:
         yield
     except OSError as error:
@@ -49,15 +50,15 @@ def on_disk(path: str | os.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: pathlib.Path, name: str = LOCK) -> Iterator[None]:
-    """Keeps other processes out of a folder by a file in it, gone at the end.
+    """Locks a folder against other processes, by a file that is removed at the end.
 
-    The kernel holds the lock and lets go of it when its process ends, however that
-    ends; the file says which process on which host it is. Where a folder holds several
-    things to keep apart, each has a lock of its own name.
+    The kernel holds the lock (`flock`) and releases it when its process ends, however
+    that ends; the file names the process and its host. Locks of different names in one
+    folder are independent.
 
     Raises:
-      UserError: a process of this host is at work there, or the file is of another
-        host, of whose processes nothing is known here.
+      UserError: a process of this host holds the lock, or the file is of another host,
+        whose processes cannot be checked from here.
     """
     path = folder / name
     with _opened(path) as file:
@@ -66,27 +67,33 @@ def locked(folder: pathlib.Path, name: str = LOCK) -> Iterator[None]:
         try:
             with on_disk(path):
                 file.truncate(0)
-                told = {"pid": os.getpid(), "host": socket.gethostname()}
-                file.write(json.dumps(told).encode())
+                holder = {"pid": os.getpid(), "host": socket.gethostname()}
+                file.write(json.dumps(holder).encode())
             yield
         finally:
             path.unlink(missing_ok=True)
 
 
 def _opened(path: pathlib.Path) -> IO[bytes]:
-    """Without a buffer: what a full disk does not take is not tried again later."""
+    """Opens without a buffer: closing must not retry what a full disk refused."""
     with on_disk(path):
         return open(path, "ab+", buffering=0)
 
 
 def _take(file: IO[bytes], path: pathlib.Path) -> None:
-    """Locks the open file, which is then this process's."""
+    """Locks the open file for this process."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A holder that ended in between has unlinked the file that is open here.
         free = os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except (BlockingIOError, FileNotFoundError):  # held, or let go of just now
+    except (BlockingIOError, FileNotFoundError):
         free = False
-    host, pid = _holder(file) if free else _holder_in_time(file)
+    host, pid = _holder(file)
+    for _ in range(0 if free else 20):  # a new holder writes its name only now
+        if host != _UNKNOWN:
+            break
+        time.sleep(0.05)
+        host, pid = _holder(file)
     if not free:
         raise UserError(
             f"workdir {path.parent}: process {pid} on {host} is at work there: wait "
@@ -99,20 +106,10 @@ def _take(file: IO[bytes], path: pathlib.Path) -> None:
         )
 
 
-def _holder_in_time(file: IO[bytes]) -> tuple[str, int | str]:
-    """Also of a process that has the lock and is about to write its name."""
-    for _ in range(20):
-        host, pid = _holder(file)
-        if host != _UNKNOWN:
-            break
-        time.sleep(0.05)
-    return host, pid
-
-
 def _holder(file: IO[bytes]) -> tuple[str, int | str]:
-    """The host and the process that the file names; one cut short names nobody."""
+    """Returns host and process in the file; a file that was cut short names neither."""
     file.seek(0)
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        told = json.loads(file.read())
-        return told["host"], told["pid"]
+        holder = json.loads(file.read())
+        return holder["host"], holder["pid"]
     return _UNKNOWN, "of unknown number"

@@ -1,12 +1,11 @@
-"""How fast a plan could run: bytes and FLOPs counted, and the device's rates.
+"""Rooflines: the rates that a plan could reach, from counted work and a device's rates.
 
-One step takes at least the longest of its FLOPs over the matrix rate, its bytes over
-the bandwidth, and what values in host memory put on the link over the link's rate
-(Williams et al. 2009, "Roofline"). A phase takes the sum of its steps.
-What is counted is what the method needs, by these formulae, with the axes of
-`kvjax.types`, C the pairs that a head holds once the T new ones are in (no more than
-the layer's window), b the bytes of a number, and 2 D b those of a pair, or what its
-codec makes of them::
+One step takes at least the longest of three times: its FLOPs over the matrix rate, its
+bytes over the memory bandwidth, and the bytes of values in host memory over the link's
+bandwidth (Williams et al. 2009, "Roofline"). A phase takes the sum of its steps. The
+counts below are of what the method needs, with the axes of `kvjax.types`, C the pairs
+that a head holds including the T new ones (at most the layer's window), b the bytes of
+a number, and 2 D b those of a pair, or what its codec stores::
 
     FLOPs of a step      2 * B * T * (weights of the layers' matrices)
                        + 2 * B * V * M                      if it ends in logits
@@ -14,29 +13,29 @@ codec makes of them::
     bytes of a step      (all weights of the layers) * b    once
                        + V * M * b                          if it ends in logits
                        + 2 * K * D * (C + T) * B * b        for every layer
-    bytes of a compaction, and of a pool's group
+    bytes of a compaction, and of inserting a prefill's rows into the pool
                          2 * K * D * (pairs before + pairs after) * B * b
 
-Of a layer whose values lie in host memory (`kvjax.cache.offload`), a step of decoding
-multiplies and reads N of the C values, or as many as its queries name together; these
-and the T new ones cross the link. A block of a prompt takes all C over it.
+Where a layer's values lie in host memory (`kvjax.cache.offload`), a decode step reads
+and multiplies N of the C values, or as many as its queries select together; these and
+the T new ones cross the link. A prefill chunk moves all C over it.
 
-Of experts only those count that are used. Embeddings, norms, softmax, positions and
-statistics are left out, and so are empty slots: a program that reads those, or that
-stores what it could have kept at hand, loses share, which is what a roofline is for.
+Of experts only the active ones count. Embeddings, norms, softmax, positions, statistics
+and empty slots are left out: a program that reads those, or that stores what it could
+have kept in registers, loses share, which is what a roofline should show.
 """
 
 import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import codecs
 from kvjax.cache.spec import CacheSpec
@@ -46,12 +45,13 @@ from kvjax.models import decoder, layers
 from kvjax.parallel import host
 from kvjax.types import ModelSpec, UserError
 
-_COPIED = 2**28  # bytes of the array that is copied: more than caches hold
+_COPIED = 2**28  # bytes of the copied array: larger than any cache
 _SECONDS = 0.4  # of each measurement
+Heads = Sequence[int] | Int[np.ndarray, " LK"]  # pairs of every head of every layer
 
 
 class Work(NamedTuple):
-    """What one step, or the sum of some, has to do."""
+    """The work of one step, or the sum of several."""
 
     flops: float
     bytes: float
@@ -59,9 +59,9 @@ class Work(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What a device can do, as measured or as its maker says.
+    """A device's rates, measured or from its data sheet.
 
-    Of the link to its host, one way; infinite where nobody says.
+    `link_bytes_per_s` is of the link from the host, one way; infinite where unknown.
     """
 
     bytes_per_s: float
@@ -70,14 +70,14 @@ class Rates(NamedTuple):
 
 
 class Device(NamedTuple):
-    """A device as its maker describes it: dense bfloat16 FLOPs, memory in bytes."""
+    """A device by its data sheet: dense bfloat16 FLOPs, memory in bytes."""
 
     rates: Rates
     memory_bytes: float
 
 
-# NVIDIA's data sheets (SXM boards, no sparsity; PCIe 4 and 5 of 16 lanes) and Google
-# Cloud's pages of the TPUs, which say nothing of links; a chip of v5p and of tpu7x is
+# From NVIDIA's data sheets (SXM boards, no sparsity; PCIe 4 and 5 with 16 lanes) and
+# Google Cloud's pages of the TPUs, which do not name links. A chip of v5p or tpu7x has
 # two cores.
 DEVICES = {
     "a100-80gb": Device(Rates(2.039e12, 312e12, 32e9), 80e9),
@@ -91,10 +91,10 @@ DEVICES = {
 
 
 def device(name: str) -> Device:
-    """A device of `DEVICES`.
+    """Returns a device of `DEVICES`.
 
     Raises:
-      UserError: a name that is not there.
+      UserError: an unknown name.
     """
     if name not in DEVICES:
         raise UserError(f"no rates of {name!r}: one of {', '.join(DEVICES)}")
@@ -102,7 +102,7 @@ def device(name: str) -> Device:
 
 
 class Prediction(NamedTuple):
-    """Tokens per second: prompt tokens read, new tokens decoded, new tokens in all."""
+    """Tokens per second of prefill, of decoding, and of new tokens end to end."""
 
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
@@ -110,12 +110,12 @@ class Prediction(NamedTuple):
 
 
 def predict(plan: Plan, rates: Rates, prompt_tokens: int | None = None) -> Prediction:
-    """The most that a full batch can reach: nothing but the formulae is waited for.
+    """Returns the highest rates that a full batch can reach by the formulae.
 
     Args:
       plan: of `planner.plan_job` or `planner.plan_staggered`.
       rates: see `measured_rates`.
-      prompt_tokens: per prompt; None is the longest that the plan has room for.
+      prompt_tokens: per prompt; None is the longest that the plan allows.
     """
     reading = seconds(prefill(plan, prompt_tokens), rates)
     writing = seconds(decode(plan, prompt_tokens), rates)
@@ -125,7 +125,7 @@ def predict(plan: Plan, rates: Rates, prompt_tokens: int | None = None) -> Predi
 
 
 def seconds(steps: list[Work], rates: Rates) -> float:
-    """The least time that the steps take one after the other."""
+    """Returns the least time that the steps take one after the other."""
     return sum(
         max(
             step.flops / rates.flops_per_s,
@@ -141,7 +141,7 @@ def total(steps: list[Work]) -> Work:
 
 
 def prefill(plan: Plan, prompt_tokens: int | None = None) -> list[Work]:
-    """The steps of reading a batch's prompts, a compaction and pooling included."""
+    """Returns the steps of a batch's prefill, with compaction and insertion."""
     job, (rows, times) = plan.job, plan.prefill_groups
     length = _length(plan, prompt_tokens)
     blocks = list(_read(job, length))
@@ -151,14 +151,16 @@ def prefill(plan: Plan, prompt_tokens: int | None = None) -> list[Work]:
     steps.append(Work(2 * head, _head(job.spec) * _itemsize(job)))
     if job.config.compacts:
         kept = _compacted(job, held)
-        steps.append(_moved(job, rows, held, kept))
-        if times > 1:
-            steps.append(_pooled(job, rows, kept))
+        read = _pairs(job, job.config.reading, rows, held)
+        written = _pairs(job, job.config, rows, kept)
+        steps.append(total([read, written]))
+        if times > 1:  # values in host memory stay there
+            steps.append(Work(0.0, 2 * written.bytes))
     return steps * times
 
 
 def decode(plan: Plan, prompt_tokens: int | None = None) -> list[Work]:
-    """The steps of generating; the first token comes out of the prompt's logits."""
+    """Returns the decode steps; the first token comes from the prefill's logits."""
     job = plan.job
     *_, (_, held) = _read(job, _length(plan, prompt_tokens))
     if job.config.compacts:
@@ -170,15 +172,15 @@ def decode(plan: Plan, prompt_tokens: int | None = None) -> list[Work]:
     return steps or [Work(0.0, float(_itemsize(job)))]
 
 
-def step(job: Job, rows: int, tokens: int, held: tuple[int, ...], logits: bool) -> Work:
-    """T tokens of B rows through the model, by the formulae above.
+def step(job: Job, rows: int, tokens: int, held: Heads, logits: bool) -> Work:
+    """Returns the work of T tokens of B rows, by the formulae above.
 
     Args:
-      job: model, dtype and what is kept.
+      job: model, dtype and cache configuration.
       rows: B.
       tokens: T per row.
-      held: [L * K], C of every head of every layer.
-      logits: whether next-token logits are worked out, one per row.
+      held: C of every head of every layer.
+      logits: whether next-token logits are computed, one per row.
     """
     spec, size = job.spec, _itemsize(job)
     weights = matrices(spec, size, rows, tokens, logits)
@@ -186,11 +188,11 @@ def step(job: Job, rows: int, tokens: int, held: tuple[int, ...], logits: bool) 
 
 
 class _Stored(NamedTuple):
-    """Of every head [L * K]: how its pairs are stored, and how far back it looks."""
+    """How every head [L * K] stores its pairs, and its attention window."""
 
     key: Float[np.ndarray, " H"]  # bytes of one
     value: Float[np.ndarray, " H"]
-    away: Bool[np.ndarray, " H"]  # values lie in host memory
+    away: Bool[np.ndarray, " H"]  # its values lie in host memory
     window: Float[np.ndarray, " H"]
 
 
@@ -206,16 +208,14 @@ def _stored(spec: ModelSpec, config: CacheSpec, dtype: str) -> _Stored:
     return _Stored(*(np.repeat(column, spec.num_kv_heads) for column in columns))
 
 
-def _attention(
-    job: Job, rows: int, tokens: int, held: tuple[int, ...], prefill: bool
-) -> Work:
-    """`attention` of pairs as the job's codecs store them, and where."""
+def _attention(job: Job, rows: int, tokens: int, held: Heads, prefill: bool) -> Work:
+    """Returns `attention` with pairs stored as the job's codecs and offloading do."""
     spec, config = job.spec, job.config.reading if prefill else job.config
     stored, group = _stored(spec, config, job.dtype), spec.queries_per_kv_head
     seen = np.minimum(held, stored.window)
     fetched = 0 if config.offload is None else config.offload.fetched(group)
-    few = stored.away & (not prefill)
-    read = np.where(few, np.minimum(seen, tokens * fetched), seen)
+    selects = stored.away & (not prefill)
+    read = np.where(selects, np.minimum(seen, tokens * fetched), seen)
     flops = 2 * spec.head_dim * group * tokens * (seen + read)
     written = np.where(stored.away, 0, tokens)
     moved = stored.key * (seen + tokens) + stored.value * (read + written)
@@ -226,7 +226,7 @@ def _attention(
 def matrices(
     spec: ModelSpec, size: float, rows: int, tokens: int, logits: bool
 ) -> Work:
-    """The part of a step that weights have in it; they take `size` bytes each."""
+    """Returns the work on weights in a step; each weight takes `size` bytes."""
     flops = 2 * rows * tokens * active_weights(spec)
     moved = size * layer_weights(spec, rows * tokens)
     if logits:
@@ -236,19 +236,19 @@ def matrices(
 
 
 def attention(
-    spec: ModelSpec, size: float, rows: int, tokens: int, held: tuple[int, ...]
+    spec: ModelSpec, size: float, rows: int, tokens: int, held: Heads
 ) -> Work:
-    """The part of a step that pairs have in it; a number takes `size` bytes each."""
-    windows = (spec.sliding_window(i // spec.num_kv_heads) for i in range(len(held)))
-    seen = [min(c, window or c) for c, window in zip(held, windows, strict=True)]
+    """Returns the work on pairs in a step; each number takes `size` bytes."""
+    windows = [spec.sliding_window(i) or math.inf for i in range(spec.num_layers)]
+    seen = np.minimum(held, np.repeat(windows, spec.num_kv_heads))
     pair = 2 * spec.head_dim * rows
-    flops = sum(2 * pair * spec.queries_per_kv_head * tokens * c for c in seen)
-    return Work(float(flops), float(sum(pair * (c + tokens) * size for c in seen)))
+    flops = 2 * pair * spec.queries_per_kv_head * tokens * np.sum(seen)
+    return Work(float(flops), float(pair * size * np.sum(seen + tokens)))
 
 
 @functools.lru_cache(maxsize=64)
 def active_weights(spec: ModelSpec) -> int:
-    """Weights of the layers' matrices that one token is multiplied with."""
+    """Returns the matrix weights of all layers that multiply one token."""
     return sum(
         size
         for layer in decoder.param_shapes(spec)["layers"]
@@ -258,7 +258,7 @@ def active_weights(spec: ModelSpec) -> int:
 
 @functools.lru_cache(maxsize=64)
 def layer_weights(spec: ModelSpec, tokens: int) -> int:
-    """Weights of all layers that are read for so many tokens at a time."""
+    """Returns the weights of all layers that are read for this many tokens at once."""
     return sum(
         size
         for layer in decoder.param_shapes(spec)["layers"]
@@ -267,7 +267,7 @@ def layer_weights(spec: ModelSpec, tokens: int) -> int:
 
 
 def _sizes(spec, layer, tokens, matrices) -> Iterator[int]:
-    """Of a layer's arrays; of stacks of experts, what evenly routed tokens use."""
+    """Yields the sizes of a layer's arrays; of experts, the routed share."""
     for name, leaf in layer.items():
         for part in jax.tree.leaves(leaf):
             if spec.experts and name in ("gate_up", "up", "down"):
@@ -289,10 +289,10 @@ def _length(plan: Plan, prompt_tokens: int | None) -> int:
     return plan.job.max_prompt_len if prompt_tokens is None else prompt_tokens
 
 
-def _read(job: Job, length: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Tokens of every block of a prompt, and the pairs every head holds with them."""
+def _read(job: Job, length: int) -> Iterator[tuple[int, Int[np.ndarray, " LK"]]]:
+    """Yields the tokens of every prefill chunk, and the pairs of every head with it."""
     schedule, spec = job.config.schedule, job.spec
-    held = (0,) * (spec.num_layers * spec.num_kv_heads)
+    held = np.zeros(spec.num_layers * spec.num_kv_heads, int)
     first, chunk = job.config.first_chunk, schedule.prefill_chunk
     for start in (0, *range(first, length, chunk)):
         new = min(chunk if start else first, length - start)
@@ -300,68 +300,49 @@ def _read(job: Job, length: int) -> Iterator[tuple[int, tuple[int, ...]]]:
         yield new, held
 
 
-def _appended(job: Job, held, new: int, evicts: bool) -> tuple[int, ...]:
-    """Pairs per head after new ones are in: Algorithm 1's arithmetic."""
-    config, held = job.config, _in_windows(job, held)
+def _appended(job: Job, held, new: int, evicts: bool) -> Int[np.ndarray, " LK"]:
+    """Returns the pairs of every head after `new` are inserted, as Algorithm 1 does."""
+    held = _in_windows(job, held)
     if not evicts:
-        return tuple(pairs + new for pairs in held)
-    budgets, evict = config.head_budgets(job.spec), config.schedule.evict_size
-    pairs = zip(held, budgets, strict=True)
-    return tuple(new + (b - evict if each + new > b else each) for each, b in pairs)
+        return held + new
+    budgets = np.array(job.config.head_budgets(job.spec))
+    kept = budgets - job.config.schedule.evict_size
+    return new + np.where(held + new > budgets, kept, held)
 
 
-def _in_windows(job: Job, held) -> tuple[int, ...]:
-    """What layers with a sliding window keep of the pairs once a block is in."""
+def _in_windows(job: Job, held) -> Int[np.ndarray, " LK"]:
+    """Returns the pairs that sliding windows keep once a chunk has been inserted."""
     windows = _stored(job.spec, job.config, job.dtype).window
-    return tuple(np.minimum(held, windows).astype(int).tolist())
+    return np.minimum(held, windows).astype(int)
 
 
-def _compacted(job: Job, held) -> tuple[int, ...]:
-    """What `cache.compact` leaves, if the rule keeps as much as it may."""
-    config, held = job.config, _in_windows(job, held)
-    if not config.schedule.compacts:  # nothing but its codec changes
+def _compacted(job: Job, held) -> Int[np.ndarray, " LK"]:
+    """Returns what `cache.compact` keeps, if the policy fills the budget."""
+    schedule, held = job.config.schedule, _in_windows(job, held)
+    if not schedule.compacts:  # only the codec changes
         return held
-    budgets = config.head_budgets(job.spec)
-    if config.schedule.evicts_in_decode:
-        least = [budget - config.schedule.evict_size for budget in budgets]
-        pairs = zip(held, least, budgets, strict=True)
-        return tuple(low if each >= most else each for each, low, most in pairs)
-    return tuple(map(min, held, budgets))
+    budgets = np.array(job.config.head_budgets(job.spec))
+    if schedule.evicts_in_decode:
+        return np.where(held >= budgets, budgets - schedule.evict_size, held)
+    return np.minimum(held, budgets)
 
 
-def _moved(job: Job, rows: int, before, after) -> Work:
-    """Pairs read as the prompt left them, and written as they are kept."""
-    taken = _bytes_of(job, job.config.reading, before)
-    return _sum_of_rows(rows, taken, _bytes_of(job, job.config, after))
-
-
-def _pooled(job: Job, rows: int, kept) -> Work:
-    """Pairs copied from a group into its pool; what is on the host stays there."""
-    held = _bytes_of(job, job.config, kept)
-    return _sum_of_rows(rows, (held[0], 0.0), (held[0], 0.0))
-
-
-def _sum_of_rows(rows: int, *parts: tuple[float, float]) -> Work:
-    on_device, over_link = map(sum, zip(*parts, strict=True))
-    return Work(0.0, rows * on_device, rows * over_link)
-
-
-def _bytes_of(job: Job, config: CacheSpec, held) -> tuple[float, float]:
-    """Of one row's pairs: bytes on the device, and on the host."""
+def _pairs(job: Job, config: CacheSpec, rows: int, held) -> Work:
+    """Returns the bytes of the rows' pairs, on the device and in host memory."""
     stored = _stored(job.spec, config, job.dtype)
-    there = np.where(stored.away, stored.value, 0.0) * held
-    here = (stored.key + stored.value) * held - there
-    return float(np.sum(here)), float(np.sum(there))
+    away = np.where(stored.away, stored.value, 0.0) * held
+    here = (stored.key + stored.value) * held - away
+    return Work(0.0, float(rows * np.sum(here)), float(rows * np.sum(away)))
 
 
 @functools.cache
 def measured_rates(dtype: str = "float32") -> Rates:
-    """The default device's rates, from copies and a matrix product; a second or two.
+    """Returns the default device's rates, measured in a second or two.
 
-    The best of many tries each. For the copy see `measured_bandwidth`; the product is
-    of square matrices of the dtype, multiplied as layers do, as large as the backend
-    needs to be at its best. As many bytes come over the link; a CPU has none, and a
-    device without host memory is not asked.
+    Each is the best of many runs: of a copy (see `measured_bandwidth`), of a product of
+    square matrices of the dtype, multiplied as layers do and large enough for the
+    backend's best rate, and of a transfer over the link. The link's rate is infinite on
+    a CPU and on devices without pinned host memory.
     """
     size = 2048 if jax.default_backend() == "cpu" else 8192
     has_link = jax.default_backend() != "cpu" and host.is_there()
@@ -371,24 +352,24 @@ def measured_rates(dtype: str = "float32") -> Rates:
 
 
 def measured_bandwidth() -> float:
-    """Bytes per second, read and written, of the default device's copies."""
+    """Returns bytes per second, read and written, of copies on the default device."""
     seconds, moved = _copying(_COPIED, _SECONDS)
     return moved / min(seconds)
 
 
 def measured_link() -> float:
-    """Bytes per second from pinned host memory to the default device."""
+    """Returns bytes per second from pinned host memory to the default device."""
     away = host.to_host(jnp.ones((_COPIED // 4,), jnp.float32))
     return _COPIED / min(_seconds(lambda _: host.to_device(away), away, _SECONDS))
 
 
 @contextlib.contextmanager
 def probed(dtype: str) -> Iterator[dict[str, float]]:
-    """Measures what the device has left for the block, which others may use as well.
+    """Measures how much of a shared device is free around the block.
 
-    A fixed product and a fixed copy run before the block and after it, about a second
-    in all. The dict that it yields has `probe_flops_per_s` and `probe_bytes_per_s` once
-    the block has ended: the means of both times.
+    A fixed product and a fixed copy run before and after the block, about a second in
+    all. Once the block has ended, the yielded dict has `probe_flops_per_s` and
+    `probe_bytes_per_s`, the means of both.
     """
     found: dict[str, float] = {}
     before = _probe(dtype)
@@ -398,7 +379,7 @@ def probed(dtype: str) -> Iterator[dict[str, float]]:
 
 
 def _probe(dtype: str) -> tuple[float, float]:
-    """FLOPs and bytes per second: means, as the best of many tries says nothing."""
+    """Returns FLOPs/s and bytes/s as means: the best run would hide the load."""
     size = 1024 if jax.default_backend() == "cpu" else 4096
     product = 2 * size**3 / np.mean(_multiplying(dtype, size, _SECONDS / 2))
     seconds, moved = _copying(_COPIED // 4, _SECONDS / 2)
@@ -406,20 +387,20 @@ def _probe(dtype: str) -> tuple[float, float]:
 
 
 def _multiplying(dtype: str, size: int, least: float) -> list[float]:
-    """Seconds of products of square matrices, multiplied as layers do."""
+    """Returns seconds of products of square matrices, multiplied as layers do."""
     return _seconds(_product, jnp.full((size, size), 1 / size, dtype), least)
 
 
 @jax.jit
 def _product(x: Float[Array, "N N"]) -> Float[Array, "N N"]:
-    return layers.product(x, x)  # of what `_multiplying` gives, the same again
+    return layers.product(x, x)  # the matrix 1/N is its own square
 
 
 def _copying(size: int, least: float) -> tuple[list[float], int]:
-    """Seconds of copies of so many bytes, and the bytes that each moves.
+    """Returns seconds of copies of `size` bytes, and the bytes that each run moves.
 
-    On devices other than CPUs four times as many, and several copies to a program, the
-    start of which takes as long as a small one.
+    Accelerators copy four times as much, 16 times per program: launching a program
+    takes as long as a small copy.
     """
     times = 1 if jax.default_backend() == "cpu" else 16
     size = size if times == 1 else 4 * size
@@ -430,17 +411,17 @@ def _copying(size: int, least: float) -> tuple[list[float], int]:
 
 @functools.partial(jax.jit, static_argnames="times", donate_argnums=0)
 def _copies(x: Float[Array, " N"], times: int) -> Float[Array, " N"]:
-    """In place: a new array every time would measure page faults on a CPU."""
-    another = lambda i, x: 0.5 * x + i.astype(x.dtype)  # no two make one
+    """Copies in place: new arrays would measure page faults on a CPU."""
+    another = lambda i, x: 0.5 * x + i.astype(x.dtype)  # XLA cannot merge two of these
     return jax.lax.fori_loop(0, times, another, x)
 
 
 def _seconds(
     run: Callable[[jax.Array], jax.Array], x: jax.Array, least: float
 ) -> list[float]:
-    """Seconds of as many runs as take `least` together, two at least.
+    """Returns the seconds of at least two runs, which take `least` seconds together.
 
-    Each takes what the one before it made. One more run before them compiles.
+    Each run takes the output of the one before. One more run before them compiles.
     """
     x = jax.block_until_ready(run(x))
     times: list[float] = []
