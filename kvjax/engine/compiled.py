@@ -299,8 +299,12 @@ def _split(job: Job, shapes: Arguments) -> Arguments:
     splits = Arguments(
         params,
         state(job.config.reading, job.prefill_capacity),
-        steps.DecodeState(after, *(by_row,) * 4),
-        *(by_row,) * 5,
+        steps.DecodeState(after, by_row, by_row, by_row, by_row),
+        tokens=by_row,
+        rows=by_row,
+        logits=by_row,
+        active=by_row,
+        new=by_row,
     )
     return jax.tree.map(
         lambda leaf, split: jax.ShapeDtypeStruct(

@@ -86,7 +86,7 @@ class Job:
 
     @property
     def is_staggered(self) -> bool:
-        """Whether prompts are read into a pool, group by group."""
+        """True if prompts are read into a pool, group by group."""
         return self.prefill_batch is not None and self.prefill_batch < self.batch
 
 

@@ -239,15 +239,17 @@ def _forward(
     xs = [_embed(ends, chunk.tokens, chunk.start, spec=spec) for chunk in chunks]
     layers, stats, error = list(state.layers), list(state.stats), state.error
     for index, weights in enumerate(params["layers"]):
-        like, heads_of = _like(spec, index), state.head_groups(index)
-        order = _order([heads for _, heads in heads_of])
+        like, groups = _like(spec, index), state.head_groups(index)
+        order = _order([heads for _, heads in groups])
         for i, chunk in enumerate(chunks):
             qkv, mixed = _before(weights, xs[i], spec=spec, like=like), []
-            for place, heads in heads_of:
+            for place, heads in groups:
                 out, layers[place], stats[place], error = _attend(
                     weights["out"],
                     qkv,
-                    *(layers[place], stats[place], error),
+                    layers[place],
+                    stats[place],
+                    error,
                     chunk,
                     learned[index],
                     jnp.int32(index),
@@ -269,7 +271,7 @@ def _forward(
 
 
 def _like(spec: ModelSpec, index: int) -> int:
-    """Returns the first layer with this one's window; layers alike share programs."""
+    """Returns the first layer with this one's window, whose programs it shares."""
     windows = [spec.sliding_window(i) for i in range(index + 1)]
     return windows.index(windows[-1])
 
@@ -336,7 +338,7 @@ def _no_rotation(x, positions=None):
 @functools.partial(
     jax.jit,
     static_argnames=("spec", "config", "is_prefill", "like"),
-    donate_argnames=("layer", "stats"),
+    donate_argnames=("layer", "stats"),  # not `error`, which other groups read too
 )
 def _attend(
     out: Float[Array, "M KGD"],
@@ -355,14 +357,19 @@ def _attend(
     like: int,
 ) -> tuple[Float[Array, "B H G T D"], PyTree, Stats, Array]:
     """Runs attention and cache of one head group."""
-    *qkv, hidden = qkv
-    qkv = [head_groups.take(x, heads) for x in qkv]
+    q, k, v, hidden = qkv
+    q, k, v = (head_groups.take(x, heads) for x in (q, k, v))
     state = _one_group(layer, stats, error, chunk.start, heads, config)
     positions = cache.next_positions(state, chunk.tokens.shape[1])
     apply_rope = decoder.rotations(spec, positions)[like]
     ops = decoder.layer_ops(out, spec, like, apply_rope, hidden)
     mixed, state = cache.step_layer(
-        *(0, *qkv, head_groups.ops_of(ops, heads), state),
+        0,
+        q,
+        k,
+        v,
+        head_groups.ops_of(ops, heads),
+        state,
         config=config,
         n=chunk.n,
         tokens=chunk.tokens,

@@ -256,7 +256,10 @@ def forward(
     positions = cache.next_positions(state, tokens.shape[1])
     learned = params.get("policy")
     state = sharded.evict_overflow(
-        *(spec, state, tokens.shape[1], decoder.rotations(spec)),
+        spec,
+        state,
+        tokens.shape[1],
+        decoder.rotations(spec),
         config=config,
         n=n,
         is_prefill=is_prefill,
@@ -265,7 +268,13 @@ def forward(
 
     def attend(index, q, k, v, ops, state):
         return sharded.step_layer(
-            *(spec, index, q, k, v, ops, state),
+            spec,
+            index,
+            q,
+            k,
+            v,
+            ops,
+            state,
             config=config,
             n=n,
             tokens=tokens,

@@ -78,7 +78,7 @@ def test_full_prefill_limits_all_but_batch_max():
     assert longer.batch == batch_max.batch
 
 
-def test_a_model_is_planned_as_it_would_run(tiny, capsys):
+def test_a_model_and_its_shape_get_the_same_plan(tiny, capsys):
     """With names for policy and schedule, its own dtype, and the whole context."""
     how = {"policy": "h2o", "budget": 64, "memory_gb": 0.01, "max_batch": 8}
     found = plan(tiny, schedule="after_prefill", show_progress=True, **how)
@@ -88,12 +88,12 @@ def test_a_model_is_planned_as_it_would_run(tiny, capsys):
     assert found == of_shape and found.programs is of_shape.programs
     assert found.job.max_prompt_len == 256 and found.job.dtype == "float32"
     assert "compiling for a batch of" in capsys.readouterr().err
-    told = repr(found)
-    assert len(told) < 300 and f"batch of {found.batch} for tiny" in told
+    text = repr(found)
+    assert len(text) < 300 and f"batch of {found.batch} for tiny" in text
 
 
 @pytest.mark.parametrize("schedule", ["prefill_and_decode", "after_prefill"])
-def test_the_longest_prompt_is_one_that_generate_takes(tiny, schedule):
+def test_generate_takes_the_longest_prompt_of_a_plan(tiny, schedule):
     """And it runs in the batch that was planned."""
     how = {"policy": "h2o", "budget": 64, "schedule": schedule, "max_batch": 2}
     found = plan(tiny, max_new_tokens=16, prompt_tokens=240, **how)
@@ -106,7 +106,7 @@ def test_the_longest_prompt_is_one_that_generate_takes(tiny, schedule):
         jobs.bucket(tiny.spec, found.job.config, room + 1, 16)
 
 
-def test_compiling_heads_of_many_sizes_is_told_beforehand(tiny):
+def test_progress_warns_that_heads_of_many_sizes_compile_long(tiny):
     """Parts, and shapes, by hand: three parts of three; four, two of them alike."""
     price = lambda budget: planner._price(
         make_spec(tiny.spec, "key_diff", budget, "after_prefill")
@@ -121,7 +121,7 @@ def test_prompts_limit_the_batch():
     assert (found.batch, found.limited_by) == (3, "prompts")
 
 
-def test_layer_by_layer_prompts_lie_whole_between_two_layers():
+def test_layer_by_layer_counts_the_hidden_states_of_prompts():
     """Of 64 pairs they take more than the cache does."""
     policy = policies.average_attention()
     config = make_spec(SPEC, policy, 64, BATCH_MAX)
@@ -140,7 +140,7 @@ OLD = [f"memory/memory.{x}" for x in ("limit_in_bytes", "usage_in_bytes", "stat"
 
 
 @pytest.mark.parametrize(
-    ("files", "told", "free"),
+    ("files", "texts", "free"),
     [
         (NEW, ("6000000", "4000000", "inactive_file 1000000\nanon 5"), 3_000_000),
         (OLD, ("6000000", "4000000", "total_inactive_file 1000000"), 3_000_000),
@@ -150,10 +150,10 @@ OLD = [f"memory/memory.{x}" for x in ("limit_in_bytes", "usage_in_bytes", "stat"
         ((), (), 8_192_000),
     ],
 )
-def test_free_memory_is_the_container_s(tmp_path, monkeypatch, files, told, free):
+def test_free_memory_is_the_container_s(tmp_path, monkeypatch, files, texts, free):
     (tmp_path / "memory").mkdir()
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
-    for file, text in zip(files, told, strict=True):
+    for file, text in zip(files, texts, strict=True):
         (tmp_path / file).write_text(text + "\n")
     monkeypatch.setattr(limits, "_CGROUP", tmp_path)
     monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "meminfo")

@@ -99,7 +99,7 @@ def resident_peak():
 @pytest.mark.slow
 @pytest.mark.model
 def test_every_policy_and_ten_budgets_in_one_process_stay_below_2_gb(smollm2):
-    """One after another, as in a notebook; for a process of its own (-n 0)."""
+    """One after another, as in a notebook; needs a process of its own (-n 0)."""
     text = "The quick brown fox jumps over the lazy dog. " * 12
     asked = [(name, 100) for name in policies.names()]
     asked += [("key_diff", 64 + 8 * i) for i in range(10)]

@@ -60,7 +60,7 @@ QUICK = [JOBS[0], JOBS[3], JOBS[6], JOBS[7]]  # a kind of schedule or of sizes e
     often(JOBS, QUICK, others="e2e", several=True),
     ids=lambda each: getattr(each, "name", None),
 )
-def test_tokens_and_state_are_the_ordinary_run_s(tiny, policy, schedule, budget):
+def test_tokens_and_state_are_those_of_a_fixed_batch(tiny, policy, schedule, budget):
     """Ragged prompts; a group of 2 does not divide the 5 rows, and one row is spare."""
     config = job(tiny.spec, policy, budget, schedule)
     prompts, indices = ragged(4), [7, 1, 4, 2]
@@ -74,7 +74,7 @@ def test_tokens_and_state_are_the_ordinary_run_s(tiny, policy, schedule, budget)
     jax.tree.map(close, pooled.state.stats, ordinary.state.stats)
 
 
-def test_sampled_tokens_too(tiny):
+def test_sampled_tokens_are_those_of_a_fixed_batch(tiny):
     """The keys go with the prompts' numbers, whatever group reads them."""
     sampling = TokenSampler(temperature=1.0)
     config = job(tiny.spec, policies.key_norm(), sampling=sampling)
@@ -85,7 +85,7 @@ def test_sampled_tokens_too(tiny):
     assert len({token for tokens in pooled.tokens for token in tokens}) > 5
 
 
-def test_an_error_of_one_group_stays(tiny):
+def test_an_error_of_one_group_is_raised_at_the_end(tiny):
     asked = dataclasses.replace(
         job(tiny.spec, policies.recency(), batch=2), prefill_batch=1
     )
@@ -139,7 +139,7 @@ def test_the_largest_pool_then_the_largest_group():
 
 
 @pytest.mark.e2e
-def test_few_prompts_leave_room_for_larger_groups():
+def test_few_prompts_are_read_in_larger_groups():
     asked = job(SPEC, policies.recency(), 128, longest=1024, new=64)
     few = planner.plan_staggered(asked, MEMORY, max_batch=12)
     assert (few.batch, few.limited_by) == (12, "prompts")

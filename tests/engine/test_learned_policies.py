@@ -1,4 +1,4 @@
-"""A rule with weights of its own, through whole models: traced, by layer, swappable."""
+"""A learned policy through whole models and layer by layer; its weights are swapped."""
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def prompt_pairs(state, prompts):
     ]
 
 
-def test_keeps_what_its_weights_say(tiny):
+def test_keeps_the_pairs_that_its_weights_score_highest(tiny):
     layers = weights(tiny)
     result = run_batch(
         tiny.params, job_of(tiny, with_params(SCORER, layers)), PROMPTS, range(3)
@@ -97,7 +97,7 @@ def test_keeps_what_its_weights_say(tiny):
         jax.tree.map(np.testing.assert_array_equal, row, best(tiny, layers, prompt))
 
 
-def test_other_weights_are_no_other_program(tiny):
+def test_other_weights_run_the_same_program(tiny):
     """Weights are arguments: the same executables serve any of these shapes."""
     results, programs = [], []
     for seed in (1, 2):
