@@ -21,7 +21,7 @@ from testing import array_hints
 install_import_hook("kvjax", f"{array_hints.__name__}.check")
 
 import kvjax
-from kvjax.cache import calibrations
+from kvjax.cache.calibrations import files
 from kvjax.engine import compiled
 from kvjax.evaluation import roofline
 from kvjax.models import decoder
@@ -135,7 +135,7 @@ def _programs_go_with_their_module():
 def own_calibrations(monkeypatch, tmp_path_factory):
     """A folder for each test: not the user's, nor that of another test."""
     folder = tmp_path_factory.getbasetemp() / f"calibrations{next(_FOLDERS)}"
-    monkeypatch.setattr(calibrations, "own_folder", lambda: folder)
+    monkeypatch.setattr(files, "own_folder", lambda: folder)
     return folder
 
 

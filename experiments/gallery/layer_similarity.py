@@ -24,7 +24,8 @@ from absl import flags, logging
 
 import kvjax
 from kvjax import cache
-from kvjax.cache import budgets, squeeze
+from kvjax.cache import budgets
+from kvjax.cache.budgets import squeeze_attention
 from kvjax.cli import command
 from kvjax.engine import compiled, jobs, steps
 from kvjax.evaluation.report import figures
@@ -49,7 +50,7 @@ def define_flags() -> None:
 
 def main(_):
     logging.set_verbosity(logging.WARNING)
-    rule = squeeze.squeeze(FLAGS.p)
+    rule = budgets.squeeze(FLAGS.p)
     model = kvjax.load(FLAGS.model)
     prompts = cut(model, FLAGS.prompts, FLAGS.tokens)
     found = np.stack([similarities(model, prompt) for prompt in prompts])
@@ -108,7 +109,7 @@ def _similarities(params, tokens, *, spec):
         return cache.step_layer(index, *given, config=full, n=n, is_prefill=True)
 
     def measure(index, before, after, state):
-        seen.append(squeeze.cosine(before, after)[0])
+        seen.append(squeeze_attention.cosine(before, after)[0])
         return state
 
     here = cache.next_positions(state, length)
@@ -119,7 +120,7 @@ def _similarities(params, tokens, *, spec):
 def by_layer(found: np.ndarray, rule: budgets.BudgetRule, budget: int) -> list[dict]:
     """What the rule makes of cosines [N, L, T] of N prompts: a dict per layer."""
     means = found.mean(2).mean(0, dtype=np.float64)
-    groups = squeeze.group(means)
+    groups = squeeze_attention.group(means)
     sizes = budgets.reallocated(rule, means, budget)
     low, high = np.quantile(found, (0.1, 0.9), axis=(0, 2))
     return [
@@ -137,7 +138,7 @@ def by_layer(found: np.ndarray, rule: budgets.BudgetRule, budget: int) -> list[d
 
 def shared(found: np.ndarray) -> float:
     """Of the layers in the last group of any prompt, the share that is in all's."""
-    last = [(g := squeeze.group(each.mean(1))) == g.max() for each in found]
+    last = [(g := squeeze_attention.group(each.mean(1))) == g.max() for each in found]
     return round(float(np.all(last, 0).sum() / np.any(last, 0).sum()), 3)
 
 

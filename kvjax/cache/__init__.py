@@ -2,11 +2,11 @@
 
 `config` holds what a user says of the cache, and `spec` what programs are compiled for.
 `state` holds the pairs of a batch, and `update` appends a block of tokens to it.
-`schedule` decides when pairs are evicted, `budgets` and `squeeze` how many each layer
-keeps, `layouts` where pairs lie, and `codecs` how they are stored.
+`schedule` decides when pairs are evicted, `budgets` how many each layer or head keeps,
+`layouts` where pairs lie, and `codecs` how they are stored.
 """
 
-from kvjax.cache import budgets, codecs, layouts, squeeze
+from kvjax.cache import budgets, codecs, layouts
 from kvjax.cache.config import CacheConfig
 from kvjax.cache.eviction import compact
 from kvjax.cache.schedule import Schedule
@@ -34,6 +34,12 @@ def __getattr__(name: str):
     if name == "make_config":
         warn("kvjax.cache.make_config is called make_spec now", DeprecationWarning)
         return make_spec
+    if name == "squeeze":
+        warn(
+            "kvjax.cache.squeeze is called kvjax.cache.budgets.squeeze_attention now",
+            DeprecationWarning,
+        )
+        return budgets.squeeze_attention
     raise AttributeError(f"module 'kvjax.cache' has no attribute {name!r}")
 
 
@@ -59,7 +65,6 @@ __all__ = [
     "next_positions",
     "raise_errors",
     "release",
-    "squeeze",
     "step_layer",
     "stored_bytes",
 ]

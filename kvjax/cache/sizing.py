@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from kvjax import policies
-from kvjax.cache import budgets, by_need, calibrations, head_groups
-from kvjax.cache.apportion import proportional
+from kvjax.cache import budgets, calibrations, head_groups
+from kvjax.cache.calibrations.apportion import proportional
 from kvjax.cache.schedule import Schedule
 from kvjax.messages import warn
 from kvjax.types import ModelSpec, UserError, whole_number
@@ -51,7 +51,7 @@ def of_layers(
         return policy, budgets.explicit(sizes), sizes
     budget = int(budget)
     if isinstance(rule, calibrations.Calibration):
-        rule = by_need.calibrated(path=rule)
+        rule = budgets.calibrated(path=rule)
     rule = budgets.for_prompts(rule or budgets.make("uniform"), length)
     if rule.of_policy:
         held = policies.protect(policy, *rule.pinned) if pinned is None else policy
@@ -158,7 +158,7 @@ def by_heads(
     if policy.needs_all_heads:
         return same_share
     if calibrations.find(spec):
-        return by_need.calibrated()
+        return budgets.calibrated()
     warn(
         f"budget {budget!r} keeps the same share in every head, as no calibration of "
         f"the weights of {spec.name} is known. Heads that keep what they need find "

@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import messages
 from kvjax.attention import reference
-from kvjax.cache import calibrations, squeeze
+from kvjax.cache import calibrations
+from kvjax.cache.budgets import squeeze_attention
 from kvjax.cache.calibrations import FLOOR, NEWEST, SINKS, Calibration, Measured
 from kvjax.engine import api, compiled
 from kvjax.models import decoder, placement
@@ -283,7 +284,7 @@ def _read(
         return out, ((*found[0], scores), found[1])
 
     def measure(index, before, after, found):
-        cosine = jnp.mean(squeeze.cosine(before, after)[0, : reading.length])
+        cosine = jnp.mean(squeeze_attention.cosine(before, after)[0, : reading.length])
         return found[0], (*found[1], cosine)
 
     hidden, (scores, cosines) = decoder.forward(

@@ -66,7 +66,7 @@ class Policy(NamedTuple):
         heads are split over devices.
       even: default of `even` for a budget such as "25%", which is calibrated per head:
         how far the sizes are interpolated towards uniform ones, from 0 to 1, see
-        `kvjax.cache.by_need.calibrated`.
+        `kvjax.cache.budgets.calibrated`.
       params: weights of a learned policy, see `with_params`; None for all others.
     """
 

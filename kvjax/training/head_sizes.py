@@ -28,8 +28,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import messages, policies
 from kvjax.cache import calibrations, head_groups
-from kvjax.cache.apportion import proportional
 from kvjax.cache.calibrations import NEWEST, SINKS, Calibration
+from kvjax.cache.calibrations.apportion import proportional
 from kvjax.engine import api, compiled
 from kvjax.models import decoder, fingerprints
 from kvjax.training import streaming

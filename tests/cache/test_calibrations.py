@@ -10,8 +10,8 @@ from conftest import tiny_spec
 
 from kvjax import UserError
 from kvjax.cache import calibrations
-from kvjax.cache.apportion import apportion
-from kvjax.cache.calibrations import Calibration, Measured
+from kvjax.cache.calibrations import Calibration, Measured, files
+from kvjax.cache.calibrations.apportion import apportion
 
 RNG = np.random.default_rng(0)
 SPEC = tiny_spec()
@@ -364,7 +364,7 @@ def test_the_user_s_own_goes_before_the_package_s(own_calibrations):
 def test_the_folder_follows_the_cache_s(monkeypatch, tmp_path):
     monkeypatch.undo()  # of the folder that every test has
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
-    assert calibrations.own_folder() == tmp_path / "calibrations"
+    assert files.own_folder() == tmp_path / "calibrations"
 
 
 def test_a_folder_that_cannot_be_made(own_calibrations):

@@ -11,7 +11,8 @@ from conftest import often, tiny_model, tiny_spec
 
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
-from kvjax.cache import budgets, squeeze
+from kvjax.cache import budgets
+from kvjax.cache.budgets import squeeze_attention
 from kvjax.cache.calibrations import Calibration
 from kvjax.engine import runner
 from kvjax.engine.jobs import Job, bucket
@@ -74,7 +75,7 @@ def test_against_algorithm_1(seed):
     real = np.arange(7) < lengths[:, None]
     means = (cosines * real).sum(-1) / lengths
     np.testing.assert_allclose(means.mean(-1), expected, rtol=1e-5)
-    groups = squeeze.group(expected)
+    groups = squeeze_attention.group(expected)
     np.testing.assert_array_equal(groups, oracle_groups(expected, 3))
     lent, mean = int((groups == 2).sum()), 100
     each = (5 * mean - lent * 30) / (5 - lent)
@@ -107,7 +108,7 @@ def test_groups_are_the_best_there_are(seed):
     rng = np.random.default_rng(seed)
     values = rng.choice(np.linspace(0.2, 0.99, 9), 6)  # with ties
     count = min(3, len(set(values)))
-    found = squeeze.group(values)
+    found = squeeze_attention.group(values)
     assert set(found) == set(range(count))
     wanted = oracle_groups(values, count)
     cost = lambda groups: sum(
@@ -121,7 +122,7 @@ def test_groups_are_the_best_there_are(seed):
 
 @pytest.mark.parametrize("p", [0.01, 0.3, 0.35, 0.77, 1.0])
 def test_totals_are_kept_exactly(p):
-    rng, rule = np.random.default_rng(1), squeeze.squeeze(p)
+    rng, rule = np.random.default_rng(1), budgets.squeeze(p)
     for _ in range(30):
         layers, mean = int(rng.integers(1, 33)), int(rng.integers(1, 3000))
         measured = rng.beta(8, 2, layers)
@@ -140,7 +141,7 @@ def test_the_appendix_example():
     """Mistral-7B: 32 layers at 1,000 pairs and p = 0.3 come to 300 and 1,544."""
     assert (32 * 1000 - 14 * 300) // (32 - 14) == 1544
     measured = np.array([0.4, 0.45] + [0.8, 0.82] * 8 + [0.97, 0.98] * 7)
-    sizes = budgets.reallocated(squeeze.squeeze(0.3), measured, 1000)
+    sizes = budgets.reallocated(budgets.squeeze(0.3), measured, 1000)
     assert sizes == (1545,) * 8 + (1544,) * 10 + (300,) * 14
 
 
@@ -155,12 +156,12 @@ def test_the_appendix_example():
     ],
 )
 def test_few_different_layers(measured, expected):
-    assert squeeze.squeeze().reallocate(np.array(measured), 100) == expected
+    assert budgets.squeeze().reallocate(np.array(measured), 100) == expected
 
 
 def test_sizes_are_those_of_the_last_group_alone():
     """Which of the other layers changes most makes no other program."""
-    rule = squeeze.squeeze()
+    rule = budgets.squeeze()
     one = rule.reallocate(np.array([0.1, 0.5, 0.6, 0.9, 0.91]), 10)
     two = rule.reallocate(np.array([0.6, 0.1, 0.5, 0.9, 0.91]), 10)
     assert one == two == (14, 14, 14, 4, 4)
@@ -168,8 +169,8 @@ def test_sizes_are_those_of_the_last_group_alone():
 
 def test_least_is_a_floor():
     measured = np.array([0.1, 0.5, 0.9])
-    assert squeeze.squeeze(0.3, least=8).reallocate(measured, 10) == (11, 11, 8)
-    assert squeeze.squeeze(0.01).reallocate(measured, 10) == (15, 14, 1)
+    assert budgets.squeeze(0.3, least=8).reallocate(measured, 10) == (11, 11, 8)
+    assert budgets.squeeze(0.01).reallocate(measured, 10) == (15, 14, 1)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_least_is_a_floor():
     ],
 )
 def test_no_layer_gets_more_than_the_prompt_has(length, expected):
-    rule = squeeze.squeeze(capped=True, length=length)
+    rule = budgets.squeeze(capped=True, length=length)
     assert rule.reallocate(np.array([0.9, 0.1, 0.5]), 100) == expected
 
 
@@ -194,12 +195,12 @@ def test_what_a_cap_leaves_over_goes_to_those_that_lend(seed):
     rng = np.random.default_rng(seed)
     groups, mean = rng.integers(0, 3, 12), int(rng.integers(10, 100))
     length, small = mean + int(rng.integers(0, 40)), max(1, mean // 3)
-    wanted = list(squeeze.sizes(groups, mean, small))
+    wanted = list(squeeze_attention.sizes(groups, mean, small))
     lenders = [i for i, g in enumerate(groups) if g == max(groups)]
     while max(wanted) > length:
         wanted[wanted.index(max(wanted))] -= 1
         wanted[min(lenders, key=lambda i: wanted[i])] += 1
-    found = squeeze.sizes(groups, mean, small, length)
+    found = squeeze_attention.sizes(groups, mean, small, length)
     assert found == tuple(wanted) and sum(found) == 12 * mean
 
 
@@ -210,7 +211,7 @@ def test_a_cap_is_the_prompts_that_a_config_is_told_of(tmp_path):
     rule = budgets.make("squeeze", **given)
     assert make(budget_rule=rule, length=60).budget == (60, 20)
     assert make(budget_rule=rule, length=200).budget == (68, 12)
-    own = make(AFTER, budget_rule=squeeze.squeeze(0.3, capped=True), length=60)
+    own = make(AFTER, budget_rule=budgets.squeeze(0.3, capped=True), length=60)
     assert own.budget_rule.reallocate(np.array([0.5, 0.75]), 40) == (60, 20)
     with pytest.raises(UserError, match="'squeeze' depends on the length of prompts"):
         make(budget_rule=rule)
@@ -218,7 +219,7 @@ def test_a_cap_is_the_prompts_that_a_config_is_told_of(tmp_path):
 
 def test_one_rule_for_the_same_options():
     """Rules are static arguments: another object would be another program."""
-    assert squeeze.squeeze(0.35) is budgets.make("squeeze", p=np.float64(0.35))
+    assert budgets.squeeze(0.35) is budgets.make("squeeze", p=np.float64(0.35))
     assert budgets.pyramid(20) is budgets.make("pyramid")
 
 
@@ -256,7 +257,7 @@ def test_bad_options(options, words):
             Schedule("prefill_only"),
             "'prefill_only' no longer has all",
         ),
-        ("h2o", squeeze.squeeze(least=25), AFTER, "'squeeze' keeps at least 25 pairs"),
+        ("h2o", budgets.squeeze(least=25), AFTER, "'squeeze' keeps at least 25 pairs"),
         (policies.streaming(8), "squeeze", AFTER, "pins 8 pairs, but .* budget 8"),
         (
             "h2o",
@@ -292,7 +293,7 @@ def test_a_calibration_s_sizes_are_those_of_its_cosines(tmp_path):
     assert (
         config.budget
         == (68, 12)
-        == squeeze.squeeze(0.3).reallocate(np.array([0.5, 0.75]), 40)
+        == budgets.squeeze(0.3).reallocate(np.array([0.5, 0.75]), 40)
     )
     assert not rule.reallocate and budgets.possible(rule, config.budget) == {12, 68}
 
@@ -301,7 +302,7 @@ def test_the_package_s_calibration_has_cosines():
     """Of SmolLM2's 30 layers all but three lend, see docs/results/squeeze.md."""
     shape = {"num_layers": 30, "num_kv_heads": 3, "num_heads": 9}
     spec = tiny_spec(name="smollm2-135m-instruct", **shape)
-    rule = squeeze.squeeze(0.35, least=40, source="calibration")
+    rule = budgets.squeeze(0.35, least=40, source="calibration")
     sizes = budgets.allocated(rule, spec, 250)
     large = [layer for layer, size in enumerate(sizes) if size > 250]
     assert large == [0, 1, 24] and sizes.count(88) == 27 and sum(sizes) == 7500
@@ -316,7 +317,7 @@ def test_the_package_s_calibration_has_cosines():
     ],
 )
 def test_another_calibration(tmp_path, changes, words):
-    rule = squeeze.squeeze(**calibrated(tmp_path, **changes))
+    rule = budgets.squeeze(**calibrated(tmp_path, **changes))
     with pytest.raises(UserError, match=words):
         budgets.allocated(rule, tiny_spec(), 24)
 
@@ -359,7 +360,7 @@ def test_a_cap_leaves_no_slot_empty(tiny, capped, sizes):
         PROMPTS[2:],
         policy="h2o",
         budget=60,
-        budget_rule=squeeze.squeeze(1 / 3, capped=capped),
+        budget_rule=budgets.squeeze(1 / 3, capped=capped),
         schedule=AFTER,
         max_new_tokens=3,
         ignore_eos=True,
@@ -415,7 +416,7 @@ def test_all_of_the_mean_is_uniform(tiny):
     options = {"policy": "h2o", "budget": 24, "schedule": AFTER, "max_new_tokens": 5}
     one, two = (
         kvjax.generate(tiny, PROMPTS, budget_rule=rule, **options)
-        for rule in (squeeze.squeeze(1.0), None)
+        for rule in (budgets.squeeze(1.0), None)
     )
     assert [each.tokens for each in one] == [each.tokens for each in two]
 

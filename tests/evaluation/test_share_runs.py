@@ -233,7 +233,7 @@ def test_some_ways_to_share_out():
 
 def test_one_thing_changed_at_a_time():
     """`configs/reasoning.py`: every row keeps its share, in all heads what it pins."""
-    shipped = calibrations.__file__.replace("calibrations.py", "calibrated")
+    shipped = calibrations.__file__.replace("calibrations/__init__.py", "calibrated")
     get_config = load_config("reasoning.py")
     fields = get_config(f"{shipped}/smollm2-135m-instruct.json").to_dict()
     experiment = from_config(fields, {})

@@ -13,7 +13,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments" / "gallery
 
 import layer_similarity
 
-from kvjax.cache import squeeze
+from kvjax.cache import budgets
 from kvjax.evaluation.report import figures
 
 SCRIPT = pathlib.Path(layer_similarity.__file__)
@@ -30,7 +30,7 @@ def test_cosines_are_those_of_a_block_by_block_prefill(tiny):
     assert found.shape == (2, 21) and np.all(np.abs(found) < 1.0001)
     schedule = cache.Schedule("after_prefill", prefill_chunk=8)
     config = cache.make_spec(
-        tiny.spec, "recency", 8, schedule, budget_rule=squeeze.squeeze()
+        tiny.spec, "recency", 8, schedule, budget_rule=budgets.squeeze()
     )
     state = cache.init(tiny.spec, config, 1, (24, 24))
     tokens, n = np.array([prompt], np.int32), np.array([21], np.int32)
@@ -42,7 +42,7 @@ def test_cosines_are_those_of_a_block_by_block_prefill(tiny):
 def test_table_and_picture(tmp_path):
     means = np.array([0.5, 0.9, 0.92, 0.7])
     found = np.clip(means[None, :, None] + RNG.normal(0, 0.01, (2, 4, 30)), -1, 1)
-    layers = layer_similarity.by_layer(found, squeeze.squeeze(0.5), 100)
+    layers = layer_similarity.by_layer(found, budgets.squeeze(0.5), 100)
     assert [each["group"] for each in layers] == [1, 3, 3, 2]
     assert [each["pairs"] for each in layers] == [150, 50, 50, 150]
     assert all(each["low"] < each["mean"] < each["high"] for each in layers)

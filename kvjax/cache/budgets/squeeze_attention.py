@@ -1,11 +1,11 @@
-"""SqueezeAttention: layers whose attention changes little lend pairs to the others.
+"""SqueezeAttention (Wang and Gan 2024), arXiv 2404.04793, Algorithm 1.
 
-Wang and Gan 2024, arXiv 2404.04793, Algorithm 1::
+::
 
     cosine(before, after)       of every token's residual stream, around attention
       -> mean over the prompt   one number per layer; high: attention changes little
       -> three groups           one-dimensional k-means
-      -> sizes                  the group that changes least lends, the others share
+      -> sizes                  layers of the third group keep less, the others more
 """
 
 import functools
@@ -16,12 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.cache import budgets, calibrations
+from kvjax.cache import calibrations
+from kvjax.cache.budgets.base import BudgetRule, check_least
 from kvjax.types import ModelSpec, UserError, real_number, whole_number
 
 GROUPS = 3
-
-
 SOURCES = "prompts", "calibration"
 
 
@@ -32,7 +31,7 @@ def squeeze(
     path: calibrations.Given = None,
     capped: bool = False,
     length: int | None = None,
-) -> budgets.BudgetRule:
+) -> BudgetRule:
     """Layers whose attention changes the residual stream least keep p of the mean.
 
         size = round(mean p)                                in G3, the highest cosines
@@ -59,7 +58,7 @@ def squeeze(
         some more.
       source: whose cosines: the `prompts`' own, or a `calibration`'s.
       path: of the calibration, or the calibration itself, see
-        `kvjax.cache.by_need.calibrated`; None is the one that is known for the model's
+        `kvjax.cache.budgets.calibrated`; None is the one that is known for the model's
         weights.
       capped: no layer keeps more than `length`, and G3 shares what that leaves over,
         which is not in the paper.
@@ -97,26 +96,26 @@ def squeeze(
 @functools.cache
 def _squeeze(
     p: float, least: int, source: str, path, capped: bool, length: int | None
-) -> budgets.BudgetRule:
+) -> BudgetRule:
     """One rule for one set of options: another one would be compiled anew."""
     of_length = None
     if capped and length is None:
         of_length = functools.partial(_squeeze, p, least, source, path, capped)
 
     def smallest(mean):
-        budgets.check_least("squeeze", least, mean)
+        check_least("squeeze", least, mean)
         return max(round(mean * p), least)
 
     def reallocate(measured, mean):
         return sizes(group(measured), mean, smallest(mean), length)
 
     if source == "calibration":
-        return budgets.BudgetRule(
+        return BudgetRule(
             "squeeze",
             lambda spec, mean: reallocate(_calibrated(spec, path), mean),
             of_length=of_length,
         )
-    return budgets.BudgetRule(
+    return BudgetRule(
         "squeeze",
         lambda spec, mean: (mean,) * spec.num_layers,
         cosine,
@@ -189,6 +188,3 @@ def _parted(some: np.ndarray, total: int, other: int) -> tuple[int, ...]:
     """What `some` layers have of a total, to the last pair; `other` in the rest."""
     each, rest = divmod(int(total), int(some.sum()))
     return tuple(np.where(some, each + (np.cumsum(some) <= rest), other).tolist())
-
-
-budgets.register("squeeze", squeeze)

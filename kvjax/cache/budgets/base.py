@@ -1,17 +1,16 @@
-"""How many pairs each layer, or head, keeps: a rule turns a mean into sizes.
+"""The interface of budget rules, and the checks of the sizes that they return.
 
 ::
 
-    allocate            sizes before anything is read
-      |   measure       while the prompt is read, in every layer (optional)
+    allocate            sizes before prefill
+      |   measure       during prefill, in every layer (optional)
       v
-    reallocate          sizes after it, from what was measured (optional)
+    reallocate          sizes after prefill, from what was measured (optional)
 
-Sizes are integers that add up to the mean times the layers (and heads), so that a rule
-moves memory between them and takes none.
+Sizes are integers whose mean is the budget, so a rule moves memory between layers and
+heads, and takes no more of it.
 """
 
-import functools
 import numbers
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,8 +21,7 @@ from jaxtyping import Array, Float
 from kvjax.cache import head_groups
 from kvjax.cache.schedule import Schedule
 from kvjax.policies import Policy
-from kvjax.registry import Registry
-from kvjax.types import ModelSpec, UserError, real_number, whole_number
+from kvjax.types import ModelSpec, UserError
 
 
 class BudgetRule(NamedTuple):
@@ -60,114 +58,6 @@ class BudgetRule(NamedTuple):
 
     def __repr__(self) -> str:
         return f"BudgetRule({self.name!r})"
-
-
-@functools.cache
-def uniform() -> BudgetRule:
-    """Every layer keeps the same."""
-    return BudgetRule("uniform", lambda spec, mean: (mean,) * spec.num_layers)
-
-
-@functools.cache
-def proportional(length: int | None = None) -> BudgetRule:
-    """Every head keeps the same share of the pairs that its full cache would keep.
-
-    Layers with a sliding window keep less than the others, by the ratio of what queries
-    see; without windows all layers keep the mean.
-
-    Args:
-      length: tokens of the prompts to come. None is what `make_spec` is told.
-    """
-    if length is not None:
-        length = whole_number("proportional(length)", length, 1)
-
-    def allocate(spec, mean):
-        windows = map(spec.sliding_window, range(spec.num_layers))
-        seen = np.array([min(window or length, length) for window in windows])
-        return largest_remainders(mean * seen / seen.mean())
-
-    of_length = proportional if length is None else None
-    return BudgetRule("proportional", allocate, of_length=of_length)
-
-
-def explicit(sizes: Sequence[int | Sequence[int]]) -> BudgetRule:
-    """Sizes that somebody has worked out already, per layer or per layer and head.
-
-    Raises:
-      UserError: no sequence; from `allocate`, sizes that do not add up.
-    """
-    if isinstance(sizes, str) or not np.iterable(sizes):
-        raise UserError(f"explicit(sizes={sizes!r}): give one size per layer")
-    return _explicit(tuple(tuple(x) if np.iterable(x) else x for x in sizes))
-
-
-@functools.cache
-def _explicit(sizes: tuple[head_groups.Sizes, ...]) -> BudgetRule:
-    return BudgetRule("explicit", lambda spec, mean: sizes)
-
-
-def pyramid(beta: float = 20.0, window: int = 0, least: int = 1) -> BudgetRule:
-    """Sizes fall with depth along a line: much in the first layer, little in the last.
-
-        k[L - 1] = window + (mean - window) / beta
-        k[0]     = 2 mean - k[L - 1]
-
-    and on the line in between; in whole numbers by largest remainders.
-
-    Args:
-      beta: how steep, 1 (all layers alike) or more; the 20 of the authors' code.
-      window: pairs per head that every layer keeps aside from the pyramid: the paper's
-        alpha, the window of SnapKV. 0: none.
-      least: pairs per head that the last layer keeps at least.
-
-    Source: PyramidKV (Cai et al. 2024), arXiv 2406.02069, section 3.2.
-
-    Raises:
-      UserError: an option out of range; from `allocate`, `window` or `least` above the
-        mean.
-    """
-    return _pyramid(
-        real_number("pyramid(beta)", beta, 1),
-        whole_number("pyramid(window)", window, 0),
-        whole_number("pyramid(least)", least, 1),
-    )
-
-
-@functools.cache
-def _pyramid(beta: float, window: int, least: int) -> BudgetRule:
-    def allocate(spec, mean):
-        check_least("pyramid", max(window, least), mean)
-        last = max(window + (mean - window) / beta, least)
-        line = np.linspace(2 * mean - last, last, spec.num_layers)
-        return largest_remainders(line if len(line) > 1 else [mean])
-
-    return BudgetRule("pyramid", allocate)
-
-
-_REGISTRY = Registry("budget rule")
-register, names = _REGISTRY.register, _REGISTRY.names
-register("uniform", uniform)
-register("explicit", explicit)
-register("proportional", proportional)
-register("pyramid", pyramid)
-
-
-def make(rule: BudgetRule | str, **options) -> BudgetRule:
-    """The rule of that name, or `module:function` of the user's own; or as it is.
-
-    Raises:
-      UserError: an unknown name, something that is no rule, or half of the two
-        functions that work together.
-    """
-    found = _REGISTRY.make(rule, **options) if isinstance(rule, str) else rule
-    if not isinstance(found, BudgetRule):
-        raise UserError(f"budget rule {rule!r} is no kvjax.cache.budgets.BudgetRule")
-    if (found.measure is None) != (found.reallocate is None):
-        raise UserError(
-            f"budget rule {found.name!r} has one of measure and reallocate: what is "
-            "measured is for reallocating, give both or none"
-        )
-    return found
 
 
 def for_prompts(rule: BudgetRule, length: int | None) -> BudgetRule:

@@ -1,51 +1,23 @@
-"""How many pairs each head of a model needs, as measured on texts: shares and files.
-
-::
-
-    scores [L, K, T]   of the pairs of a text, by `kvjax.engine.calibration`
-      |   kept_shares      one threshold over all layers and heads, for every ratio
-      v
-    Measured           shares of every text     -> `stability`
-      |   average          over the texts, with a floor
-      v
-    Calibration        saved, loaded, and asked for whole sizes
-      |   keep             in the user's folder
-      v
-    find               what was measured on a model's weights, by their fingerprint
-
-Nothing here runs a model.
-"""
+"""Calibrations: the share of a text's pairs that each head needs, and whole sizes."""
 
 import dataclasses
-import functools
 import json
-import math
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.cache.apportion import apportion, proportional
-from kvjax.folders import cache_dir
-from kvjax.messages import warn
+from kvjax.cache.calibrations.apportion import apportion, proportional
 from kvjax.types import ModelSpec, UserError, real_number, whole_number
 
 Rows = tuple[tuple[float, ...], ...]  # [L][K]
-SINKS, NEWEST = 4, 16  # pairs at a text's ends that always count as kept
-FLOOR = 32  # pairs that every head keeps, unless somebody says otherwise
-AMONG = ("heads", "layers", "heads of each layer")  # what shares out pairs
-LOSS = "loss"  # the target of sizes that `kvjax.training.fit_heads` has moved
-TARGETS = "repetition", "attention", LOSS
-_SHIPPED = {  # by target
-    "repetition": pathlib.Path(__file__).with_name("calibrated"),
-    LOSS: pathlib.Path(__file__).with_name("fitted"),
-}
+FLOOR = 32  # pairs that every head keeps by default
+AMONG = ("heads", "layers", "heads of each layer")  # what shares out the pairs
 _FORMAT = 1
 _OPTIONAL = {"made_by", "similarity", "float16"}
-_GRAIN = 10_000  # shares are whole numbers of these parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,219 +247,6 @@ class Calibration:
         )
 
 
-Given = Calibration | str | os.PathLike | None
-
-
-def of_model(
-    spec: ModelSpec, given: Given = None, target: str | None = None
-) -> Calibration:
-    """The calibration of a model's weights.
-
-    Args:
-      spec: of the model.
-      given: a calibration or the path of one; None for what `find` finds.
-      target: see `find`.
-
-    Raises:
-      UserError: a file that cannot be read, or that is of another model or of other
-        weights; no calibration is known.
-    """
-    if given is None:
-        found = find(spec, target)
-        if found is None:
-            raise UserError(
-                f"no calibration {f'by {target} ' if target else ''}of the weights of "
-                f"{spec.name} is known: make it once with kvjax.calibrate(model)"
-            )
-        return found
-    found = given if isinstance(given, Calibration) else Calibration.load(given)
-    found.check(spec)
-    return found
-
-
-def find(spec: ModelSpec, target: str | None = None) -> Calibration | None:
-    """The calibration of these weights by a target; None where nobody has made it.
-
-    Looks through the user's folder, the newest first, and then through what comes with
-    the package. Warns of files that cannot be read.
-
-    Args:
-      spec: whose fingerprint it goes by, see `Calibration.fits`.
-      target: one of `TARGETS`; None is any but `loss`, whose sizes are for one policy.
-    """
-    changed = lambda path: path.stat().st_mtime_ns
-    own = sorted(own_folder().glob("*.json"), key=changed, reverse=True)
-    came = (path for at in _SHIPPED.values() for path in sorted(at.glob("*.json")))
-    for path in (*own, *came):
-        try:
-            found = _loaded(path, changed(path))
-        except UserError as error:
-            warn(f"{error}, or delete it")
-            continue
-        wanted = found.target == target if target else found.target != LOSS
-        if wanted and found.fits(spec):
-            return found
-    return None
-
-
-@functools.lru_cache(maxsize=256)
-def _loaded(path: pathlib.Path, changed: int) -> Calibration:
-    return Calibration.load(path)
-
-
-def own_folder() -> pathlib.Path:
-    """The user's calibrations: `calibrations` in the cache folder ($KVJAX_CACHE)."""
-    return cache_dir() / "calibrations"
-
-
-def kept_path(found: Calibration) -> pathlib.Path:
-    """Where `keep` puts a calibration: another one of its weights and target goes."""
-    name = f"{found.model[:64]}-{found.target}-{found.fingerprint}.json"
-    return own_folder() / name
-
-
-def keep(found: Calibration) -> None:
-    """Puts it into the user's folder, where `find` looks.
-
-    Raises:
-      UserError: the folder cannot be written.
-    """
-    path = kept_path(found)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"{path.parent} cannot be made: {error.strerror}; name another folder by "
-            "KVJAX_CACHE"
-        ) from None
-    found.save(path)
-
-
-def shipped(name: str, target: str = "repetition") -> Calibration:
-    """The calibration that comes with the package for a model of this name.
-
-    Raises:
-      UserError: there is none.
-    """
-    folder = _SHIPPED.get(checked_target(target))
-    if folder is None or not (path := folder / f"{name}.json").is_file():
-        raise UserError(
-            f"no calibration of {name!r} by {target} comes with kvjax: make one with "
-            "kvjax.calibrate(model)"
-        )
-    return Calibration.load(path)
-
-
-def checked_target(target: Any) -> str:
-    """`target`; UserError unless it is one of `TARGETS`."""
-    if target not in TARGETS:
-        raise UserError(f"target is {target!r:.80}: use one of {TARGETS}")
-    return target
-
-
-class Measured(NamedTuple):
-    """Shares of every single text, before they are averaged.
-
-    Attributes:
-      model, fingerprint, target, tokens, ratios: see `Calibration`.
-      floor: pairs of a text that every head is to keep.
-      shares: [N, R, L, K] of N texts and R ratios.
-      similarity: [N, L], see `Calibration`.
-      accuracy: [N], see `Calibration`.
-      float16: see `Calibration`.
-    """
-
-    model: str
-    fingerprint: str
-    target: str
-    tokens: int
-    ratios: tuple[float, ...]
-    floor: int
-    shares: Float[np.ndarray, "N R L K"]
-    similarity: Float[np.ndarray, "N L"]
-    accuracy: np.ndarray
-    float16: str = ""
-
-
-def kept_shares(
-    scores: Float[np.ndarray, "L K T"], ratio: float
-) -> Float[np.ndarray, "L K"]:
-    """Each head's kept pairs over T, where one threshold keeps the ratio of all pairs.
-
-    The first `SINKS` and the last `NEWEST` pairs count as kept, whatever their scores.
-    Exactly round(ratio L K T) pairs are kept; among equal scores, the first ones.
-    """
-    scores = np.array(scores)
-    scores[..., :SINKS] = scores[..., -NEWEST:] = np.inf
-    keep = np.zeros(scores.size, bool)
-    keep[np.argsort(-scores, axis=None, kind="stable")[: round(ratio * keep.size)]] = 1
-    return keep.reshape(scores.shape).mean(axis=-1)
-
-
-def average(measured: Measured) -> Calibration:
-    """The mean over the texts, in parts of 1e-4 that add up to the ratios.
-
-    No head's share is less than what `floor` pairs are of a text, or more than 1.
-    """
-    means = np.mean(measured.shares, axis=0)
-    return Calibration(
-        model=measured.model,
-        fingerprint=measured.fingerprint,
-        target=measured.target,
-        num_texts=len(measured.shares),
-        tokens=measured.tokens,
-        accuracy=round(float(np.mean(measured.accuracy)), 4),
-        ratios=measured.ratios,
-        shares=tuple(
-            whole_shares(mean, ratio, measured.floor, measured.tokens)
-            for mean, ratio in zip(means, measured.ratios, strict=True)
-        ),
-        similarity=_tuples(np.mean(measured.similarity, 0, np.float64).round(4)),
-        float16=measured.float16,
-    )
-
-
-def whole_shares(
-    shares: Float[np.ndarray, "L K"], ratio: float, floor: int, tokens: int
-) -> Rows:
-    """Shares in parts of 1e-4 whose mean is the ratio exactly.
-
-    None is less than `floor` pairs of a text of so many tokens.
-    """
-    least, total = (
-        math.ceil(floor * _GRAIN / tokens),
-        round(ratio * shares.size * _GRAIN),
-    )
-    parts = apportion(shares, total, least, _GRAIN)
-    return _tuples(parts / _GRAIN)
-
-
-def stability(
-    shares: Float[np.ndarray, "N R L K"],
-    counts: Sequence[int] = (2, 8, 32),
-    splits: int = 20,
-) -> dict[int, np.ndarray]:
-    """How far shares depend on the texts: two disjoint halves of them, compared.
-
-    Args:
-      shares: of N texts and R ratios.
-      counts: how many texts the two halves have together; what is more than N is left
-        out.
-      splits: how many times texts are drawn, always the same ones.
-
-    Returns:
-      For every count [R], a ratio each: the mean absolute difference of the halves'
-      mean shares, over heads and draws.
-    """
-    rng, found = np.random.default_rng(0), {}
-    for count in (count for count in counts if count <= len(shares)):
-        drawn = [rng.permutation(len(shares))[:count] for _ in range(splits)]
-        halves = [np.split(shares[texts], [count // 2]) for texts in drawn]
-        apart = [abs(one.mean(axis=0) - other.mean(axis=0)) for one, other in halves]
-        found[count] = np.mean(apart, axis=(0, 2, 3))
-    return found
-
-
 def checked_among(among: Any) -> str:
     """`among`; UserError unless it is one of `AMONG`."""
     if among not in AMONG:
@@ -563,12 +322,12 @@ def _fields(found: Any) -> dict[str, Any]:
         raise UserError("its similarity is no list of a number per layer")
     return found | {
         "ratios": ratios,
-        "shares": tuple(map(_tuples, shares.values())),
+        "shares": tuple(map(tuples, shares.values())),
         "similarity": tuple(similarity),
     }
 
 
-def _tuples(rows: Any) -> Any:
+def tuples(rows: Any) -> Any:
     """Nested lists or arrays as tuples, which can be hashed."""
     rows = rows.tolist() if isinstance(rows, np.ndarray) else rows
-    return tuple(map(_tuples, rows)) if isinstance(rows, list) else rows
+    return tuple(map(tuples, rows)) if isinstance(rows, list) else rows

@@ -1,15 +1,16 @@
-"""Budget rules that share out pairs by what heads needed on a calibration's texts."""
+"""Budget rules with sizes per head, as measured by a calibration."""
 
 import functools
 import itertools
 import os
 
 from kvjax import policies
-from kvjax.cache import budgets, calibrations
+from kvjax.cache import calibrations
+from kvjax.cache.budgets.base import BudgetRule
 from kvjax.cache.schedule import Schedule
 from kvjax.types import UserError, real_number, whole_number
 
-_SOME = 8  # pairs that a head keeps at least, beyond pinned ones
+_MORE = 8  # pairs that every head keeps beyond the pinned ones
 
 
 def calibrated(
@@ -20,7 +21,7 @@ def calibrated(
     among: str = "heads",
     even: float | None = None,
     target: str | None = None,
-) -> budgets.BudgetRule:
+) -> BudgetRule:
     """Every head keeps the share that it needed on the calibration's texts.
 
     This is what a share such as `budget="25%"` does where a calibration of the model's
@@ -64,7 +65,7 @@ def ada(
     floor: int | None = None,
     multiple: int | None = None,
     even: float | None = None,
-) -> budgets.BudgetRule:
+) -> BudgetRule:
     """Every layer keeps the mean, and its heads share that out by what they needed.
 
     Ada-KV lets the pairs of a layer's heads compete for the layer's places, prompt by
@@ -83,9 +84,7 @@ def ada(
     return _rule("ada", length, path, floor, multiple, "heads of each layer", even)
 
 
-def _rule(
-    name, length, path, floor, multiple, among, even, target=None
-) -> budgets.BudgetRule:
+def _rule(name, length, path, floor, multiple, among, even, target=None) -> BudgetRule:
     """The rule of checked options."""
     if not isinstance(path, calibrations.Calibration | str | os.PathLike | None):
         raise UserError(f"{name}(path) is {path!r}: give a calibration's file")
@@ -106,9 +105,7 @@ def _rule(
 
 
 @functools.cache
-def _made(
-    name, length, path, floor, multiple, among, even, target
-) -> budgets.BudgetRule:
+def _made(name, length, path, floor, multiple, among, even, target) -> BudgetRule:
     """One rule for one set of options: another one would be compiled anew."""
 
     made = functools.partial(_made, name, multiple=multiple, among=among, target=target)
@@ -130,7 +127,7 @@ def _made(
         part = policy.even if even is None else even
         return made(length=length, path=path, floor=least, even=part)
 
-    return budgets.BudgetRule(
+    return BudgetRule(
         name,
         allocate,
         of_length=of_length if length is None else None,
@@ -141,11 +138,7 @@ def _made(
 
 def _least(policy: policies.Policy, schedule: Schedule) -> int:
     """The fewest pairs of a head under which policy and schedule can work."""
-    for size in itertools.count(calibrations.FLOOR, _SOME):
+    for size in itertools.count(calibrations.FLOOR, _MORE):
         evict = schedule.of_budget(size).evict_size * schedule.evicts_again
-        if size >= max(policy.num_pinned + evict + _SOME, 2 * evict):
+        if size >= max(policy.num_pinned + evict + _MORE, 2 * evict):
             return size
-
-
-budgets.register("calibrated", calibrated)
-budgets.register("ada", ada)

@@ -1,0 +1,124 @@
+"""Calibration files: the user's, in the cache folder, and the package's."""
+
+import functools
+import os
+import pathlib
+from typing import Any
+
+from kvjax.cache.calibrations.calibration import Calibration
+from kvjax.folders import cache_dir
+from kvjax.messages import warn
+from kvjax.types import ModelSpec, UserError
+
+LOSS = "loss"  # the target of sizes that `kvjax.training.fit_heads` has moved
+TARGETS = "repetition", "attention", LOSS
+Given = Calibration | str | os.PathLike | None
+_CACHE = pathlib.Path(__file__).parents[1]
+_SHIPPED = {"repetition": _CACHE / "calibrated", LOSS: _CACHE / "fitted"}  # by target
+
+
+def of_model(
+    spec: ModelSpec, given: Given = None, target: str | None = None
+) -> Calibration:
+    """The calibration of a model's weights.
+
+    Args:
+      spec: of the model.
+      given: a calibration or the path of one; None for what `find` finds.
+      target: see `find`.
+
+    Raises:
+      UserError: a file that cannot be read, or that is of another model or of other
+        weights; no calibration is known.
+    """
+    if given is None:
+        found = find(spec, target)
+        if found is None:
+            raise UserError(
+                f"no calibration {f'by {target} ' if target else ''}of the weights of "
+                f"{spec.name} is known: make it once with kvjax.calibrate(model)"
+            )
+        return found
+    found = given if isinstance(given, Calibration) else Calibration.load(given)
+    found.check(spec)
+    return found
+
+
+def find(spec: ModelSpec, target: str | None = None) -> Calibration | None:
+    """The calibration of these weights by a target; None where nobody has made it.
+
+    Looks through the user's folder, the newest first, and then through what comes with
+    the package. Warns of files that cannot be read.
+
+    Args:
+      spec: whose fingerprint it goes by, see `Calibration.fits`.
+      target: one of `TARGETS`; None is any but `loss`, whose sizes are for one policy.
+    """
+    changed = lambda path: path.stat().st_mtime_ns
+    own = sorted(own_folder().glob("*.json"), key=changed, reverse=True)
+    came = (path for at in _SHIPPED.values() for path in sorted(at.glob("*.json")))
+    for path in (*own, *came):
+        try:
+            found = _loaded(path, changed(path))
+        except UserError as error:
+            warn(f"{error}, or delete it")
+            continue
+        wanted = found.target == target if target else found.target != LOSS
+        if wanted and found.fits(spec):
+            return found
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _loaded(path: pathlib.Path, changed: int) -> Calibration:
+    return Calibration.load(path)
+
+
+def own_folder() -> pathlib.Path:
+    """The user's calibrations: `calibrations` in the cache folder ($KVJAX_CACHE)."""
+    return cache_dir() / "calibrations"
+
+
+def kept_path(found: Calibration) -> pathlib.Path:
+    """Where `keep` puts a calibration: another one of its weights and target goes."""
+    name = f"{found.model[:64]}-{found.target}-{found.fingerprint}.json"
+    return own_folder() / name
+
+
+def keep(found: Calibration) -> None:
+    """Puts it into the user's folder, where `find` looks.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
+    path = kept_path(found)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{path.parent} cannot be made: {error.strerror}; name another folder by "
+            "KVJAX_CACHE"
+        ) from None
+    found.save(path)
+
+
+def shipped(name: str, target: str = "repetition") -> Calibration:
+    """The calibration that comes with the package for a model of this name.
+
+    Raises:
+      UserError: there is none.
+    """
+    folder = _SHIPPED.get(checked_target(target))
+    if folder is None or not (path := folder / f"{name}.json").is_file():
+        raise UserError(
+            f"no calibration of {name!r} by {target} comes with kvjax: make one with "
+            "kvjax.calibrate(model)"
+        )
+    return Calibration.load(path)
+
+
+def checked_target(target: Any) -> str:
+    """`target`; UserError unless it is one of `TARGETS`."""
+    if target not in TARGETS:
+        raise UserError(f"target is {target!r:.80}: use one of {TARGETS}")
+    return target
