@@ -1,9 +1,8 @@
-"""The contract: every policy under every schedule means the same thing everywhere.
+"""The contract that every policy fulfils under every schedule, codec and layout.
 
 One layer on random data, see layer.py; test_engine.py has the same for whole models. A
-policy of the registry is covered as soon as it is registered (by `make test-all` where
-OFTEN lacks it); VARIANTS adds settings under which the rules that keep fewer pairs do
-so, and the combinators.
+policy is covered as soon as it is registered (by `make test-all` if OFTEN lacks it).
+VARIANTS adds the combinators, and settings under which policies keep fewer pairs.
 """
 
 import dataclasses
@@ -24,14 +23,14 @@ from kvjax.cache.spec import make_spec
 BUDGET, BLOCK, PROMPT, NEW = 56, 8, 104, 30
 LENGTHS = (5, 56, 57, 70, 0, 101)  # below, at and above the budget; one row unused
 SCHEDULES = ("prefill_and_decode", "after_prefill", "decode_only", "prefill_only")
-FEWER = {  # they may hold fewer pairs than the budget lets them
+FEWER = {  # policies that may keep fewer pairs than the budget
     *("fastgen", "fastgen small", "simlayerkv", "simlayerkv lazy", "per_head"),
     *("sliding_window", "sliding_window 20"),
     *("scissorhands_released", "scissorhands_released few"),
 }
 SPEC = layer.spec_of(heads=2, group=3, depth=8)
 DATA = layer.random_data(SPEC, len(LENGTHS), PROMPT + NEW, seed=0)
-OFTEN = (  # one of each kind of memory, where the same code serves all policies
+OFTEN = (  # a policy for each kind of statistics
     *("streaming", "snapkv", "scissorhands", "fastgen", "average_attention", "tova"),
     *("key_diff", "expected_attention", "lag_kv", "random"),
 )
@@ -57,7 +56,7 @@ CASES = often(
     others="e2e",
 )
 CASES += [pytest.param(each, marks=pytest.mark.slow) for each in SLOW]
-ELSEWHERE = [  # what is stored otherwise: all rules in one form, few in the others
+ELSEWHERE = [  # other layouts and codecs: all policies in one, few in the others
     (name, SCHEDULES[i % 2], stored)
     for stored in (*LAYOUTS, "pooled", "halved_but_ends", "int8")
     for i, name in enumerate(POLICIES)
@@ -131,7 +130,7 @@ def case(request):
 
 
 def test_budget_shapes_and_dtypes(case):
-    """Never over budget; as many pairs as the schedule says; as allocated."""
+    """Heads keep within the budget, as many pairs as the schedule says."""
     name, config, (read, small, end) = case
     phases = config.schedule.phases
     assert cache.capacities(end)[0] == config.decode_capacity(SPEC, PROMPT, NEW)[0]
@@ -170,7 +169,7 @@ WITHIN = [(name, SCHEDULES[i % 4]) for i, name in enumerate(POLICIES)]
     often(WITHIN, [WITHIN[list(POLICIES).index("key_diff")]], "e2e", several=True),
 )
 def test_what_has_left_a_window_is_gone(name, phases):
-    """Under every policy, at any time; of other pairs all or as many as there were."""
+    """Every policy evicts pairs outside of the window, and enough others stay."""
     spec = dataclasses.replace(SPEC, sliding_windows=(WINDOW,))
     config = compressed(POLICIES[name], phases, spec)
     read, small, end = run(config, spec=spec)
@@ -184,9 +183,9 @@ def test_what_has_left_a_window_is_gone(name, phases):
 
 
 def test_a_row_does_not_see_its_neighbours(case):
-    """In another order, and alone, every row keeps what it keeps in this batch.
+    """A row keeps the same pairs alone, and in a batch of another order.
 
-    And no row alone compiles anything.
+    No row alone compiles a program.
     """
     name, config, states = case
     if name in policies.names():  # a policy config again is the same policy
@@ -208,7 +207,7 @@ def test_a_row_does_not_see_its_neighbours(case):
 
 
 def test_heads_permute(case):
-    """A rule treats heads alike; `random` alone draws by the head's number."""
+    """Policies ignore the order of heads; only `random` draws by the head's number."""
     name, config, states = case
     turned = DATA._replace(
         q=DATA.q[:, ::-1], k=DATA.k[:, ::-1], v=DATA.v[:, ::-1], out=DATA.out[::-1]
@@ -222,7 +221,7 @@ def test_heads_permute(case):
 
 
 def test_empty_slots_are_never_looked_at(case):
-    """Whatever lies in the empty slots changes nothing."""
+    """The contents of empty slots change nothing."""
     _, config, states = case
     *_, end = run(config, spoil=toys.spoiled)
     same(kept(end), kept(states[2]))
@@ -231,10 +230,9 @@ def test_empty_slots_are_never_looked_at(case):
 
 @pytest.mark.parametrize("name", often(POLICIES, OFTEN[1:4], others="e2e"))
 def test_ways_to_make_room_agree(name):
-    """Which pairs stay does not depend on where they lie, not even among equals.
+    """In-place and compacting eviction keep the same pairs, even where scores tie.
 
-    With all queries, keys and values alike, every score that does not come from
-    positions ties.
+    With equal queries, keys and values, all scores tie but those of positions.
     """
     reuse = compressed(POLICIES[name], "prefill_and_decode")
     gather = compressed(POLICIES[name], "prefill_and_decode", eviction="compact")
@@ -262,7 +260,7 @@ def test_layouts_keep_the_same_pairs(name, stored):
 )
 @pytest.mark.parametrize("name", often(policies.names(), OFTEN[3:5], others="e2e"))
 def test_groups_dtypes_and_pinned_pairs(name, group, dtype):
-    """Under any rule `protect` keeps its pairs; any G and dtype is served."""
+    """`protect` keeps its pairs under any policy, for any G and dtype."""
     spec = layer.spec_of(heads=2, group=group, depth=8)
     data = layer.random_data(spec, 2, PROMPT + NEW, seed=1)
     data = jax.tree.map(

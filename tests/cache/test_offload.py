@@ -1,4 +1,4 @@
-"""KCache: values in host memory, against NumPy, against caches on the device."""
+"""KCache: values in host memory, against NumPy and against caches on the device."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""New pairs are put into slots as they are, whatever their numbers are made of."""
+"""Writes of slots and rows store every dtype bit for bit."""
 
 import functools
 import re

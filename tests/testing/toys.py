@@ -1,4 +1,4 @@
-"""A layout, codecs and a budget rule that prove the package's extension points open."""
+"""A layout, codecs and a budget rule of users' own, for tests of extension points."""
 
 import functools
 
