@@ -4,11 +4,11 @@
     report     joins runs in one report
     calibrate  measures how many KV pairs each head of a model needs
 
-`kvjax COMMAND --help` lists the command's flags. The module imports nothing else of the
-package before it knows the command, because scripts in environments without JAX import
-`kvjax.cli.command`.
+`kvjax COMMAND --help` lists the command's flags.
 """
 
+# Scripts import `kvjax.cli.command` in environments without JAX, so nothing that needs
+# it is imported here before a command is named.
 import importlib
 import sys
 
@@ -35,7 +35,7 @@ def _imported(name: str):
     from kvjax.types import UserError, require_extra
 
     try:
-        require_extra("eval", "absl", "ml_collections", "pandas", "matplotlib")
+        require_extra("eval", "ml_collections", "pandas", "matplotlib")
     except UserError as error:
         _fail(str(error))
     return importlib.import_module(f"kvjax.cli.{name}")
