@@ -1,7 +1,7 @@
-"""What caches of keys and values take, from shapes alone: bytes, steps, pages, swaps.
+"""The cost of KV caches from shapes alone: bytes, decode steps, pages and swaps.
 
-Nothing is run. Times are rooflines (`kvjax.evaluation.roofline`): the least that a
-device of such rates can take, and no promise. L layers, K KV heads, D numbers per head.
+Nothing is run. Times are rooflines (`kvjax.evaluation.roofline`): the least time that a
+device of given rates can take. L layers, K KV heads, D numbers per head.
 """
 
 import bisect
@@ -26,8 +26,8 @@ from kvjax.evaluation.roofline import Device, Rates, Work
 from kvjax.parallel.limits import USABLE
 from kvjax.types import ModelSpec, UserError, real_number, whole_number
 
-BITS = 16.0  # of a number in weights, and in pairs where nothing else is said
-BYTES_ALONE = Rates(1.0, math.inf)  # a device that waits for nothing but its memory
+BITS = 16.0  # of a number in weights, and in pairs by default
+BYTES_ALONE = Rates(1.0, math.inf)  # a device limited by memory bandwidth alone
 _ENTRY = 4  # bytes of a page table's entry
 _SCALES = 32  # bits of a group's scale and zero, 16 each
 
@@ -36,7 +36,7 @@ _SCALES = 32  # bits of a group's scale and zero, 16 each
 
 
 def stored_bits(bits: float, group: int = 0) -> float:
-    """Bits per number with a scale and a zero for every `group` numbers; 0 has none."""
+    """Returns bits per number with a scale and a zero per `group` numbers; 0: none."""
     whole_number("group", group, 0)
     return real_number("bits", bits, 1, 32) + (_SCALES / group if group else 0)
 
@@ -44,7 +44,7 @@ def stored_bits(bits: float, group: int = 0) -> float:
 def kv_bytes(
     spec: ModelSpec, batch: int, tokens: int, bits: float = BITS, rolling: bool = False
 ) -> float:
-    """Bytes of the pairs of a batch: 2 L K D B T bits / 8.
+    """Returns the bytes of a batch's pairs: 2 L K D B T bits / 8.
 
     Args:
       spec: the model's shape.
@@ -64,12 +64,12 @@ def kv_bytes(
 
 
 def weight_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Bytes of all weights, from their shapes."""
+    """Returns the bytes of all weights."""
     return weights_bytes(_row(spec, 1, None, dtype))
 
 
 def row_bytes(spec: ModelSpec, tokens: int, budget: int | None, dtype: str) -> int:
-    """Bytes of one row's KV state, positions and counters included.
+    """Returns the bytes of one row's KV state, with positions and counters.
 
     Args:
       spec: the model's shape.
@@ -81,25 +81,25 @@ def row_bytes(spec: ModelSpec, tokens: int, budget: int | None, dtype: str) -> i
 
 
 def rows_that_fit(memory_bytes: float, weights: float, row: float) -> int:
-    """Rows of so many bytes beside the weights, in the share that may be used.
+    """Returns the rows of `row` bytes that fit beside the weights, temporaries aside.
 
-    Temporaries, which `kvjax.plan` reads off programs, come on top.
+    `kvjax.plan` also counts temporaries, which it reads from compiled programs.
     """
     return max(int((memory_bytes * USABLE - weights) // row), 0)
 
 
 def _row(spec: ModelSpec, tokens: int, budget: int | None, dtype: str) -> Job:
-    """A job of one row that reads `tokens` and writes none."""
-    rule = policies.average_attention() if budget else None
+    """Returns a job that prefills one row of `tokens` and decodes nothing."""
+    policy = policies.average_attention() if budget else None
     schedule = Schedule() if budget else Schedule("none")
-    return Job(spec, make_spec(spec, rule, budget, schedule), 1, tokens, 0, dtype)
+    return Job(spec, make_spec(spec, policy, budget, schedule), 1, tokens, 0, dtype)
 
 
 # --- a step of decoding ---------------------------------------------------------------
 
 
 class Step(NamedTuple):
-    """One token for every row of a batch: what weights and what pairs have in it."""
+    """The work of one decode step of a batch, on weights and on pairs."""
 
     weights: Work
     pairs: Work
@@ -110,22 +110,22 @@ class Step(NamedTuple):
 
     @property
     def share_of_pairs(self) -> float:
-        """Of the bytes that are moved."""
+        """The pairs' share of the bytes moved."""
         return self.pairs.bytes / self.work.bytes
 
     def seconds(self, rates: Rates) -> float:
         return roofline.seconds([self.work], rates)
 
     def waits_for(self, rates: Rates) -> str:
-        """'bytes' or 'FLOPs', whichever takes longer."""
+        """Returns 'bytes' or 'FLOPs', whichever takes longer."""
         bytes_ = self.work.bytes / rates.bytes_per_s
         return "FLOPs" if self.work.flops / rates.flops_per_s > bytes_ else "bytes"
 
 
 def decode_step(spec: ModelSpec, batch: int, tokens: int, bits: float = BITS) -> Step:
-    """A step of `batch` rows, each with `tokens` pairs per head, the new one included.
+    """Returns a step of `batch` rows, with `tokens` pairs per head after it.
 
-    Weights are 16 bits; unpacking pairs of fewer bits is free, which it is not.
+    Weights have 16 bits. Unpacking pairs of fewer bits counts as free, which it is not.
 
     Raises:
       UserError: a batch or length below 1.
@@ -142,7 +142,7 @@ def decode_step(spec: ModelSpec, batch: int, tokens: int, bits: float = BITS) ->
 def gain(
     spec: ModelSpec, batch: int, tokens: int, bits: float, rates: Rates = BYTES_ALONE
 ) -> float:
-    """Times as many tokens per second with pairs of so many bits as with 16."""
+    """Returns the speed-up of decoding with pairs of `bits` bits over 16 bits."""
     plain, small = (decode_step(spec, batch, tokens, b) for b in (BITS, bits))
     return plain.seconds(rates) / small.seconds(rates)
 
@@ -155,7 +155,7 @@ def length_of_gain(
     rates: Rates = BYTES_ALONE,
     longest: int = 2**24,
 ) -> int | None:
-    """The first length, in tokens, at which `gain` is `least`; None up to `longest`.
+    """Returns the first length at which `gain` is `least`; None up to `longest` tokens.
 
     Gains grow with the length: pairs have fewer FLOPs per byte than a batch's weights.
     """
@@ -171,7 +171,7 @@ def length_of_gain(
 def draw_lengths(
     kind: str, count: int, longest: int, seed: int = 0
 ) -> Int[np.ndarray, " N"]:
-    """Lengths of `count` sequences, 1 to `longest` tokens.
+    """Draws the lengths of `count` sequences, 1 to `longest` tokens.
 
     Args:
       kind: 'uniform', or 'lognormal' with its median at an eighth of the longest and a
@@ -195,17 +195,17 @@ def draw_lengths(
 
 
 def contiguous_waste(lengths: Int[np.ndarray, " N"], longest: int) -> float:
-    """Share that stays empty where `longest` tokens are reserved for every sequence."""
+    """Returns the empty share where every sequence reserves `longest` tokens."""
     return 1 - float(lengths.mean()) / longest
 
 
 class Paging(NamedTuple):
-    """What pages of so many tokens cost, per sequence.
+    """The cost of pages of one size, per sequence.
 
     Attributes:
-      empty: tokens of the last page that are not used, the mean.
-      entries: of the page table, the mean.
-      overhead: bytes of both, as a share of the bytes that are used.
+      empty: mean unused tokens of the last page.
+      entries: mean entries of the page table.
+      overhead: bytes of both, as a share of the used bytes.
     """
 
     empty: float
@@ -214,7 +214,7 @@ class Paging(NamedTuple):
 
 
 def paging(lengths: Int[np.ndarray, " N"], page: int, token_bytes: float) -> Paging:
-    """Pages for sequences of such lengths; table entries are 4 bytes.
+    """Returns the cost of pages for sequences of these lengths; entries take 4 bytes.
 
     Where lengths are spread over many pages, (page - 1) / 2 tokens stay empty.
 
@@ -235,18 +235,17 @@ def paging(lengths: Int[np.ndarray, " N"], page: int, token_bytes: float) -> Pag
 
 
 class Beams(NamedTuple):
-    """Tokens that pages hold for all beams of a prompt."""
+    """Tokens in pages for all beams of a prompt, without and with sharing."""
 
     apart: int
     shared: int
 
 
 def beams(width: int, prompt: int, output: int, page: int = 16) -> Beams:
-    """Beam search with a copy of everything for each beam, and with copy on write.
+    """Returns the tokens that beam search holds with and without copy on write.
 
-    Shared are the prompt's full pages. Its last one, if it is not full, is copied by
-    every beam, and outputs are taken to share nothing: the most that sharing can need.
-    Beams that branch off late need less.
+    Beams share the prompt's full pages. Every beam copies a last page that is not full,
+    and outputs share nothing. That is an upper bound: beams that branch late need less.
 
     Args:
       width: beams.
@@ -271,11 +270,11 @@ def beams(width: int, prompt: int, output: int, page: int = 16) -> Beams:
 
 
 class Link(NamedTuple):
-    """How pairs come back from the host.
+    """The link that pairs come back over from the host.
 
     Attributes:
       bytes_per_s: of the link.
-      copy_s: seconds that every copy takes beside its bytes.
+      copy_s: seconds of overhead per copy.
       page: tokens of a page; keys and values of a layer's page are a copy each.
     """
 
@@ -285,7 +284,7 @@ class Link(NamedTuple):
 
 
 def swap_seconds(spec: ModelSpec, tokens: int, link: Link) -> float:
-    """Bringing a sequence's pages back, one copy after the other."""
+    """Returns the seconds to swap a sequence's pages in, one copy after the other."""
     pages = -(-tokens // link.page)
     copies = 2 * spec.num_layers * pages
     moved = kv_bytes(spec, 1, pages * link.page)
@@ -295,7 +294,7 @@ def swap_seconds(spec: ModelSpec, tokens: int, link: Link) -> float:
 def recompute_seconds(
     spec: ModelSpec, tokens: int, rates: Rates, chunk: int = 512
 ) -> float:
-    """Reading a sequence again, by itself, in blocks of `chunk` tokens."""
+    """Returns the seconds to prefill one sequence again in chunks of `chunk` tokens."""
     whole_number("tokens", tokens, 1)
     whole_number("chunk", chunk, 1)
     blocks = [(min(chunk, tokens - start), start) for start in range(0, tokens, chunk)]
@@ -304,7 +303,7 @@ def recompute_seconds(
 
 @functools.lru_cache(maxsize=4096)  # lengths have most of their blocks in common
 def _block(spec: ModelSpec, new: int, before: int) -> Work:
-    """Reading `new` tokens of a row after so many before them."""
+    """Returns the work of prefilling `new` tokens of a row after `before` others."""
     held = (before + new,) * (spec.num_layers * spec.num_kv_heads)
     weights = roofline.matrices(spec, BITS / 8, 1, new, logits=False)
     pairs = roofline.attention(spec, BITS / 8, 1, new, held)
@@ -314,10 +313,10 @@ def _block(spec: ModelSpec, new: int, before: int) -> Work:
 def faster_to_recompute(
     spec: ModelSpec, lengths: Sequence[int], rates: Rates, link: Link
 ) -> list[tuple[int, int]]:
-    """Stretches of `lengths`, first and last, where reading again beats the link.
+    """Returns the (first, last) `lengths` between which recomputing beats swapping.
 
-    Short sequences wait for the weights to be read, and long ones for their attention's
-    FLOPs, which grow with the square: where there is a stretch, it lies between.
+    Short sequences wait for the weights, long ones for attention's FLOPs, which grow
+    quadratically: if there is such a range, it lies between.
     """
 
     def is_faster(tokens: int) -> bool:
@@ -330,7 +329,7 @@ def faster_to_recompute(
 
 
 def equal_rate(spec: ModelSpec, tokens: int, rates: Rates) -> float:
-    """Bytes per second of a link that is as fast as reading the sequence again."""
+    """Returns the link's bytes per second at which swapping equals recomputing."""
     return kv_bytes(spec, 1, tokens) / recompute_seconds(spec, tokens, rates)
 
 
@@ -338,11 +337,11 @@ def equal_rate(spec: ModelSpec, tokens: int, rates: Rates) -> float:
 
 
 class Decoding(NamedTuple):
-    """A batch that generates.
+    """The rate and the size of a decoding batch.
 
     Attributes:
       decode_tokens_per_s: of the whole batch, by the roofline.
-      rows: that a device has room for, temporaries aside.
+      rows: that fit on the device, temporaries aside.
       host_row_bytes: of one row's values in host memory.
     """
 
@@ -360,11 +359,11 @@ def decoding(
     device: Device,
     dtype: str = "bfloat16",
 ) -> Decoding:
-    """How fast a method could generate, and for how many, by shapes alone.
+    """Returns how fast a method could decode, and for how many rows, from shapes.
 
     Args:
       spec: the model's shape.
-      config: what is kept, when, and where.
+      config: the cache configuration.
       batch: rows that decode together.
       prompt: tokens of each.
       new: tokens to generate.
@@ -381,28 +380,28 @@ def decoding(
 
 
 def tokens_to_fetch_from(offload: Offload, rates: Rates) -> float:
-    """The pairs s of a head from which fetching N of them is faster than reading all.
+    """Returns the pairs s per head above which fetching N beats reading all of them.
 
-    s / N above the device's bandwidth over the link's (He and Wu 2024).
+    That is where s / N exceeds the device's bandwidth over the link's (He and Wu 2024).
     """
     return offload.top_n * rates.bytes_per_s / rates.link_bytes_per_s
 
 
 def hidden(spec: ModelSpec, prompt: int, rates: Rates, bits: float = 16) -> float:
-    """How often a layer's arithmetic covers the way of its values to the host.
+    """Returns a layer's compute time over the time to send its values to the host.
 
         (2 weights of a layer's matrices + 4 H D s) / FLOPs per second
         --------------------------------------------------------------
         K D bits / 8                     / bytes per second of the link
 
-    for every token of a prompt of s: from 1 on, values leave while the prompt is read
-    and nobody waits for them. With as many KV heads as query heads, 11 d^2 weights and
-    16 bits it is `11 d + 2 s > FLOPS / bandwidth` of He and Wu 2024 (arXiv 2404.18057).
+    It is per token of a prompt of s tokens. From 1 on, the transfer is hidden behind
+    prefill. With as many KV heads as query heads, 11 d^2 weights and 16 bits it is
+    `11 d + 2 s > FLOPS / bandwidth` of He and Wu 2024 (arXiv 2404.18057).
 
     Args:
       spec: the model's shape.
-      prompt: s, tokens of a prompt that is read at once.
-      rates: FLOPs and the link's.
+      prompt: s, tokens of a prompt that is prefilled at once.
+      rates: of FLOPs and of the link.
       bits: of a number.
     """
     weights = roofline.active_weights(spec) / spec.num_layers

@@ -1,6 +1,6 @@
-"""Grades of generated text against references, each 0 (wrong) to 1 (right).
+"""Metrics of generated text against references, each from 0 (wrong) to 1 (right).
 
-Where there are several references, the best counts, unless a metric says otherwise.
+The best of several references counts, unless a metric says otherwise.
 """
 
 import collections
@@ -21,20 +21,20 @@ _OPTION = re.compile(r"\(([A-Z])\)")
 
 
 def rouge(text: str, references: Sequence[str]) -> dict[str, float]:
-    """F-measures `rouge1`, `rouge2` and `rougeL`, words stemmed (Lin 2004).
+    """Returns F-measures `rouge1`, `rouge2` and `rougeL`, words stemmed (Lin 2004).
 
-    By the package `rouge-score`, with the Porter stemmer as in HELM (Liang et al. 2022)
-    and the papers that follow it. `rougeL` takes the text as one sequence of words.
+    Uses the package `rouge-score` and the Porter stemmer as HELM (Liang et al. 2022)
+    and the papers that follow it. `rougeL` treats the text as one sequence of words.
     """
     scores = _rouge_scorer().score_multi(references, text)
     return {name: float(score.fmeasure) for name, score in scores.items()}
 
 
 def longbench_rouge_l(text: str, references: Sequence[str]) -> float:
-    """ROUGE-L's F-measure as LongBench has it: by the package `rouge`, not stemmed.
+    """Returns ROUGE-L's F-measure as LongBench does: `rouge`, no stemming.
 
     That package splits at white space and full stops and scores sentence by sentence,
-    so its values are not those of `rouge`. No text scores 0.
+    so its values differ from those of `rouge`. An empty text scores 0.
     """
     from rouge import Rouge
 
@@ -48,13 +48,13 @@ def longbench_rouge_l(text: str, references: Sequence[str]) -> float:
 
 
 def normal_squad(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces (SQuAD, LongBench)."""
+    """Returns lower case without punctuation and articles (SQuAD, LongBench)."""
     bare = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
 def normal_trivia(text: str) -> str:
-    """As `normal_squad`, but punctuation, curly quotes too, is a space (TriviaQA)."""
+    """Returns `normal_squad` with spaces for punctuation and quotes (TriviaQA)."""
     signs = string.punctuation + "\u2018\u2019\u00b4"  # all single quotes
     bare = "".join(" " if c in signs else c for c in text.lower())
     return " ".join(_ARTICLES.sub(" ", bare).split())
@@ -65,7 +65,7 @@ def token_f1(
     references: Sequence[str],
     normal: Callable[[str], str] = normal_squad,
 ) -> float:
-    """F1 of the words shared with a reference (Rajpurkar et al. 2016, section 6.1)."""
+    """Returns F1 of the words shared with a reference (Rajpurkar et al. 2016, 6.1)."""
 
     def score(reference: str) -> float:
         ours, theirs = normal(text).split(), normal(reference).split()
@@ -80,7 +80,7 @@ def exact_match(
     references: Sequence[str],
     normal: Callable[[str], str] = normal_squad,
 ) -> float:
-    """1 if the text is a reference, both normalised."""
+    """Returns 1 if the text equals a reference, both normalised."""
     return float(normal(text) in map(normal, references))
 
 
@@ -88,32 +88,32 @@ def exact_match(
 
 
 def final_number(text: str) -> decimal.Decimal | None:
-    """The number after the first `####`, else the last number, else None.
+    """Returns the number after the first `####`, else the last number, else None.
 
-    Commas and dollar signs in a number and a full stop after it are no part of it.
+    Commas, dollar signs and a full stop after the number are ignored.
     """
     found = _MARKED_NUMBER.findall(text)[:1] or _NUMBER.findall(text)[-1:]
     return decimal.Decimal(re.sub(r"[$,]", "", found[0])) if found else None
 
 
 def number_match(text: str, references: Sequence[str]) -> float:
-    """1 if the final number equals a reference's (GSM8K, Cobbe et al. 2021)."""
+    """Returns 1 if the final number equals a reference's (GSM8K, Cobbe et al. 2021)."""
     number = final_number(text)
     return float(number is not None and number in map(final_number, references))
 
 
 def stated_answer(text: str) -> str | None:
-    """What follows the last "answer is" on its line, without a closing full stop."""
+    """Returns the rest of the line after the last "answer is", without a full stop."""
     _, stated, answer = text.rpartition("answer is ")
     line = answer.strip().partition("\n")[0]
     return line.strip().removesuffix(".") if stated else None
 
 
 def answer_match(text: str, references: Sequence[str]) -> float:
-    """1 if the stated answer is a reference to the letter (BBH, Suzgun et al. 2022).
+    """Returns 1 if the stated answer equals a reference (BBH, Suzgun et al. 2022).
 
     Where the reference is an option such as "(B)", its letter or the first option named
-    in the answer counts. A text that states nothing has to be a reference itself.
+    in the answer counts. A text without a stated answer must itself be a reference.
     """
     answer = stated_answer(text)
     if answer is None:
@@ -132,12 +132,12 @@ def answer_match(text: str, references: Sequence[str]) -> float:
 
 
 def string_match_all(text: str, references: Sequence[str]) -> float:
-    """The share of references that stand in the text, in upper or lower case."""
+    """Returns the share of references that occur in the text, ignoring case."""
     return sum(map(functools.partial(_stands_in, text), references)) / len(references)
 
 
 def string_match_part(text: str, references: Sequence[str]) -> float:
-    """1 if any reference stands in the text, in upper or lower case."""
+    """Returns 1 if any reference occurs in the text, ignoring case."""
     return float(any(map(functools.partial(_stands_in, text), references)))
 
 
@@ -145,17 +145,17 @@ def string_match_part(text: str, references: Sequence[str]) -> float:
 
 
 def first_line(text: str) -> str:
-    """The first line that is not empty: all that counts after few shots."""
+    """Returns the first line that is not empty, which few-shot tasks score."""
     return text.lstrip("\n").partition("\n")[0]
 
 
 def classification_score(
     text: str, references: Sequence[str], classes: Sequence[str]
 ) -> float:
-    """1 / (number of classes named) if the right one is among them, else 0.
+    """Returns 1 / (number of classes named) if the right one is among them, else 0.
 
-    A class that is named only as a part of the right one's name does not count. (The
-    authors' loop skips the class after one that it removes; so does this.)
+    A class whose name is a part of the right one's name does not count. (As in the
+    authors' code, the loop skips the class after one that it removes.)
     """
 
     def score(reference: str) -> float:
@@ -169,21 +169,21 @@ def classification_score(
 
 
 def count_score(text: str, references: Sequence[str]) -> float:
-    """The share of the numbers in the text that are the reference."""
+    """Returns the share of the numbers in the text that equal the reference."""
     return max(_share(re.findall(r"\d+", text), reference) for reference in references)
 
 
 def retrieval_score(text: str, references: Sequence[str]) -> float:
-    """`count_score` with the number of a reference such as "Paragraph 12"."""
+    """Returns `count_score` with the number of a reference such as "Paragraph 12"."""
     numbers = [re.findall(r"Paragraph (\d+)", reference)[0] for reference in references]
     return count_score(text, numbers)
 
 
 def code_similarity(text: str, references: Sequence[str]) -> float:
-    """Likeness of the first line of code to the reference, in steps of 0.01.
+    """Returns the similarity of the first line of code to the reference, to 0.01.
 
-    Lines with back quotes, `#` or `//` are taken for comments or markup and skipped.
-    The likeness is `difflib`'s ratio, as in fuzzywuzzy, the authors' package.
+    Lines with back quotes, `#` or `//` are skipped as comments or markup. Similarity
+    is `difflib`'s ratio, as in fuzzywuzzy, the authors' package.
     """
     lines = text.lstrip("\n").split("\n")
     code = (line for line in lines if not re.search("`|#|//", line))
@@ -197,8 +197,8 @@ def code_similarity(text: str, references: Sequence[str]) -> float:
     return max(map(score, references))
 
 
-def _share(found: Sequence[str], wanted: str) -> float:
-    return found.count(wanted) / max(len(found), 1)
+def _share(found: Sequence[str], reference: str) -> float:
+    return found.count(reference) / max(len(found), 1)
 
 
 def _stands_in(text: str, reference: str) -> bool:

@@ -233,7 +233,7 @@ def test_survivors_are_drawn_where_they_are_known(tmp_path):
     report.write_comparison([groups.Source("a", known)], tmp_path)
     assert (tmp_path / "survivors_a_b_1.png").exists()
     text = (tmp_path / "report.md").read_text()
-    assert "](survivors_a_b_1.png)" in text and "maps of survivors" in text
+    assert "](survivors_a_b_1.png)" in text and "survivor maps" in text
     assert "head_sizes" not in text
 
 

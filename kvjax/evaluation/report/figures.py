@@ -1,7 +1,7 @@
-"""What all figures share: style, marks, legends, panels; the figures that are maps.
+"""Figures: their common style, marks, legends and panels, and the maps.
 
-Figures are made by functions that return them, and written by `save`, which sets the
-style. matplotlib is imported where it is used: most who import us draw nothing.
+Functions return figures; `save` writes them and sets the style. matplotlib is imported
+where it is used, because most users of the package draw nothing.
 """
 
 import itertools
@@ -26,14 +26,14 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _SHAPES = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "p", "d")
 GREY = "#595959"
 _STYLE = pathlib.Path(__file__).with_suffix(".mplstyle")
-_COLOUR_MAP = "cividis"  # looks alike to colour-blind readers; rises in lightness
+_COLOUR_MAP = "cividis"  # safe for colour-blind readers; monotonic in lightness
 _MISSING = "#EEEEEE"
 MARKER = 10.0  # points across
-KL_ZERO = 1e-4  # nats per token; what lies below is drawn as none
+KL_ZERO = 1e-4  # nats per token; smaller values are drawn as zero
 
 
 class Mark(NamedTuple):
-    """How a method looks in every picture."""
+    """The colour and shape of a method in every picture."""
 
     colour: str
     shape: str
@@ -43,7 +43,7 @@ FULL = Mark("black", "*")
 
 
 def save(path: str | os.PathLike, figure_of: Callable[..., Any], *args: Any) -> None:
-    """Writes the picture that a function returns, in the style that all have."""
+    """Writes the figure that a function returns, in the common style."""
     from matplotlib import style
 
     with style.context(_STYLE), files.written(path) as partial:
@@ -51,14 +51,14 @@ def save(path: str | os.PathLike, figure_of: Callable[..., Any], *args: Any) -> 
 
 
 def new_figure(size: tuple[float, float], records: Iterable[Record]) -> Any:
-    """A figure of so many inches that says which model and memory records are of."""
+    """Returns a figure of `size` inches with the records' model and memory limit."""
     return figure_about(size, _about(list(records)))
 
 
 def figure_about(size: tuple[float, float], about: str) -> Any:
-    """A figure of so many inches with a line on what it is of.
+    """Returns a figure of `size` inches with a line of text at the top right.
 
-    It is unknown to pyplot: nothing to close, no backend.
+    pyplot does not know the figure: it need not be closed and sets no backend.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -79,7 +79,7 @@ def _about(records: Sequence[Record]) -> str:
 def new_panels(
     count: int, size: tuple[float, float], records: Iterable[Record], most: int = 3
 ) -> tuple[Any, Sequence[Any]]:
-    """A figure of so many panels of that many inches, at most `most` in a row."""
+    """Returns a figure of `count` panels of `size` inches, at most `most` in a row."""
     across = min(count, most)
     down = math.ceil(count / across)
     figure = new_figure((max(7.5, across * size[0]), 0.9 + down * size[1]), records)
@@ -93,7 +93,7 @@ def new_panels(
 
 
 def marks_of(methods: Sequence[Any]) -> list[Mark]:
-    """A look of its own for each method."""
+    """Returns a distinct mark for each method."""
     return [
         Mark(_COLOURS[i % len(_COLOURS)], _SHAPES[i % len(_SHAPES)])
         for i in range(len(methods))
@@ -101,37 +101,37 @@ def marks_of(methods: Sequence[Any]) -> list[Mark]:
 
 
 def marks_by_rule(records: Sequence[Record], full: Record | None) -> list[Mark]:
-    """A look of its own for each; that which `is` the full cache is a star.
+    """Returns a distinct mark for each record; the full cache (by identity) is a star.
 
-    Where several methods have a rule, its colour says which, if that can be.
+    Where several methods share a policy, they share its colour, if colours suffice.
     """
     others = [record for record in records if record is not full]
-    rules, *more = (
+    policies, *more = (
         [str(record.get(name)) for record in others]
         for name in ("policy", "codec", "budget_rule", "schedule")
     )
-    marks = iter(_crossed(rules, *more) or marks_of(others))
+    marks = iter(_crossed(policies, *more) or marks_of(others))
     return [FULL if record is full else next(marks) for record in records]
 
 
-def _crossed(rules: Sequence[str], *others: Sequence[Any]) -> list[Mark] | None:
-    """A colour for each rule, and a shape for the first of `others` that does.
+def _crossed(policies: Sequence[str], *others: Sequence[Any]) -> list[Mark] | None:
+    """Returns a colour for each policy, and a shape for each value of another trait.
 
-    That is, the first that tells methods of one rule apart; None if none does, or if
-    colours or shapes do not suffice.
+    It uses the first of `others` that distinguishes methods of one policy; None if none
+    does, or if colours or shapes do not suffice.
     """
     for traits in others:
-        methods = list(zip(rules, traits, strict=True))
-        colours = dict(zip(dict.fromkeys(rules), _COLOURS, strict=False))
+        methods = list(zip(policies, traits, strict=True))
+        colours = dict(zip(dict.fromkeys(policies), _COLOURS, strict=False))
         shapes = dict(zip(dict.fromkeys(traits), _SHAPES, strict=False))
-        known = colours.keys() >= set(rules) and shapes.keys() >= set(traits)
+        known = colours.keys() >= set(policies) and shapes.keys() >= set(traits)
         if known and len(set(methods)) == len(methods) > len(colours):
-            return [Mark(colours[rule], shapes[trait]) for rule, trait in methods]
+            return [Mark(colours[policy], shapes[trait]) for policy, trait in methods]
     return None
 
 
 def look(mark: Mark, hollow: bool = False) -> dict[str, Any]:
-    """A marker's properties, as matplotlib's lines take them."""
+    """Returns a mark as properties of matplotlib's `Line2D`."""
     return {
         "linestyle": "none",
         "marker": mark.shape,
@@ -142,14 +142,14 @@ def look(mark: Mark, hollow: bool = False) -> dict[str, Any]:
 
 
 def joined(mark: Mark, hollow: bool = False) -> dict[str, Any]:
-    """A smaller mark, with a line of its colour."""
+    """Returns a smaller mark with a line of its colour."""
     style = look(mark, hollow)
     style["markersize"] *= 0.8
     return style | {"color": mark.colour, "linestyle": "-"}
 
 
 def legend(figure: Any, looks: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    """Writes what looks stand for below all panels."""
+    """Adds a legend below all panels."""
     from matplotlib.lines import Line2D
 
     handles = [
@@ -161,18 +161,18 @@ def legend(figure: Any, looks: Sequence[dict[str, Any]], names: Sequence[str]) -
 
 
 def legend_columns(names: Sequence[str], width: float) -> int:
-    """How many names stand side by side in a legend of `width` inches."""
-    room = int(11 * width)  # letters, about
-    return max(1, min(len(names), room // (max(map(len, names)) + 6)))
+    """Returns the number of columns of a legend of `width` inches."""
+    letters = int(11 * width)  # about
+    return max(1, min(len(names), letters // (max(map(len, names)) + 6)))
 
 
 def legend_rows(names: Sequence[str], width: float) -> int:
-    """How many lines such a legend takes."""
+    """Returns the number of lines of such a legend."""
     return math.ceil(len(names) / legend_columns(names, width))
 
 
 def not_measured(axes: Any) -> None:
-    """Says so in the middle of an empty panel."""
+    """Writes "not measured" in the middle of an empty panel."""
     middle = {"ha": "center", "va": "center", "transform": axes.transAxes}
     axes.text(0.5, 0.5, "not measured", color=GREY, **middle)
 
@@ -181,13 +181,15 @@ def not_measured(axes: Any) -> None:
 
 
 def heat_map(records: Sequence[Record]) -> Any:
-    """Score and KL, if known, of a sweep: series down, schedules and budgets across."""
+    """Draws a sweep's score and KL, if known: series by schedules and budgets."""
     from matplotlib.colors import Normalize
 
     frame, full = groups.sweep(records), groups.full_cache(records)
     settings = frame[["setting", "slots"]].drop_duplicates()
     means = frame.assign(kl=np.log(frame["kl"] + KL_ZERO)).groupby("series", sort=False)
-    means = means[["score", "kl"]].mean().round(9)  # sums of one size may end unlike
+    means = (
+        means[["score", "kl"]].mean().round(9)
+    )  # equal means may differ in the last bits
     best = means.sort_values(["score", "kl"], ascending=[False, True], kind="stable")
     names, across = best.index, list(map(tuple, settings.to_numpy()))
     cells = frame.drop_duplicates(["series", "setting", "slots"])
@@ -217,7 +219,7 @@ def heat_map(records: Sequence[Record]) -> Any:
 
 
 def _kl_scale(kl: np.ndarray) -> Any:
-    """Of colours, logarithmic between the least and the largest."""
+    """Returns a logarithmic colour scale between the smallest and the largest KL."""
     from matplotlib.colors import LogNorm
 
     above = kl[kl > 0]
@@ -229,7 +231,7 @@ def _kl_scale(kl: np.ndarray) -> Any:
 def _cells(
     axes: Any, grid: np.ndarray, scale: Any, form: str, reverse: bool = False
 ) -> None:
-    """One panel: coloured cells with their numbers, bright where it is good."""
+    """Draws coloured cells with their numbers; bright is good."""
     import matplotlib
 
     colours = matplotlib.colormaps[_COLOUR_MAP + ("_r" if reverse else "")]
@@ -246,38 +248,38 @@ def _cells(
 
 
 def _plain(axes: Any) -> None:
-    """Neither grid, frame nor ticks: colours fill the panel."""
+    """Removes grid, frame and ticks."""
     axes.grid(False)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
 
 
 class _ColumnNames:
-    """Names of settings over their columns, and a gap between two of them.
+    """Names of settings above their columns, with a gap between settings.
 
-    They stand upright where one would be wider than its columns, each `room` inches.
+    All names are vertical if one would be wider than its columns of `width` inches.
 
     Attributes:
-      height: of the highest, in points.
+      height: of the highest name, in points.
     """
 
-    def __init__(self, settings: Sequence[str], room: float):
+    def __init__(self, settings: Sequence[str], width: float):
         same = [(name, len(list(run))) for name, run in itertools.groupby(settings)]
         letter = 0.07  # inches, about
         self._columns = [count for _, count in same]
         self._names = [_over_columns(name) for name, _ in same]
-        self._turned = any(
-            letter * max(map(len, name.split("\n"))) > 0.5 + count * room
+        self._vertical = any(
+            letter * max(map(len, name.split("\n"))) > 0.5 + count * width
             for name, count in zip(self._names, self._columns, strict=True)
         )
-        if self._turned:
+        if self._vertical:
             self._names = [name.replace("\n", " ") for name in self._names]
             self.height = 72 * letter * max(map(len, self._names))
         else:
             self.height = 12 * max(1 + name.count("\n") for name in self._names)
 
     def write(self, axes: Any) -> None:
-        """Writes them over a map."""
+        """Writes the names above a map."""
         start = 0
         for name, count in zip(self._names, self._columns, strict=True):
             axes.annotate(
@@ -288,7 +290,7 @@ class _ColumnNames:
                 textcoords="offset points",
                 ha="center",
                 va="bottom",
-                rotation=90 if self._turned else 0,
+                rotation=90 if self._vertical else 0,
                 fontsize=9,
                 color=GREY,
             )
@@ -298,17 +300,17 @@ class _ColumnNames:
 
 
 def _over_columns(setting: str) -> str:
-    """A schedule's name, with a budget rule on a line of its own."""
+    """Returns a schedule's name, with a budget rule on a separate line."""
     return f"{setting}, |kv| =".replace(", ", ",\n" if ", " in setting else ", ")
 
 
 def needle_tasks(group: Quality) -> list[str]:
-    """The tasks that tell their scores by depth and length of the prompt."""
+    """Returns the tasks with scores by depth and length of the prompt."""
     return list(_needle_cells(group)["name"].unique())
 
 
 def needle_map(group: Quality, task: str) -> Any:
-    """A panel per method and budget: the score by depth and by length."""
+    """Draws the score by depth and length, a panel per method and budget."""
     from matplotlib.colors import Normalize
 
     cells = _needle_cells(group)
@@ -331,7 +333,7 @@ def needle_map(group: Quality, task: str) -> Any:
 
 
 def _needle_cells(group: Quality) -> pd.DataFrame:
-    """A row per prompt whose depth and length is known, with its cell's mean score."""
+    """Returns a row per prompt of known depth and length, with its mean score."""
     cells = [
         {key: answer[key] for key in (*groups.ROW, "name")}
         | {"length": answer["prompt_tokens"]}
@@ -345,13 +347,13 @@ def _needle_cells(group: Quality) -> pd.DataFrame:
 
 
 def survivor_columns(group: Quality) -> list[str]:
-    """The tasks of which runs wrote down what is left of a prompt."""
+    """Returns the tasks whose records have survivor maps."""
     told = [bool(task.get("survivors")) for task in group.answers["task"]]
     return [c for c in group.columns if c in set(group.answers["column"][told])]
 
 
 def survivors(group: Quality, column: str) -> Any:
-    """A panel per method and budget: the share of pairs kept, by layer and place."""
+    """Draws the share of pairs kept by layer and position, a panel per method."""
     found = group.answers[group.answers["column"] == column]
     rows = found[groups.ROW].itertuples(index=False, name=None)
     maps = {r: t.get("survivors") for r, t in zip(rows, found["task"], strict=True)}
@@ -377,7 +379,7 @@ def survivors(group: Quality, column: str) -> Any:
 
 
 def with_sizes(records: Iterable[Record]) -> list[tuple[str, Record]]:
-    """A record of each set of sizes whose heads differ, under its methods' names."""
+    """Returns one record per set of unequal head sizes, with its methods' names."""
     found: dict[str, dict[str, Record]] = {}
     for record in records:
         if record.get("sizes"):
@@ -386,7 +388,7 @@ def with_sizes(records: Iterable[Record]) -> list[tuple[str, Record]]:
 
 
 def head_sizes(records: Sequence[Record]) -> Any:
-    """Slots by layer and head: a panel for each set of sizes whose heads differ."""
+    """Draws slots by layer and head, a panel per set of unequal head sizes."""
     names, found = zip(*with_sizes(records), strict=True)
     grids = [np.asarray(record["sizes"]) for record in found]
     down, across = np.max([grid.shape for grid in grids], axis=0)
@@ -408,9 +410,9 @@ def head_sizes(records: Sequence[Record]) -> Any:
 
 
 def _scale_of_sizes(grids: Sequence[np.ndarray]) -> tuple[Any, list[int]]:
-    """Of colours, from the smallest head to the largest; of logarithms if far apart.
+    """Returns a colour scale over head sizes, logarithmic if they are far apart.
 
-    And its ticks: both ends, and between them fifths, or powers of two.
+    Its ticks are both ends, and between them fifths, or powers of two.
     """
     from matplotlib.colors import LogNorm, Normalize
 
@@ -423,27 +425,27 @@ def _scale_of_sizes(grids: Sequence[np.ndarray]) -> tuple[Any, list[int]]:
 
 
 def _bar(shown: Any, panels: Sequence[Any], label: str) -> Any:
-    """What colours mean, beside all panels: as wide for many as for few."""
+    """Adds a colour bar beside all panels, of the same width for many and for few."""
     figure = panels[0].figure
     thin = max(20, 4 * figure.get_figheight())
     return figure.colorbar(shown, ax=panels, label=label, aspect=thin)
 
 
 def _title(axes: Any, row: tuple) -> None:
-    """Above a panel: the method, and under it how much is kept, when, and how."""
+    """Writes the method above a panel, and under it budget, schedule and codec."""
     series, schedule, budget, codec = row
     _over(axes, series, groups.joined(budget, schedule, codec))
 
 
-def _over(axes: Any, title: str, told: str) -> None:
-    """A title above a panel, and smaller words under it, no wider than the panel."""
+def _over(axes: Any, title: str, details: str) -> None:
+    """Writes a title above a panel and details under it, no wider than the panel."""
     columns = axes.get_subplotspec().get_gridspec().ncols
     inches = axes.figure.get_figwidth() / columns
     titles = textwrap.wrap(title, int(8.5 * inches))
-    lines = textwrap.wrap(told, int(12 * inches))
+    lines = textwrap.wrap(details, int(12 * inches))
     below, height = 5 + 12 * len(lines), 15 * len(titles)  # points
-    how = {"fontsize": 11, "fontweight": "bold", "pad": below}
-    over = axes.set_title("\n".join(titles), loc="left", **how)
+    style = {"fontsize": 11, "fontweight": "bold", "pad": below}
+    over = axes.set_title("\n".join(titles), loc="left", **style)
     at = {"xycoords": "axes fraction", "textcoords": "offset points", "size": 9}
     note = axes.annotate("\n".join(lines), (0, 1), (0, 5), color=GREY, **at)
     axes.annotate(" ", (0, 1), (0, below + height - 12), **at)  # keeps room for them,

@@ -1,4 +1,4 @@
-"""The figures that are points: quality and rates against memory or the batch."""
+"""Scatter plots: quality and rates against memory or the batch."""
 
 import math
 from collections.abc import Sequence
@@ -27,20 +27,20 @@ from kvjax.evaluation.report.groups import Quality, text
 from kvjax.evaluation.report.records import Record
 
 _PEAK, _DECODING = "kv_bytes_peak_per_seq", "kv_bytes_decode"
-_ALIKE = 1.1  # the largest over the smallest of peaks that are nearly the same
-_CROWD = 4  # markers that a point is moved at most
-_OCTAVES = 8  # times the smallest cache: on a linear axis they would be one heap
+_SAME_PEAKS = 1.1  # the largest over the smallest of nearly equal peaks
+_MOST_MOVES = 4  # in markers, of a point that would cover another
+_OCTAVES = 8  # times the smallest cache: a linear axis would crowd the small ones
 _FAR = 30  # times the slowest: a linear axis would hide it
 _RECORDS_APART = 0.19  # inches between records of one batch
 _METHODS_APART = 0.05  # inches between methods, whose memory is often the same
-_ASIDE = 0.3  # inches, what all of them may take
+_ASIDE = 0.3  # inches between the first method and the last, at most
 _FRONT = "#D55E00"
 _FRONT_TEXT = "#8A3B00"
-_SHORT = 6.0  # of a marker in a crowd, points across
+_SHORT = 6.0  # points across, of a marker in a crowd
 
 
 def points_of(records: Sequence[Record], memory: str, key: str) -> np.ndarray:
-    """f[N, 2]: MB of KV cache per prompt, and `key`; NaN where unknown."""
+    """Returns f[N, 2]: MB of KV cache per prompt, and `key`; NaN where unknown."""
     pairs = [(r.get(memory), r.get(key)) for r in records]
     return np.array(pairs, np.float64).reshape(-1, 2) / [1e6, 1]
 
@@ -49,7 +49,7 @@ def points_of(records: Sequence[Record], memory: str, key: str) -> np.ndarray:
 
 
 def quality_vs_memory(records: Sequence[Record]) -> Any:
-    """Two panels: the score, and the distance from the full cache."""
+    """Draws the score, and the distance from the full cache, against memory."""
     names, (memory, told) = groups.names_of(records), _memory(records)
     figure = new_figure((9, _height(names)), records)
     left, right = figure.subplots(1, 2)
@@ -72,7 +72,7 @@ def quality_vs_memory(records: Sequence[Record]) -> Any:
 
 
 def throughput_vs_memory(records: Sequence[Record]) -> Any:
-    """One panel of end-to-end rates; the legend says each method's batch."""
+    """Draws end-to-end rates against memory, with each method's batch in the legend."""
     batches = [record.get("batch_size", "-") for record in records]
     each = zip(groups.names_of(records), batches, strict=True)
     names, (memory, told) = [f"{n}, batch {b}" for n, b in each], _memory(records)
@@ -86,19 +86,20 @@ def throughput_vs_memory(records: Sequence[Record]) -> Any:
 
 
 def _memory(records: Sequence[Record]) -> tuple[str, str]:
-    """Which memory tells methods apart, and its name: the peak, or what is left of it.
+    """Returns the memory that differs between methods and its name.
 
-    Where all read the prompt with all pairs at hand, their peaks are the same.
+    It is the peak, or the memory while decoding if all peaks are nearly equal, as they
+    are where every method prefills with all pairs.
     """
     peaks, left = ([r.get(key) for r in records] for key in (_PEAK, _DECODING))
     known = None not in (*peaks, *left)
-    if len(records) > 2 and known and max(peaks) < _ALIKE * min(peaks):
+    if len(records) > 2 and known and max(peaks) < _SAME_PEAKS * min(peaks):
         return _DECODING, "while decoding"
     return _PEAK, "peak"
 
 
 def _height(names: Sequence[str]) -> float:
-    """Inches of a figure of one row of panels above its legend."""
+    """Returns the inches of a figure with one row of panels above its legend."""
     return 4.0 + 0.26 * max(legend_rows(names, 9), 2)
 
 
@@ -115,7 +116,7 @@ def _fill(
     records: Sequence[Record],
     names: Sequence[str],
 ) -> None:
-    """Draws points f[N, 2] into each panel, and one legend below them all."""
+    """Draws points f[N, 2] in each panel, and one legend below all panels."""
     looks = list(map(look, marks_by_rule(records, groups.full_cache(records))))
     legend(figure, looks, names)
     for axes, points in panels:
@@ -138,7 +139,7 @@ def _fill(
 
 
 def _from_zero(values: np.ndarray) -> tuple[float, float]:
-    """Limits of what is compared by its length on an axis."""
+    """Returns axis limits from zero, for values that are compared by length."""
     known = values[np.isfinite(values)]
     return 0.0, 1.12 * max(known.max(initial=0.0), 1e-9)
 
@@ -146,9 +147,9 @@ def _from_zero(values: np.ndarray) -> tuple[float, float]:
 def apart(pixels: np.ndarray, size: float, box: np.ndarray) -> np.ndarray:
     """Moves points that would cover an earlier one to the nearest free spot in the box.
 
-    By a few markers at most: of a crowd, some stay covered where they belong.
+    A point moves by a few markers at most; if no spot is free, it stays where it is.
     """
-    steps = np.arange(-_CROWD, _CROWD + 1)
+    steps = np.arange(-_MOST_MOVES, _MOST_MOVES + 1)
     moves = np.stack(np.meshgrid(steps, steps), axis=-1).reshape(-1, 2)
     nearest = np.lexsort([np.abs(moves[:, 1]), np.hypot(*moves.T)])
     placed = np.full_like(pixels, np.nan)
@@ -163,7 +164,7 @@ def apart(pixels: np.ndarray, size: float, box: np.ndarray) -> np.ndarray:
 
 
 def log_axis(axes: Any, values: np.ndarray) -> None:
-    """Makes y logarithmic for these values, with a place for zero at its foot."""
+    """Makes y logarithmic for these values, with zero at the bottom."""
     above = values[np.isfinite(values) & (values > KL_ZERO)]
     low = math.floor(math.log10(above.min())) if above.size else -1
     high = max(low + 1, math.ceil(math.log10(above.max())) if above.size else 0)
@@ -179,12 +180,11 @@ def log_axis(axes: Any, values: np.ndarray) -> None:
 
 
 def task_scores(group: Quality) -> Any:
-    """A panel per task: its score against the KV cache of a prompt.
+    """Draws each task's score against the KV cache of a prompt, a panel per task.
 
-    Budgets of a method are joined by a line. Where several methods have a rule, its
-    colour says which. Methods whose schedule compresses after the prompt are hollow:
-    they hold all of it while they read. So that none hides another, methods are moved
-    sideways a little.
+    A line joins the budgets of a method. Methods of one policy share its colour.
+    Methods that evict after prefill are hollow: they hold the whole prompt until then.
+    Methods are shifted sideways a little so that none hides another.
     """
     from matplotlib.transforms import ScaledTranslation
 
@@ -223,7 +223,7 @@ def task_scores(group: Quality) -> Any:
 
 
 def _marks(group: Quality, key: list[str], full: tuple | None) -> dict[tuple, Mark]:
-    """The look of each method: the full cache first, and those of a rule together."""
+    """Returns each method's mark: the full cache first, then grouped by policy."""
     records = group.answers.drop_duplicates(key).set_index(key)["record"]
     every = dict.fromkeys((s, when, how) for s, when, _, how in group.rows)
     rules = [text(records[method].get("policy")) for method in every]
@@ -234,7 +234,7 @@ def _marks(group: Quality, key: list[str], full: tuple | None) -> dict[tuple, Ma
 
 
 def _names(methods: Sequence[tuple]) -> list[str]:
-    """The series, and what sets methods of one series apart."""
+    """Returns the series, and what distinguishes methods of one series."""
     frame = pd.DataFrame([m[1:] for m in methods], index=[m[0] for m in methods])
     varied = frame.groupby(level=0).nunique() > 1
     told = [np.array(rest)[varied.loc[name].to_numpy()] for name, *rest in methods]
@@ -243,9 +243,9 @@ def _names(methods: Sequence[tuple]) -> list[str]:
 
 
 def _limits(axes: Any) -> None:
-    """At least 10 points high, so that little does not look like much.
+    """Sets axis limits: at least 10 points high, so that noise does not look large.
 
-    Memory is from zero on, or in octaves where it is of several sizes.
+    Memory starts at zero, or is logarithmic where sizes differ widely.
     """
     methods = [line for line in axes.lines if line.get_marker() != "None"]
     data = [line.get_xydata() for line in methods if len(line.get_xydata())]
@@ -264,11 +264,11 @@ def _limits(axes: Any) -> None:
 
 
 def throughput_vs_batch(records: Sequence[Record]) -> Any:
-    """A panel per number of new tokens: generated tokens/s against the batch.
+    """Draws generated tokens/s against the batch, a panel per number of new tokens.
 
-    What the roofline allows is hollow, above the measurement of the same colour. A
-    record that lacks a batch, or other engines' a prediction, is left out there.
-    Methods that differ in their batch alone look alike.
+    The roofline's rate is hollow, above the measurement of the same colour. Records
+    without a batch are left out, and so are predictions that other engines lack.
+    Methods that differ in their batch alone share a mark.
     """
     news = list(dict.fromkeys(r.get("new_tokens") for r in records))
     marks, drawn, named = _marks_and_names(records)
@@ -291,7 +291,7 @@ def throughput_vs_batch(records: Sequence[Record]) -> Any:
 def _marks_and_names(
     records: Sequence[Record],
 ) -> tuple[dict[str, Mark], list[Mark], list[str]]:
-    """Every method's mark; the marks, and what each is called in the legend."""
+    """Returns each method's mark, the distinct marks, and their names in the legend."""
     methods: dict[str, Record] = {}
     for record in records:
         methods.setdefault(text(record.get("method")), record)
@@ -309,7 +309,7 @@ def _marks_and_names(
 
 
 def _batch_axes(axes: Any, records: Sequence[Record]) -> None:
-    """Batches on a logarithmic axis; rates from zero, if they are of one size."""
+    """Sets a logarithmic batch axis; rates start at zero unless they vary widely."""
     known = [rate for r in records for rate in _rates(r) if np.isfinite(rate)]
     if known and max(known) > _FAR * min(known):
         axes.set_yscale("log")
@@ -324,7 +324,7 @@ def _batch_axes(axes: Any, records: Sequence[Record]) -> None:
 
 
 def _posts(axes: Any, records: Sequence[Record], marks: dict[str, Mark]) -> None:
-    """A post per record, measurement to prediction; those of a batch side by side."""
+    """Draws a line per record from measurement to prediction."""
     from matplotlib.transforms import ScaledTranslation
 
     if not any(r.get("batch_size") and np.isfinite(_rates(r)[0]) for r in records):
@@ -344,7 +344,7 @@ def _posts(axes: Any, records: Sequence[Record], marks: dict[str, Mark]) -> None
 
 
 def _rates(record: Record) -> tuple[float, float]:
-    """Measured and predicted tokens per second; NaN where unknown."""
+    """Returns measured and predicted tokens per second; NaN where unknown."""
     keys = ("output_tokens_per_s", "predicted_tokens_per_s")
     values = [groups.finite(record.get(key)) for key in keys]
     return tuple(np.nan if value is None else value for value in values)
@@ -354,7 +354,7 @@ def _rates(record: Record) -> tuple[float, float]:
 
 
 def pareto(records: Sequence[Record]) -> Any:
-    """A column of panels per schedule: quality, and below it KL if that is known."""
+    """Draws quality, and KL if known, against memory, a column per schedule."""
     frame, full = groups.sweep(records), groups.full_cache(records)
     settings = list(frame["setting"].unique())
     shown = [("score", 1, groups.score_of(records).axis)]
@@ -386,9 +386,9 @@ def pareto(records: Sequence[Record]) -> Any:
 
 
 def front(points: np.ndarray, sign: int) -> list[int]:
-    """Points that none beats with as little memory, by rising memory.
+    """Returns the indices of the Pareto front, by rising memory.
 
-    Those on one spot are all on it. `sign` is 1 where large is good, -1 where small is.
+    Coinciding points are all on it. `sign` is 1 where large is good, -1 where small is.
     """
     frame = pd.DataFrame(points, columns=["memory", "value"]).dropna() * [1, sign]
     best = frame.groupby("memory")["value"].max()
@@ -401,7 +401,7 @@ def front(points: np.ndarray, sign: int) -> list[int]:
 
 
 def _crowd(axes: Any, points: np.ndarray, sign: int, star: np.ndarray) -> None:
-    """Every point in grey, the front as steps, the full cache as a star."""
+    """Draws every point in grey, the front as steps, the full cache as a star."""
     crowd = {"linestyle": "none", "markersize": _SHORT, "clip_on": False}
     axes.plot(*points.T, marker="o", color="#B0B0B0", mec="white", **crowd)
     best = points[front(points, sign)]
@@ -416,7 +416,7 @@ def _crowd(axes: Any, points: np.ndarray, sign: int, star: np.ndarray) -> None:
 
 
 def _name_front(axes: Any, points: np.ndarray, sign: int, names: Sequence[str]) -> None:
-    """Writes the front's names on its good side, where no other point can be."""
+    """Writes the front's names on its better side, where no other point can be."""
     taken = [each.get_window_extent() for each in axes.texts]
     spots: dict[tuple[float, float], list[str]] = {}
     for i in front(points, sign):
@@ -451,9 +451,9 @@ def _name(
 
 
 def _places(sign: int) -> list[tuple[float, float, str, str]]:
-    """Where a name may go: points from the spot, and which of its corners goes there.
+    """Returns candidate places of a name: the offset in points, and its alignment.
 
-    To the left first, then further up (or down, where small is good), then right.
+    Left comes first, then further up (or down, where small is good), then right.
     """
     down = {1: "bottom", -1: "top"}[sign]
     away = [(dy, down) for dy in (8, 20, 32, 44, 56, 68, 80, 92)]
