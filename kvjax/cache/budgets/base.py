@@ -25,25 +25,27 @@ from kvjax.types import ModelSpec, UserError
 
 
 class BudgetRule(NamedTuple):
-    """What shares out pairs; `measure` and `reallocate` come together or not at all.
+    """A budget rule: turns a mean budget into sizes per layer or head.
+
+    A rule has both `measure` and `reallocate`, or neither.
 
     Attributes:
       name: for reports.
-      allocate: (spec, mean) -> sizes before the prompt is read: for every layer one, or
-        one for each of its heads.
-      measure: (before, after), the residual stream [B, T, M] before and after a layer's
-        attention -> f32[B, T], a number for every token. Pure, in the program that
-        reads; what is asked of `reallocate` is the mean over a prompt's tokens.
-      reallocate: (measured float64[L], the mean over the prompts of a batch; mean) ->
-        sizes, on the host. Few different ones: every set of sizes is a program.
-      smallest: (mean) -> the smallest size that `reallocate` may give, so that what
-        does not fit the policy is told before a prompt is read; None where that is not
-        known.
-      of_length: (tokens of the prompts to come) -> the rule that knows it; None where
-        it does not matter, or was told before.
-      of_policy: (policy, schedule, mean) -> the rule for that policy, or None where
-        the mean is too small to be shared out; None where the policy does not matter.
-      pinned: how many of the first and newest pairs these sizes rely on. The policy
+      allocate: (spec, mean) -> sizes before prefill: one per layer, or one for each of
+        its heads.
+      measure: (before, after) -> f32[B, T], one number per token, of the residual
+        stream [B, T, M] before and after a layer's attention. Pure; it runs in the
+        prefill program.
+      reallocate: (measured float64[L], mean) -> sizes, on the host; `measured` is the
+        mean over the tokens of all prompts of a batch. It should return few distinct
+        sets of sizes, since every set compiles a program.
+      smallest: (mean) -> the smallest size that `reallocate` may return, which is
+        checked against the policy before prefill; None if it is not known.
+      of_length: (tokens of the longest prompt) -> the rule for that length; None if the
+        length does not matter, or is known.
+      of_policy: (policy, schedule, mean) -> the rule for that policy, or None if the
+        mean is too small to share out; None if the policy does not matter.
+      pinned: numbers of first and newest pairs that these sizes rely on. The policy
         pins them unless the user says how many it pins (`CacheConfig.pinned`).
     """
 
@@ -61,10 +63,10 @@ class BudgetRule(NamedTuple):
 
 
 def for_prompts(rule: BudgetRule, length: int | None) -> BudgetRule:
-    """The rule, told how many tokens prompts have if it asks.
+    """Returns the rule for prompts of this length.
 
     Raises:
-      UserError: it asks, and nobody knows.
+      UserError: the rule depends on the length, and that is None.
     """
     if rule.of_length is None:
         return rule
@@ -77,7 +79,7 @@ def for_prompts(rule: BudgetRule, length: int | None) -> BudgetRule:
 
 
 def check_least(rule: str, least: int, mean: int) -> None:
-    """Raises UserError where no layer can keep so much and all of them the mean."""
+    """Raises UserError if the least size of a layer is above the mean."""
     if least > mean:
         raise UserError(
             f"budget rule {rule!r} keeps at least {least} pairs in every layer, above "
@@ -86,9 +88,10 @@ def check_least(rule: str, least: int, mean: int) -> None:
 
 
 def largest_remainders(shares: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers next to the shares with the same sum, which is a whole number.
+    """Rounds shares to integers with the same sum, which must be an integer.
 
-    Those that lost most to rounding down get one more, the first of equals.
+    Shares are rounded down; those with the largest remainders get one more, the first
+    of equals.
     """
     below = np.floor(shares).astype(int)
     order = np.argsort(below - shares, kind="stable")
@@ -99,7 +102,7 @@ def largest_remainders(shares: Sequence[float]) -> tuple[int, ...]:
 def allocated(
     rule: BudgetRule, spec: ModelSpec, mean: int
 ) -> tuple[head_groups.Sizes, ...]:
-    """The sizes that a rule begins with, checked."""
+    """Returns the sizes that a rule allocates before prefill, checked."""
     heads = spec.num_kv_heads
     return _checked(rule, rule.allocate(spec, mean), spec.num_layers, heads, mean)
 
@@ -107,12 +110,12 @@ def allocated(
 def reallocated(
     rule: BudgetRule, measured: np.ndarray, mean: int
 ) -> tuple[head_groups.Sizes, ...]:
-    """The sizes that follow from what was measured, checked."""
+    """Returns the sizes that a rule derives from its measurements, checked."""
     return _checked(rule, rule.reallocate(measured, mean), len(measured), 1, mean)
 
 
 def possible(rule: BudgetRule, sizes: Sequence[head_groups.Sizes]) -> set[int]:
-    """The sizes that a head may come to have, as far as they are known beforehand."""
+    """Returns the sizes that a head may get, as far as they are known beforehand."""
     found = head_groups.distinct_sizes(sizes)
     if rule.smallest is None:
         return found
@@ -120,35 +123,35 @@ def possible(rule: BudgetRule, sizes: Sequence[head_groups.Sizes]) -> set[int]:
 
 
 def _checked(
-    rule: BudgetRule, given: Sequence, layers: int, heads: int, mean: int
+    rule: BudgetRule, sizes: Sequence, layers: int, heads: int, mean: int
 ) -> tuple[head_groups.Sizes, ...]:
-    """Raises UserError unless the sizes are ints that add up."""
-    if isinstance(given, str) or not np.iterable(given):
+    """Returns the sizes; UserError unless they are ints that add up."""
+    if isinstance(sizes, str) or not np.iterable(sizes):
         raise UserError(
-            f"budget rule {rule.name!r} gives {given!r:.80}: it has to give a size for "
+            f"budget rule {rule.name!r} gives {sizes!r:.80}: it has to give a size for "
             "every layer"
         )
-    if len(given) != layers:
+    if len(sizes) != layers:
         raise UserError(
-            f"{len(given)} budgets for {layers} layers from the rule {rule.name!r}: "
+            f"{len(sizes)} budgets for {layers} layers from the rule {rule.name!r}: "
             "give one per layer"
         )
-    if not any(map(np.iterable, given)):
-        heads = 1  # alike in every layer
-    each = [list(sizes) if np.iterable(sizes) else [sizes] * heads for sizes in given]
-    if wrong := [sizes for sizes in each if len(sizes) != heads]:
+    if not any(map(np.iterable, sizes)):
+        heads = 1  # one size per layer
+    layer_sizes = [list(x) if np.iterable(x) else [x] * heads for x in sizes]
+    if wrong := [x for x in layer_sizes if len(x) != heads]:
         raise UserError(
             f"budget rule {rule.name!r} gives a layer {len(wrong[0])} sizes for its "
             f"{heads} heads: give one, or one per head"
         )
-    flat = [size for sizes in each for size in sizes]
+    flat = [size for x in layer_sizes for size in x]
     count = layers * heads
     real = all(isinstance(size, numbers.Real) for size in flat)
     whole = real and all(float(size).is_integer() for size in flat)
     if not whole or sum(flat) != mean * count:
         total = f", which add up to {sum(flat)}" if real else ""
         raise UserError(
-            f"budget rule {rule.name!r} gives {tuple(given)}{total}: whole numbers "
+            f"budget rule {rule.name!r} gives {tuple(sizes)}{total}: whole numbers "
             f"that add up to {mean} x {count} = {mean * count} do"
         )
-    return tuple(head_groups.simplify(map(int, sizes)) for sizes in each)
+    return tuple(head_groups.simplify(map(int, x)) for x in layer_sizes)

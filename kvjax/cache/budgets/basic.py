@@ -12,34 +12,34 @@ from kvjax.types import UserError, whole_number
 
 @functools.cache
 def uniform() -> BudgetRule:
-    """Every layer keeps the same."""
+    """Gives every head the same size."""
     return BudgetRule("uniform", lambda spec, mean: (mean,) * spec.num_layers)
 
 
 @functools.cache
 def proportional(length: int | None = None) -> BudgetRule:
-    """Every head keeps the same share of the pairs that its full cache would keep.
+    """Gives every head the same share of the pairs that its queries can see.
 
-    Layers with a sliding window keep less than the others, by the ratio of what queries
-    see; without windows all layers keep the mean.
+    Layers with a sliding window get smaller sizes than the others. In a model without
+    windows, all layers get the mean.
 
     Args:
-      length: tokens of the prompts to come. None is what `make_spec` is told.
+      length: tokens of the longest prompt. None is the `length` of `make_spec`.
     """
     if length is not None:
         length = whole_number("proportional(length)", length, 1)
 
     def allocate(spec, mean):
         windows = map(spec.sliding_window, range(spec.num_layers))
-        seen = np.array([min(window or length, length) for window in windows])
-        return largest_remainders(mean * seen / seen.mean())
+        visible = np.array([min(window or length, length) for window in windows])
+        return largest_remainders(mean * visible / visible.mean())
 
     of_length = proportional if length is None else None
     return BudgetRule("proportional", allocate, of_length=of_length)
 
 
 def explicit(sizes: Sequence[int | Sequence[int]]) -> BudgetRule:
-    """Sizes that somebody has worked out already, per layer or per layer and head.
+    """Gives the sizes of a sequence, per layer or per layer and head.
 
     Raises:
       UserError: no sequence; from `allocate`, sizes that do not add up.

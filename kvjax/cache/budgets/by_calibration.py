@@ -22,35 +22,33 @@ def calibrated(
     even: float | None = None,
     target: str | None = None,
 ) -> BudgetRule:
-    """Every head keeps the share that it needed on the calibration's texts.
+    """Gives every head the share of pairs that it needed on the calibration's texts.
 
-    This is what a share such as `budget="25%"` does where a calibration of the model's
-    weights is known. The first 4 and the newest 16 pairs are part of these shares, and
-    heads that keep little rest on them: without a `floor`, the policy pins these pairs,
-    and `floor` and `even` are chosen for the policy and the schedule. With a `floor`
-    the rule is its sizes alone: pin these pairs by `policies.protect(policy, 4, 16)`.
+    A share such as `budget="25%"` uses this rule if a calibration of the model's
+    weights is known. The shares include the first 4 and the newest 16 pairs, and small
+    heads rely on them: without `floor`, the policy pins these pairs, and `floor` and
+    `even` are chosen for the policy and the schedule. With `floor`, the rule gives its
+    sizes only: pin these pairs by `policies.protect(policy, 4, 16)`.
 
-    Compiling takes the longer the more sizes there are, so they are multiples of a
-    large number.
+    Sizes are multiples of a large number, because more distinct sizes compile longer.
 
     Args:
-      length: tokens of the prompts to come: the mean over it is the ratio, and no head
-        keeps more. None is what `make_spec` is told.
+      length: tokens of the longest prompt. The ratio is the mean over it, and no head
+        keeps more. None is the `length` of `make_spec`.
       path: of a calibration, see `calibrations.Calibration.save`, or the calibration
-        itself; None is the one that is known for the model's weights: the user's own,
-        which `kvjax.calibrate` leaves, or the package's.
-      floor: pairs that every head keeps, or the mean if that is less. None is as many
-        as the policy's pinned pairs and the schedule's evictions need; where the mean
-        is less, all heads keep alike.
-      multiple: of which sizes are multiples, see `calibrations.Calibration.sizes`; None
-        is the largest power of two up to half of the mean, 8 at least.
-      among, even: what shares out pairs, and how far all keep alike, see
-        `calibrations.Calibration.sizes`. `even=None` is `Policy.even` where `floor` is
-        None too, and 0 elsewhere.
-      target: which of the calibrations that are known: by `repetition`, by `attention`,
-        or by `loss`, whose sizes go with `policies.retrieval_heads`
-        (`kvjax.training.fit_heads`); `even` of 0.15 finds more of what stood somewhere,
-        0 predicts best. None is any but `loss`.
+        itself; None finds the one of the model's weights: the user's own, which
+        `kvjax.calibrate` saves, or the package's.
+      floor: pairs that every head keeps, or the mean if that is less. None is what the
+        policy's pinned pairs and the schedule's evictions need; under a smaller mean,
+        sizes are uniform.
+      multiple: sizes are multiples of it, see `calibrations.Calibration.sizes`; None is
+        the largest power of two up to half of the mean, at least 8.
+      among, even: what shares out the pairs, and how far sizes are interpolated towards
+        uniform ones, see `calibrations.Calibration.sizes`. `even=None` is `Policy.even`
+        if `floor` is None too, and else 0.
+      target: of the calibration to find: `repetition`, `attention`, or `loss`, which is
+        for `policies.retrieval_heads` (`kvjax.training.fit_heads`); with `loss`,
+        `even=0.15` retrieves more and 0 predicts best. None is any but `loss`.
 
     Raises:
       UserError: an option out of range; from `allocate`, a file or a model that does
@@ -66,15 +64,15 @@ def ada(
     multiple: int | None = None,
     even: float | None = None,
 ) -> BudgetRule:
-    """Every layer keeps the mean, and its heads share that out by what they needed.
+    """Gives every layer the mean, shared out among its heads by a calibration.
 
-    Ada-KV lets the pairs of a layer's heads compete for the layer's places, prompt by
-    prompt. Here the heads' shares come from a calibration's texts, so that a head's
-    size is known before the prompt, and what it does not keep is not allocated.
+    Ada-KV lets the pairs of a layer's heads compete for its slots, prompt by prompt.
+    Here the shares come from a calibration's texts, so a head's size is known before
+    prefill, and only its slots are allocated.
 
     Args:
       length, path, floor, multiple: see `calibrated`.
-      even: the part that all heads have alike, Ada-KV's safeguard; 0.2 in kvpress.
+      even: the uniform part of every size, Ada-KV's safeguard; 0.2 in kvpress.
 
     Source: Ada-KV (Feng et al. 2024), arXiv 2407.11550.
 
@@ -85,7 +83,7 @@ def ada(
 
 
 def _rule(name, length, path, floor, multiple, among, even, target=None) -> BudgetRule:
-    """The rule of checked options."""
+    """Checks the options and returns the rule."""
     if not isinstance(path, calibrations.Calibration | str | os.PathLike | None):
         raise UserError(f"{name}(path) is {path!r}: give a calibration's file")
     if path is not None and target is not None:
@@ -106,7 +104,7 @@ def _rule(name, length, path, floor, multiple, among, even, target=None) -> Budg
 
 @functools.cache
 def _made(name, length, path, floor, multiple, among, even, target) -> BudgetRule:
-    """One rule for one set of options: another one would be compiled anew."""
+    """Returns one object per set of options: another would compile again."""
 
     made = functools.partial(_made, name, multiple=multiple, among=among, target=target)
 
@@ -114,8 +112,16 @@ def _made(name, length, path, floor, multiple, among, even, target) -> BudgetRul
         found = calibrations.of_model(spec, path, target)
         step = multiple or max(1 << (max(mean // 2, 1).bit_length() - 1), 8)
         least = min(floor or calibrations.FLOOR, mean)
-        how = {"length": length, "floor": least, "multiple": step}
-        return found.sizes(spec, mean, **how, among=among, even=even or 0.0).tolist()
+        sizes = found.sizes(
+            spec,
+            mean,
+            length=length,
+            floor=least,
+            multiple=step,
+            among=among,
+            even=even or 0.0,
+        )
+        return sizes.tolist()
 
     def of_length(length):
         return made(length=length, path=path, floor=floor, even=even)
@@ -124,8 +130,8 @@ def _made(name, length, path, floor, multiple, among, even, target) -> BudgetRul
         least = _least(policy, schedule)
         if mean < least:  # too few to share out
             return None
-        part = policy.even if even is None else even
-        return made(length=length, path=path, floor=least, even=part)
+        default = policy.even if even is None else even
+        return made(length=length, path=path, floor=least, even=default)
 
     return BudgetRule(
         name,
@@ -137,7 +143,7 @@ def _made(name, length, path, floor, multiple, among, even, target) -> BudgetRul
 
 
 def _least(policy: policies.Policy, schedule: Schedule) -> int:
-    """The fewest pairs of a head under which policy and schedule can work."""
+    """Returns the smallest size of a head that fits the policy and the schedule."""
     for size in itertools.count(calibrations.FLOOR, _MORE):
         evict = schedule.of_budget(size).evict_size * schedule.evicts_again
         if size >= max(policy.num_pinned + evict + _MORE, 2 * evict):

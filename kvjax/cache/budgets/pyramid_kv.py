@@ -9,18 +9,18 @@ from kvjax.types import real_number, whole_number
 
 
 def pyramid(beta: float = 20.0, window: int = 0, least: int = 1) -> BudgetRule:
-    """Sizes fall with depth along a line: much in the first layer, little in the last.
+    """Gives sizes that fall linearly from the first layer to the last.
 
         k[L - 1] = window + (mean - window) / beta
         k[0]     = 2 mean - k[L - 1]
 
-    and on the line in between; in whole numbers by largest remainders.
+    and linear in between, rounded by largest remainders.
 
     Args:
-      beta: how steep, 1 (all layers alike) or more; the 20 of the authors' code.
-      window: pairs per head that every layer keeps aside from the pyramid: the paper's
-        alpha, the window of SnapKV. 0: none.
-      least: pairs per head that the last layer keeps at least.
+      beta: slope, 1 (uniform) or more; 20 in the authors' code.
+      window: pairs per head that every layer keeps outside the pyramid: the paper's
+        alpha, SnapKV's window. 0 is none.
+      least: the smallest size of the last layer, in pairs per head.
 
     Source: PyramidKV (Cai et al. 2024), arXiv 2406.02069, section 3.2.
 

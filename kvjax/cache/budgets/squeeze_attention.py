@@ -32,38 +32,36 @@ def squeeze(
     capped: bool = False,
     length: int | None = None,
 ) -> BudgetRule:
-    """Layers whose attention changes the residual stream least keep p of the mean.
+    """Gives layers whose attention changes the residual stream least p of the mean.
 
         size = round(mean p)                                in G3, the highest cosines
         size = (L mean - |G3| round(mean p)) / (|G1| + |G2|)    in the other layers
 
-    Where the division leaves a rest of r pairs, the first r of the other layers keep
-    one more. All layers alike (one cosine in all of them) keep the mean.
+    If the division leaves a remainder of r pairs, the first r of the other layers keep
+    one more. If all layers have the same cosine, they keep the mean.
 
-    The cosines are means over the prompts that are read together, so sizes are a
-    batch's, not a prompt's. What is stored while these are read is the whole prompt: a
-    schedule that reads it whole, `after_prefill` or `decode_only`, is needed. Or they
-    are those of a calibration's texts: then sizes are known before a prompt is read, so
-    that any schedule does, and one set of programs serves a whole run.
+    By default the cosines are means over the prompts of a batch, so all of these get
+    the same sizes. Prefill then stores whole prompts, and needs the schedule
+    `after_prefill` or `decode_only`. With `source="calibration"` the cosines come from
+    a calibration's texts: sizes are known before prefill, any schedule works, and one
+    set of programs serves a whole run.
 
-    The paper's sizes pay no heed to the length of the prompt: where G3 has nearly all
-    layers, the few others get more room than there are pairs to put there. `capped`
-    leaves with G3 what is over. Look at a model's cosines
+    The paper's sizes ignore the length of the prompt: if G3 has nearly all layers, the
+    others get more slots than the prompt has tokens. `capped` gives the surplus to G3.
+    Look at a model's cosines
     (`experiments/gallery/layer_similarity.py`) before choosing p.
 
     Args:
-      p: the share of the mean that G3 keeps, above 0 and 1 at most (1: all keep the
-        mean); 0.3 in the example of the paper's appendix.
-      least: pairs per head that G3 keeps at least, such as a policy's pinned pairs and
-        some more.
-      source: whose cosines: the `prompts`' own, or a `calibration`'s.
+      p: the share of the mean that G3 keeps, above 0, at most 1 (uniform); 0.3 in the
+        example of the paper's appendix.
+      least: the smallest size of G3, in pairs per head: more than the policy pins.
+      source: of the cosines: the `prompts` themselves, or a `calibration`.
       path: of the calibration, or the calibration itself, see
-        `kvjax.cache.budgets.calibrated`; None is the one that is known for the model's
-        weights.
-      capped: no layer keeps more than `length`, and G3 shares what that leaves over,
-        which is not in the paper.
-      length: tokens of the prompts to come, of `capped` alone. None is what
-        `make_spec` is told.
+        `kvjax.cache.budgets.calibrated`; None finds the one of the model's weights.
+      capped: limits every layer to `length` pairs, and gives the surplus to G3; not in
+        the paper.
+      length: tokens of the longest prompt, for `capped` only. None is the `length` of
+        `make_spec`.
 
     Source: Wang and Gan 2024, arXiv 2404.04793, Algorithm 1.
 
@@ -97,7 +95,7 @@ def squeeze(
 def _squeeze(
     p: float, least: int, source: str, path, capped: bool, length: int | None
 ) -> BudgetRule:
-    """One rule for one set of options: another one would be compiled anew."""
+    """Returns one object per set of options: another would compile again."""
     of_length = None
     if capped and length is None:
         of_length = functools.partial(_squeeze, p, least, source, path, capped)
@@ -126,7 +124,7 @@ def _squeeze(
 
 
 def _calibrated(spec: ModelSpec, path: calibrations.Given) -> np.ndarray:
-    """A calibration's cosines, float64[L]."""
+    """Returns a calibration's cosines, float64[L]."""
     found = calibrations.of_model(spec, path)
     if not found.similarity:
         raise UserError(
@@ -139,18 +137,18 @@ def _calibrated(spec: ModelSpec, path: calibrations.Given) -> np.ndarray:
 def cosine(
     before: Float[Array, "B T M"], after: Float[Array, "B T M"]
 ) -> Float[Array, "B T"]:
-    """Cosine similarity of every token's residual stream around attention, float32."""
+    """Returns each token's cosine similarity before and after attention, float32."""
     before, after = before.astype(jnp.float32), after.astype(jnp.float32)
     lengths = jnp.linalg.norm(before, axis=-1) * jnp.linalg.norm(after, axis=-1)
     return jnp.sum(before * after, axis=-1) / jnp.maximum(lengths, 1e-30)
 
 
 def group(measured: np.ndarray) -> np.ndarray:
-    """The group, int[L], of every layer by its cosine, float[L]; 0 has the lowest.
+    """Returns the group, int[L], of every layer by its cosine; 0 has the lowest.
 
-    One-dimensional k-means, exactly: of all ways to cut the sorted values into
-    `GROUPS`, or as many as there are different values, the first that has the least sum
-    of squared distances to the groups' means. Equal values stay together.
+    Exact one-dimensional k-means: of all ways to cut the sorted values into `GROUPS`
+    groups (or as many as there are distinct values), the first with the least sum of
+    squared distances to the groups' means. Equal values share a group.
     """
     ordered = np.sort(measured)
     starts = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist()]
@@ -169,22 +167,22 @@ def group(measured: np.ndarray) -> np.ndarray:
 def sizes(
     groups: np.ndarray, mean: int, small: int, most: int | None = None
 ) -> tuple[int, ...]:
-    """`small` pairs in the last of groups [L]; the others share the rest of L `mean`.
+    """Returns `small` for layers of the last group; the others share the remainder.
 
-    Where that is more than `most` each, they keep `most`, and the last group shares
-    what is over. Sizes depend on which layers are in the last group only, since every
-    set of sizes is a program.
+    If that is more than `most` each, they get `most`, and the last group shares the
+    surplus. Sizes depend on the last group only, since every set of sizes compiles a
+    program.
     """
-    lends, total = groups == groups.max(), len(groups) * mean
-    if lends.all():
+    last, total = groups == groups.max(), len(groups) * mean
+    if last.all():
         return (mean,) * len(groups)
-    if most is not None and (~lends).sum() * most < total - lends.sum() * small:
+    if most is not None and (~last).sum() * most < total - last.sum() * small:
         most = max(most, mean)
-        return _parted(lends, total - (~lends).sum() * most, most)
-    return _parted(~lends, total - lends.sum() * small, small)
+        return _shared(last, total - (~last).sum() * most, most)
+    return _shared(~last, total - last.sum() * small, small)
 
 
-def _parted(some: np.ndarray, total: int, other: int) -> tuple[int, ...]:
-    """What `some` layers have of a total, to the last pair; `other` in the rest."""
-    each, rest = divmod(int(total), int(some.sum()))
-    return tuple(np.where(some, each + (np.cumsum(some) <= rest), other).tolist())
+def _shared(layers: np.ndarray, total: int, other: int) -> tuple[int, ...]:
+    """Shares `total` among the masked layers exactly; the rest get `other`."""
+    each, rest = divmod(int(total), int(layers.sum()))
+    return tuple(np.where(layers, each + (np.cumsum(layers) <= rest), other).tolist())

@@ -1,4 +1,4 @@
-"""A whole number of pairs shared out by weights, within bounds, to the last pair."""
+"""Apportionment: a number of pairs shared out by weights, within bounds."""
 
 import math
 
@@ -15,20 +15,20 @@ def apportion(
     most: int,
     multiple: int = 1,
 ) -> Int[np.ndarray, "*N"]:
-    """Sizes in proportion to weights that add up to `total` exactly.
+    """Returns sizes in proportion to weights that add up to `total` exactly.
 
-    The proportional share of those that a bound does not hold, w times one scale, is
-    rounded down to a multiple, and what is left goes, a multiple each, to those that
-    rounding took most from: Hamilton's method of largest remainders. Equal remainders
-    go by index, so that equal arguments give equal sizes on every machine.
+    Hamilton's method of largest remainders: one scale times the weights, clipped to the
+    bounds, is rounded down to multiples; the remainder is given, a multiple each, to
+    the sizes that rounding reduced most. Ties are broken by index, so equal arguments
+    give equal sizes on every machine.
 
     Args:
       weights: finite and above 0.
-      total: what the sizes add up to.
-      least: of every size.
-      most: of every size.
-      multiple: sizes are multiples of it, but for those at a bound, and one at most
-        that takes what the total leaves over.
+      total: sum of the sizes.
+      least: lower bound of every size.
+      most: upper bound of every size.
+      multiple: sizes are multiples of it, except those at a bound, and at most one that
+        takes the remainder of the total.
 
     Returns:
       int64, in the shape of the weights.
@@ -61,10 +61,9 @@ def apportion(
 def proportional(
     weights: Float[np.ndarray, "*N"], total: float, least: float, most: float
 ) -> Float[np.ndarray, "*N"]:
-    """clip(scale * weights, least, most) for the one scale at which it adds up.
+    """Returns clip(scale * weights, least, most), scaled so that the sum is `total`.
 
-    The sum rises with the scale, on straight lines between the scales at which a weight
-    reaches a bound.
+    The sum is piecewise linear in the scale, with knots where a weight reaches a bound.
     """
     scales = np.unique(np.concatenate([least / weights, most / weights]))
     sums = [math.fsum(np.clip(scale * weights, least, most)) for scale in scales]

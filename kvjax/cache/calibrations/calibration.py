@@ -22,24 +22,23 @@ _OPTIONAL = {"made_by", "similarity", "float16"}
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What share of a text's pairs each head keeps, for some ratios of all pairs.
+    """Each head's share of a text's pairs, for several ratios of all pairs.
 
     Attributes:
       model: the name in its spec.
       fingerprint: of its weights, see `kvjax.models.fingerprints`.
       target: what pairs were scored by, of `kvjax.engine.calibration.TARGETS`; `loss`
         where sizes came of `kvjax.training.fit_heads`.
-      num_texts, tokens: how many texts it was measured on, and of how many tokens.
-      accuracy: the share of tokens that the model predicted right where pairs were
-        scored; targets from repetitions that went wrong are worth little.
-      ratios: pairs kept of all pairs, falling, each between 0 and 1.
+      num_texts, tokens: number of texts it was measured on, and tokens of each.
+      accuracy: the share of tokens that the model predicted right while its attention
+        scored the pairs; a low one means that the repetitions failed.
+      ratios: pairs kept of all pairs, descending, each between 0 and 1.
       shares: for every ratio, the kept share of each head's pairs [L][K]; their mean is
         the ratio.
       similarity: of every layer [L], the cosine of the residual stream before and after
-        its attention, mean over the texts' tokens; empty where nobody measured it.
-      made_by: how, in words.
-      float16: the fingerprint of the same weights loaded as float16; empty where nobody
-        has worked it out.
+        its attention, mean over the texts' tokens; empty if not measured.
+      made_by: the method, in words.
+      float16: the fingerprint of the same weights loaded as float16; empty if unknown.
 
     Raises:
       UserError: a field of another type, shape or range.
@@ -94,9 +93,9 @@ class Calibration:
         return len(self.shares[0][0])
 
     def fits(self, spec: ModelSpec) -> bool:
-        """Whether it was measured on the weights of a spec, whatever their name.
+        """Returns whether it was measured on the spec's weights, under any name.
 
-        Of a shape alone, which has no weights, the name has to be the same.
+        A spec without a fingerprint has to have the same name.
         """
         if spec.fingerprint:
             same = spec.fingerprint in (self.fingerprint, self.float16)
@@ -126,10 +125,10 @@ class Calibration:
         return mine == (spec.num_layers, spec.num_kv_heads)
 
     def shares_at(self, ratio: float) -> Float[np.ndarray, "L K"]:
-        """The shares at any ratio above 0, up to 1, float64; their mean is the ratio.
+        """Returns the shares at a ratio in (0, 1], float64; their mean is the ratio.
 
-        On straight lines between the calibrated ratios. Of nothing heads keep nothing,
-        and of all pairs everything: below the smallest ratio its shares shrink alike.
+        Linear interpolation between the calibrated ratios, with shares of 0 at ratio 0
+        and of 1 at ratio 1.
 
         Raises:
           UserError: a ratio that is not in (0, 1].
@@ -141,8 +140,8 @@ class Calibration:
         known = np.stack([np.zeros(known.shape[1:]), *known, np.ones(known.shape[1:])])
         ends = [0.0, *self.ratios[::-1], 1.0]
         above = int(np.searchsorted(ends, ratio))
-        part = (ratio - ends[above - 1]) / (ends[above] - ends[above - 1])
-        return known[above - 1] + part * (known[above] - known[above - 1])
+        weight = (ratio - ends[above - 1]) / (ends[above] - ends[above - 1])
+        return known[above - 1] + weight * (known[above] - known[above - 1])
 
     def sizes(
         self,
@@ -155,21 +154,20 @@ class Calibration:
         among: str = "heads",
         even: float = 0.0,
     ) -> Int[np.ndarray, "L K"]:
-        """How many pairs each head keeps of a text, `mean` on average.
+        """Returns the number of pairs that each head keeps of a text.
 
         Args:
-          spec: the model's shape, which `check` is asked about.
-          mean: pairs per head; the sizes add up to it times L times K exactly.
+          spec: the model's shape, see `check`.
+          mean: pairs per head; the sizes add up to mean * L * K exactly.
           length: tokens of the text; no head keeps more.
-          floor: pairs that every head keeps; a multiple itself, as a rule.
-          multiple: sizes are multiples of it, but for those at `floor` or `length`, and
-            one at most (of each layer, where they are its heads') that takes what the
-            total leaves over.
-          among: one of `AMONG`. All heads of all layers share out the whole; or layers
-            do, by the mean share of their heads, which keep alike; or every layer
-            keeps the mean and its heads share that out.
-          even: how far sizes lie between the calibration, 0, and `mean` in every head,
-            1.
+          floor: pairs that every head keeps; usually a multiple of `multiple`.
+          multiple: sizes are multiples of it, except those at `floor` or `length`, and
+            at most one (per layer, if its heads share out the mean) that takes the
+            remainder.
+          among: one of `AMONG`: all heads of all layers share out the total; or the
+            layers do, by the mean share of their heads, which get one size; or every
+            layer keeps the mean and its heads share it out.
+          even: interpolates from the calibrated sizes, 0, to uniform ones, 1.
 
         Returns:
           int64.
@@ -190,7 +188,7 @@ class Calibration:
         shape, ratio = (self.num_layers, self.num_kv_heads), mean / length
         even = real_number("even", even, 0, 1)
         rows = _rows(self.shares_at(ratio), ratio, among)
-        if even == 1:  # multiples would set equals apart
+        if even == 1:  # rounding to multiples would make them differ
             return np.full(shape, mean)
         sizes = [
             apportion(row, mean * row.size, floor, length, multiple)
@@ -248,14 +246,14 @@ class Calibration:
 
 
 def checked_among(among: Any) -> str:
-    """`among`; UserError unless it is one of `AMONG`."""
+    """Returns `among`; UserError unless it is one of `AMONG`."""
     if among not in AMONG:
         raise UserError(f"among is {among!r:.80}: use one of {AMONG}")
     return among
 
 
 def checked_ratios(ratios: Any) -> tuple[float, ...]:
-    """The ratios as floats; UserError unless they fall, between 1 and 0."""
+    """Returns the ratios as floats; UserError unless descending between 1 and 0."""
     several = isinstance(ratios, Sequence) and not isinstance(ratios, str)
     if not several or not len(ratios):
         raise UserError(f"ratios is {ratios!r:.80}: give one or more, as (0.5, 0.25)")
@@ -269,7 +267,7 @@ def checked_ratios(ratios: Any) -> tuple[float, ...]:
 def _rows(
     shares: Float[np.ndarray, "L K"], ratio: float, among: str
 ) -> Float[np.ndarray, "N M"]:
-    """Shares in rows that are shared out apart, the mean of each the ratio."""
+    """Returns rows of shares to apportion separately; their means are the ratio."""
     if checked_among(among) == "heads":
         return shares.reshape(1, -1)
     if among == "layers":
@@ -278,7 +276,7 @@ def _rows(
 
 
 def _shape(rows: Any) -> tuple[int, ...] | None:
-    """(L, K) of numbers; None for anything else."""
+    """Returns (L, K) of nested numbers, None for anything else."""
     try:
         found = np.asarray(rows)
     except ValueError:  # rows of several lengths
@@ -288,7 +286,7 @@ def _shape(rows: Any) -> tuple[int, ...] | None:
 
 
 def _check_shares(ratio: float, shares: Float[np.ndarray, "L K"]) -> None:
-    """Raises UserError unless they are shares, and of this ratio."""
+    """Raises UserError unless the shares are in (0, 1] and their mean is the ratio."""
     wrong = shares[~((shares > 0) & (shares <= 1))]
     if wrong.size:
         raise UserError(f"a share of {wrong[0]} at ratio {ratio}: above 0, 1 at most")
@@ -300,7 +298,7 @@ def _check_shares(ratio: float, shares: Float[np.ndarray, "L K"]) -> None:
 
 
 def _fields(found: Any) -> dict[str, Any]:
-    """The arguments of `Calibration` in a file's object."""
+    """Returns the arguments of `Calibration` from a file's JSON object."""
     if not isinstance(found, dict):
         raise UserError("no JSON object")
     if found.pop("format", None) != _FORMAT:
@@ -328,6 +326,6 @@ def _fields(found: Any) -> dict[str, Any]:
 
 
 def tuples(rows: Any) -> Any:
-    """Nested lists or arrays as tuples, which can be hashed."""
+    """Converts nested lists or arrays to tuples, which can be hashed."""
     rows = rows.tolist() if isinstance(rows, np.ndarray) else rows
     return tuple(map(tuples, rows)) if isinstance(rows, list) else rows

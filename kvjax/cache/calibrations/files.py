@@ -18,20 +18,20 @@ _SHIPPED = {"repetition": _CACHE / "calibrated", LOSS: _CACHE / "fitted"}  # by 
 
 
 def of_model(
-    spec: ModelSpec, given: Given = None, target: str | None = None
+    spec: ModelSpec, source: Given = None, target: str | None = None
 ) -> Calibration:
-    """The calibration of a model's weights.
+    """Returns the calibration of a model's weights.
 
     Args:
       spec: of the model.
-      given: a calibration or the path of one; None for what `find` finds.
+      source: a calibration or the path of one; None uses `find`.
       target: see `find`.
 
     Raises:
       UserError: a file that cannot be read, or that is of another model or of other
         weights; no calibration is known.
     """
-    if given is None:
+    if source is None:
         found = find(spec, target)
         if found is None:
             raise UserError(
@@ -39,19 +39,19 @@ def of_model(
                 f"{spec.name} is known: make it once with kvjax.calibrate(model)"
             )
         return found
-    found = given if isinstance(given, Calibration) else Calibration.load(given)
+    found = source if isinstance(source, Calibration) else Calibration.load(source)
     found.check(spec)
     return found
 
 
 def find(spec: ModelSpec, target: str | None = None) -> Calibration | None:
-    """The calibration of these weights by a target; None where nobody has made it.
+    """Returns the known calibration of these weights, None if there is none.
 
-    Looks through the user's folder, the newest first, and then through what comes with
-    the package. Warns of files that cannot be read.
+    Searches the user's folder, the newest file first, then the package's files. Warns
+    of files that cannot be read.
 
     Args:
-      spec: whose fingerprint it goes by, see `Calibration.fits`.
+      spec: of the model, see `Calibration.fits`.
       target: one of `TARGETS`; None is any but `loss`, whose sizes are for one policy.
     """
     changed = lambda path: path.stat().st_mtime_ns
@@ -80,13 +80,13 @@ def own_folder() -> pathlib.Path:
 
 
 def kept_path(found: Calibration) -> pathlib.Path:
-    """Where `keep` puts a calibration: another one of its weights and target goes."""
+    """Returns the file that `keep` writes: one for each model, weights and target."""
     name = f"{found.model[:64]}-{found.target}-{found.fingerprint}.json"
     return own_folder() / name
 
 
 def keep(found: Calibration) -> None:
-    """Puts it into the user's folder, where `find` looks.
+    """Saves a calibration in the user's folder, where `find` searches first.
 
     Raises:
       UserError: the folder cannot be written.
@@ -103,7 +103,7 @@ def keep(found: Calibration) -> None:
 
 
 def shipped(name: str, target: str = "repetition") -> Calibration:
-    """The calibration that comes with the package for a model of this name.
+    """Returns the package's calibration for a model of this name.
 
     Raises:
       UserError: there is none.
@@ -118,7 +118,7 @@ def shipped(name: str, target: str = "repetition") -> Calibration:
 
 
 def checked_target(target: Any) -> str:
-    """`target`; UserError unless it is one of `TARGETS`."""
+    """Returns `target`; UserError unless it is one of `TARGETS`."""
     if target not in TARGETS:
         raise UserError(f"target is {target!r:.80}: use one of {TARGETS}")
     return target

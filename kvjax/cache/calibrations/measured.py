@@ -15,7 +15,7 @@ _GRAIN = 10_000  # shares are multiples of 1 / _GRAIN
 
 
 class Measured(NamedTuple):
-    """Shares of every single text, before they are averaged.
+    """Shares measured on single texts, before they are averaged.
 
     Attributes:
       model, fingerprint, target, tokens, ratios: see `Calibration`.
@@ -41,10 +41,10 @@ class Measured(NamedTuple):
 def kept_shares(
     scores: Float[np.ndarray, "L K T"], ratio: float
 ) -> Float[np.ndarray, "L K"]:
-    """Each head's kept pairs over T, where one threshold keeps the ratio of all pairs.
+    """Returns each head's share of kept pairs, if one threshold keeps `ratio` of all.
 
-    The first `SINKS` and the last `NEWEST` pairs count as kept, whatever their scores.
-    Exactly round(ratio L K T) pairs are kept; among equal scores, the first ones.
+    The first `SINKS` and the last `NEWEST` pairs are kept, whatever their scores.
+    Exactly round(ratio * L * K * T) pairs are kept; of equal scores, the first ones.
     """
     scores = np.array(scores)
     scores[..., :SINKS] = scores[..., -NEWEST:] = np.inf
@@ -54,9 +54,9 @@ def kept_shares(
 
 
 def average(measured: Measured) -> Calibration:
-    """The mean over the texts, in parts of 1e-4 that add up to the ratios.
+    """Averages over the texts: shares in multiples of 1e-4 whose means are the ratios.
 
-    No head's share is less than what `floor` pairs are of a text, or more than 1.
+    No share is less than `floor` pairs of a text, or more than 1.
     """
     means = np.mean(measured.shares, axis=0)
     return Calibration(
@@ -79,16 +79,13 @@ def average(measured: Measured) -> Calibration:
 def whole_shares(
     shares: Float[np.ndarray, "L K"], ratio: float, floor: int, tokens: int
 ) -> Rows:
-    """Shares in parts of 1e-4 whose mean is the ratio exactly.
+    """Rounds shares to multiples of 1e-4 whose mean is exactly the ratio.
 
-    None is less than `floor` pairs of a text of so many tokens.
+    No share is less than `floor` pairs of a text of `tokens` tokens.
     """
-    least, total = (
-        math.ceil(floor * _GRAIN / tokens),
-        round(ratio * shares.size * _GRAIN),
-    )
-    parts = apportion(shares, total, least, _GRAIN)
-    return tuples(parts / _GRAIN)
+    least = math.ceil(floor * _GRAIN / tokens)
+    total = round(ratio * shares.size * _GRAIN)
+    return tuples(apportion(shares, total, least, _GRAIN) / _GRAIN)
 
 
 def stability(
@@ -96,17 +93,16 @@ def stability(
     counts: Sequence[int] = (2, 8, 32),
     splits: int = 20,
 ) -> dict[int, np.ndarray]:
-    """How far shares depend on the texts: two disjoint halves of them, compared.
+    """Measures how far shares depend on the texts, by comparing disjoint halves.
 
     Args:
       shares: of N texts and R ratios.
-      counts: how many texts the two halves have together; what is more than N is left
-        out.
-      splits: how many times texts are drawn, always the same ones.
+      counts: numbers of texts in both halves together; those above N are skipped.
+      splits: number of random draws, with a fixed seed.
 
     Returns:
-      For every count [R], a ratio each: the mean absolute difference of the halves'
-      mean shares, over heads and draws.
+      For every count, [R]: the mean absolute difference between the halves' mean
+      shares, over heads and draws.
     """
     rng, found = np.random.default_rng(0), {}
     for count in (count for count in counts if count <= len(shares)):
