@@ -1,4 +1,4 @@
-"""Masked attention that also adds up importance: one meaning, several backends."""
+"""Masked attention that also returns the statistics policies need; many backends."""
 
 from kvjax.attention.backends import Backend, register
 from kvjax.attention.ops import (

@@ -1,9 +1,9 @@
-"""Which attention runs: a table of backends, and the choice among them.
+"""The table of attention backends, and the choice among them.
 
     reference     plain jax.numpy, on every platform
-    tiles         the same in pieces that a CPU's cache holds; for prompts and codes
+    tiles         the same in pieces that fit a CPU's cache; for prompts and coded pairs
     xla, cudnn    `jax.nn.dot_product_attention`: no statistics
-    pallas_tpu    one pass over the pairs, statistics added up on the way
+    pallas_tpu    one pass over the KV pairs, which also sums the statistics
     pallas_gpu    the same for Hopper GPUs
 
 `pallas_tpu_interpret` and `pallas_gpu_interpret` run a kernel on any machine, slowly.
@@ -26,33 +26,33 @@ from kvjax.registry import Registry
 from kvjax.tracing import run_aside
 from kvjax.types import Observation, Partial, Scoring, UserError
 
-BY_NAME = 0  # the priority of a backend that is never chosen unless it is named
+BY_NAME = 0  # priority of a backend that runs only when asked for by name
 
 
 class Backend(NamedTuple):
-    """One way to attend. What it cannot do, `unsupported_reason` says.
+    """An implementation of attention, with the conditions under which it runs.
 
     Attributes:
-      name: what configs and callers call it.
+      name: its name in configs and calls.
       attend: (q, k, v, pos, q_pos, n, stats, scoring) -> attention and observation, as
         `kvjax.attention.attend` has them; `stats` are some of `ATTENTION_STATS`, and k
         and v may be `kvjax.attention.stored.Stored`.
       attention_stats: (q, k, pos, q_pos, n, whole, stats, scoring) -> observation, as
         `kvjax.attention.attention_stats`.
       write_attend: (q, new_k, new_v, slot, k, v, pos, q_pos, n, stats, scoring) ->
-        attention, observation, k, v, as `kvjax.attention.write_attend`; None where the
-        layout is to write first.
-      write_grain: keys or values -> what the number of slots has to be a multiple of
-        for `write_attend`; None where it cannot write them as they are stored.
-      platform: the only one that it runs on: tpu, gpu or cpu; None for any.
-      device_reason: device kind -> why it cannot run on such a device of its platform,
-        or None. Told once a process where another runs instead.
+        attention, observation, k, v, as `kvjax.attention.write_attend`; None if the
+        layout has to write first.
+      write_grain: keys or values -> the divisor that the number of slots must have for
+        `write_attend`; None if it cannot write them as they are stored.
+      platform: the only platform it runs on: tpu, gpu or cpu; None for any.
+      device_reason: device kind -> why it cannot run on this kind of its platform, or
+        None. Reported once per process, when another backend runs instead.
       unsupported_reason: (q, k, stats, scoring) -> why it cannot take them, or None.
-        Decided from shapes, dtypes and the device alone, while tracing.
-      priority: (q, k) -> its rank where nobody is named: of those that can run, the
-        highest does. `BY_NAME` is never chosen.
-      self_test: (head dim, the keys' `TensorCodec` or None) -> what is wrong with its
-        answers on this device, or None. Asked once a process, before it is chosen
+        Depends only on shapes, dtypes and the device, so it works while tracing.
+      priority: (q, k) -> rank when the caller names no backend: the highest that can
+        run is chosen, never one of rank `BY_NAME`.
+      self_test: (head dim, the keys' `TensorCodec` or None) -> description of its error
+        on this device, or None. Runs once per process, before the backend is chosen
         without being named.
     """
 
@@ -74,17 +74,17 @@ BACKENDS = Registry("attention implementation")
 
 
 def register(backend: Backend) -> Backend:
-    """Lets callers and configs ask for a backend by its name; returns it.
+    """Adds a backend to the table under its name, and returns it.
 
     Raises:
-      UserError: the name is taken, or holds a colon.
+      UserError: the name is taken, or contains a colon.
     """
     BACKENDS.register(backend.name, lambda: backend)
     return backend
 
 
 def check_name(implementation: str | None) -> None:
-    """Raises UserError for a name that is no backend's."""
+    """Raises UserError if no backend has this name."""
     if implementation is not None:
         BACKENDS.factory(implementation)
 
@@ -96,19 +96,19 @@ def select_backend(
     implementation: str | None,
     scoring: Scoring = PLAIN,
 ) -> Backend:
-    """The backend that attends with queries `q` over keys `k`.
+    """Returns the backend for queries `q` and keys `k`.
 
-    Decided from shapes, dtypes and the device alone, so it may be asked while tracing.
+    Depends only on shapes, dtypes and the device, so it works while tracing.
 
     Args:
       q: [B, K, G, T, D].
       k: [B, K, C, D].
-      stats: statistics that attention has to hand over.
-      implementation: a backend's name, or None for the best that runs here.
-      scoring: what happens to the products.
+      stats: statistics that attention must return.
+      implementation: a backend's name, or None for the fastest that can run.
+      scoring: soft cap and sliding window.
 
     Raises:
-      UserError: a name that is unknown or cannot run; the message says why.
+      UserError: the named backend is unknown or cannot run; the message says why.
     """
     if implementation is None:
         return next(
@@ -128,7 +128,7 @@ def select_backend(
 
 
 def _by_priority(q: Array, k: Pairs) -> list[Backend]:
-    """Those that may run without being named, the best for these arrays first."""
+    """Lists the backends that need not be named, fastest for these arrays first."""
     every = [BACKENDS.make(name) for name in BACKENDS.names()]
     priority = lambda backend: backend.priority(q, k)
     return sorted(filter(priority, every), key=priority, reverse=True)
@@ -137,28 +137,28 @@ def _by_priority(q: Array, k: Pairs) -> list[Backend]:
 def _unsupported(
     backend: Backend, q: Array, k: Array, stats: frozenset[str], scoring: Scoring
 ) -> str | None:
-    """Why a backend cannot run, or None."""
-    wanted, here = backend.platform, device()
-    if wanted and here.platform != wanted:
-        return f"it needs a {wanted.upper()}, and this is a {here.platform.upper()}"
+    """Returns why a backend cannot run, or None."""
+    platform, here = backend.platform, device()
+    if platform and here.platform != platform:
+        return f"it needs a {platform.upper()}, and this is a {here.platform.upper()}"
     return backend.device_reason(here.kind) or backend.unsupported_reason(
         q, k, stats, scoring
     )
 
 
 def _runs_here(backend: Backend) -> bool:
-    """Whether the device is one of a backend's; tells if but for its kind it were."""
+    """Returns whether a backend runs on this device; warns if its kind cannot."""
     platform, kind = device()
     if backend.platform not in (None, platform):
         return False
     reason = backend.device_reason(kind)
     if reason:
-        _tell_once(backend.name, reason)
+        _warn_once(backend.name, reason)
     return not reason
 
 
 @functools.cache
-def _tell_once(name: str, reason: str) -> None:
+def _warn_once(name: str, reason: str) -> None:
     warn(
         f"attention implementation {name!r} cannot run: {reason}; plain XLA runs "
         "instead",
@@ -166,39 +166,39 @@ def _tell_once(name: str, reason: str) -> None:
 
 
 def _works(backend: Backend, k: Pairs) -> bool:
-    """Whether a backend gives right answers here.
+    """Returns whether a backend passes its self-test on this device.
 
-    A new compiler or device must cost speed, never a run. Where the program is for a
-    device that is not there, nothing can be tried.
+    A new compiler or device may cost speed, but must not fail a run. Ahead-of-time
+    compilation for an absent device skips the test, which has nowhere to run.
     """
-    elsewhere = bool(jax.sharding.get_abstract_mesh().abstract_device)
-    return elsewhere or _tried(backend, k.shape[3], _codec_read(k))
+    ahead_of_time = bool(jax.sharding.get_abstract_mesh().abstract_device)
+    return ahead_of_time or _passes_self_test(backend, k.shape[3], _codec_of_codes(k))
 
 
-def _codec_read(k: Pairs) -> Any:
-    """The codec whose codes kernels may read; None where they get numbers."""
+def _codec_of_codes(k: Pairs) -> Any:
+    """Returns the codec whose codes kernels can read; None for decoded pairs."""
     pairs = k.inner if isinstance(k, Stored) else None
     return pairs.codec if pairs and pairs.codes is not None else None
 
 
 @functools.cache
-def _tried(backend: Backend, head_dim: int, codec: Any) -> bool:
+def _passes_self_test(backend: Backend, head_dim: int, codec: Any) -> bool:
     try:
-        wrong = run_aside(lambda: backend.self_test(head_dim, codec))
-    except Exception as error:  # whatever a compiler may say
-        wrong = f"{type(error).__name__}: {error}".splitlines()[0]
-    if wrong:
+        failure = run_aside(lambda: backend.self_test(head_dim, codec))
+    except Exception as error:  # compilers raise many types
+        failure = f"{type(error).__name__}: {error}".splitlines()[0]
+    if failure:
         warn(
             f"attention implementation {backend.name!r} does not work on "
             f"{jax.devices()[0].device_kind} with head dim {head_dim}"
-            f"{f' and keys in {codec.name}' if codec else ''} ({wrong}): another one "
+            f"{f' and keys in {codec.name}' if codec else ''} ({failure}): another one "
             "runs instead",
         )
-    return not wrong
+    return not failure
 
 
 def _tiles_first(q: Array, k: Pairs) -> int:
-    """On a CPU for prompts, and where pairs have to be decoded."""
+    """Prefers tiles on a CPU, for prompts and for pairs that must be decoded."""
     pieces = q.shape[3] > 1 or isinstance(k, Stored)
     return 2 * (device().platform == "cpu" and pieces)
 

@@ -1,7 +1,7 @@
-"""The Pallas kernels in the words of the package, and the test that they work here.
+"""Adapter from the Pallas kernels to the package's types, and their self-test.
 
-Kernels take arrays and return arrays. Their compilers are imported where they are
-needed, and only there.
+Kernels take and return arrays. Their modules are imported on first use: Mosaic GPU
+and Mosaic TPU do not import on every machine.
 """
 
 import dataclasses
@@ -21,18 +21,18 @@ from kvjax.attention.stored import Pairs, Stored, decoded
 from kvjax.pallas.common import Scored, device
 from kvjax.types import Codes, Observation, Partial, Scoring, numbers_of
 
-TOLERATED = 0.05  # of a right answer, whose numbers are about 1 and rounded to bfloat16
+TOLERATED = 0.05  # absolute error of results around 1, rounded to bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """The kernels of one module, as the functions that a `Backend` is made of.
+    """The kernels of one module, as the fields of a `Backend`.
 
     Attributes:
-      module: what holds them, by its full name.
-      writes: whether decoding is to write the new pair in its kernel. It is on TPU,
-        where XLA's own write at a slot that it does not know may copy the cache.
-      interpret: whether they are interpreted: on any machine, slowly.
+      module: full name of the module that holds them.
+      writes: whether the decode kernel also writes the new KV pair. On TPU it does,
+        because XLA's own write at a dynamic slot may copy the cache.
+      interpret: whether to interpret them, slowly, on any machine.
     """
 
     module: str
@@ -40,7 +40,7 @@ class Kernels:
     interpret: bool = False
 
     def functions(self) -> dict[str, Any]:
-        """The fields of a `Backend`."""
+        """Returns the fields of a `Backend`."""
         write_attend = self.write_attend if self.writes else None
         return {
             "attend": self.attend,
@@ -52,15 +52,15 @@ class Kernels:
         }
 
     def interpreted(self) -> "Kernels":
-        """The same, run by the interpreter."""
+        """Returns the same kernels, run by the interpreter."""
         return dataclasses.replace(self, interpret=True)
 
     def unsupported_reason(
         self, q: Array, k: Pairs, stats: frozenset[str], scoring: Scoring
     ) -> str | None:
-        """Why they cannot take these arrays; None where they can."""
+        """Returns why the kernels cannot take these arrays, or None."""
         if "attn_weights" in stats:
-            return "no fused kernel hands over all the weights"
+            return "no fused kernel returns all the weights"
         kind = None if self.interpret else device().kind
         if isinstance(k, Stored):
             k = jax.ShapeDtypeStruct(k.shape, k.dtype)
@@ -69,41 +69,45 @@ class Kernels:
     def attend(
         self, q, k, v, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
     ) -> tuple[Partial, Observation]:
-        """See `kvjax.attention.attend`."""
+        """Implements `kvjax.attention.attend`."""
         k, v = self._readable(k), self._readable(v)
         found = self._run("attend", stats, scoring, q, k, v, pos, q_pos, n)
-        return _in_words(found, n, q_pos)
+        return _to_package_types(found, n, q_pos)
 
     def attention_stats(
         self, q, k, pos, q_pos, n, whole: Partial, stats, scoring: Scoring
     ) -> Observation:
-        """See `kvjax.attention.attention_stats`."""
+        """Implements `kvjax.attention.attention_stats`."""
         k = self._readable(k)
-        given = q, k, pos, q_pos, n, whole.max_logit, whole.denominator
-        found = self._run("attention_stats", stats, scoring, *given)
+        softmax = whole.max_logit, whole.denominator
+        found = self._run(
+            "attention_stats", stats, scoring, q, k, pos, q_pos, n, *softmax
+        )
         return Observation(num_tokens=n, positions=q_pos, **found)
 
     def write_attend(
         self, q, new_k, new_v, slot, k, v, pos, q_pos, n, stats, scoring: Scoring
     ) -> tuple[Partial, Observation, Array, Array]:
-        """See `kvjax.attention.write_attend`."""
+        """Implements `kvjax.attention.write_attend`."""
         k, v = self._readable(k), self._readable(v)
-        given = q, new_k, new_v, slot, k, v, pos, q_pos, n
-        found, k, v, *_ = self._run("write_attend", stats, scoring, *given)
-        return *_in_words(found, n, q_pos), k, v
+        new = new_k, new_v, slot
+        found, k, v, *_ = self._run(
+            "write_attend", stats, scoring, q, *new, k, v, pos, q_pos, n
+        )
+        return *_to_package_types(found, n, q_pos), k, v
 
     def write_grain(self, pairs: Pairs) -> int | None:
-        """Slots that a fused write needs a multiple of; None if it writes none such."""
+        """Returns the divisor of slots for a fused write; None if there is none."""
         shown = self._readable_form(pairs)
         return self._load().write_grain(shown) if shown is not None else None
 
     def _readable(self, pairs: Pairs) -> Array | Codes:
-        """Keys or values as the kernels take them: codes, where they know such."""
+        """Returns keys or values for the kernels: known codes, else decoded."""
         shown = self._readable_form(pairs)
         return decoded(pairs) if shown is None else shown
 
     def _readable_form(self, pairs: Pairs) -> Array | Codes | None:
-        """The arrays themselves, or their codes; None if neither can be read."""
+        """Returns the array or its known codes; None if they must be decoded."""
         if not isinstance(pairs, Stored):
             return pairs
         codes = pairs.codes
@@ -114,23 +118,25 @@ class Kernels:
         return importlib.import_module(self.module)
 
     def _run(self, name: str, stats: frozenset[str], scoring: Scoring, *arrays) -> Any:
-        kernel = _once(getattr(self._load(), name))
+        kernel = _jitted(getattr(self._load(), name))
         options = scoring._asdict()
         return kernel(*arrays, stats=stats, interpret=self.interpret, **options)
 
 
 @functools.cache
-def _once(kernel: Callable) -> Callable:
-    """A kernel's function that a program lowers once, however many layers call it.
+def _jitted(kernel: Callable) -> Callable:
+    """Wraps a kernel in `jit`, so that a program lowers it once for all layers.
 
-    Lowering a GPU kernel takes a quarter of a second.
+    Lowering a GPU kernel takes a quarter of a second per call.
     """
     static = "stats", "interpret", *Scoring._fields
     return jax.jit(kernel, static_argnames=static)
 
 
-def _in_words(found: Scored, n: Array, q_pos: Array) -> tuple[Partial, Observation]:
-    """What a kernel returns, in the words of the package."""
+def _to_package_types(
+    found: Scored, n: Array, q_pos: Array
+) -> tuple[Partial, Observation]:
+    """Converts a kernel's result to the package's types."""
     return Partial(found.out, found.max_logit, found.denominator), Observation(
         num_tokens=n,
         positions=q_pos,
@@ -146,24 +152,24 @@ def self_test(
     head_dim: int,
     codec: Any = None,
 ) -> str | None:
-    """What is wrong with a backend's functions here, on a small case; None if nothing.
+    """Compares a backend with NumPy on a small case; returns the failure, or None.
 
     Args:
-      attend: of a `Backend`, in bfloat16.
+      attend: the `Backend`'s function, called in bfloat16.
       write_attend: likewise; None where it has none.
-      head_dim: what it is to be tried with.
-      codec: the `TensorCodec` that stores keys and values; None is as they are.
+      head_dim: the head dimension to test.
+      codec: the `TensorCodec` that stores keys and values; None for none.
     """
-    wrong = max(_attend_error(attend, length, head_dim, codec) for length in (1, 24))
+    error = max(_attend_error(attend, length, head_dim, codec) for length in (1, 24))
     if write_attend:
-        wrong = max(wrong, _write_error(write_attend, head_dim, codec))
-    return None if wrong < TOLERATED else f"it is {wrong:.2g} off"
+        error = max(error, _write_error(write_attend, head_dim, codec))
+    return None if error < TOLERATED else f"it is {error:.2g} off"
 
 
 def _attend_error(attend: Callable, length: int, depth: int, codec: Any) -> float:
-    """The largest difference from NumPy's output and weights.
+    """Returns the largest difference from NumPy's output and summed weights.
 
-    The slots are no whole number of tiles, and the empty ones hold NaN.
+    The slots do not fill a whole number of tiles, and the empty ones hold NaN.
     """
     slots, last = 328, 299  # of them 300 are live
     draw = np.random.default_rng(0).normal
@@ -200,14 +206,16 @@ def _attend_error(attend: Callable, length: int, depth: int, codec: Any) -> floa
 
 
 def _write_error(write_attend: Callable, depth: int, codec: Any) -> float:
-    """How far the caches are from what they should be after a fused write."""
+    """Returns the largest difference of K and V after a fused write."""
     draw = np.random.default_rng(1).normal
     array = lambda *shape: jnp.asarray(draw(size=shape), jnp.bfloat16)
     k, v = (_stored(x, codec) for x in array(2, 1, 2, 128, depth))
     new = [_numbers(_stored(x, codec)) for x in array(2, 1, 2, 1, depth)]
     new_k, new_v = (x[:, :, 0] for x in new)
     one, zeros = jnp.ones((1,), jnp.int32), jnp.zeros((1, 2, 128), jnp.int32)
-    slot = jnp.asarray([[37, 128]], jnp.int32)  # the second head's goes nowhere
+    slot = jnp.asarray(
+        [[37, 128]], jnp.int32
+    )  # the second head's slot is past the end: dropped
     given = array(1, 2, 4, 1, depth), new_k, new_v, slot, k, v, zeros, one[:, None], one
     found = jax.jit(write_attend, static_argnums=(9, 10))(*given, NO_STATS, PLAIN)[2:]
     put = lambda old, new: _numbers(old).at[0, 0, 37].set(new[0, 0])
@@ -217,15 +225,15 @@ def _write_error(write_attend: Callable, depth: int, codec: Any) -> float:
 
 
 def _stored(x: Array, codec: Any) -> Pairs:
-    """Keys or values [B, K, C, D] as the codec stores them."""
+    """Encodes keys or values [B, K, C, D] with the codec, if any."""
     return x if codec is None else Stored(codec.encode(x), codec, x.shape, x.dtype)
 
 
 def _numbers(pairs: Pairs | Codes) -> Array:
-    """What a fused write writes: the numbers, or the codes of stored ones."""
+    """Returns the array that a fused write updates: the pairs, or their codes."""
     return numbers_of(pairs.codes if isinstance(pairs, Stored) else pairs)
 
 
 def _largest(difference: np.ndarray) -> float:
-    """The largest of the absolute values; infinite where one is NaN."""
+    """Returns the largest absolute value; infinite if any is NaN."""
     return float(np.max(np.nan_to_num(np.abs(difference), nan=np.inf)))

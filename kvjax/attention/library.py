@@ -1,4 +1,4 @@
-"""JAX's own attention as a backend: fast and plain, without statistics."""
+"""JAX's `dot_product_attention` as a backend: fast, but without statistics."""
 
 import functools
 from typing import Any
@@ -14,7 +14,7 @@ from kvjax.types import Observation, Partial, Scoring
 
 
 def functions(name: str) -> dict[str, Any]:
-    """The fields of a `Backend` for one of JAX's implementations."""
+    """Returns the fields of a `Backend` for one of JAX's implementations."""
     return {
         "attend": functools.partial(attend, name=name),
         "unsupported_reason": unsupported_reason,
@@ -24,11 +24,11 @@ def functions(name: str) -> dict[str, Any]:
 def unsupported_reason(
     q: Array, k: Array, stats: frozenset[str], scoring: Scoring
 ) -> str | None:
-    """Why `jax.nn.dot_product_attention` does not do; None where it does."""
+    """Returns why `jax.nn.dot_product_attention` cannot run, or None."""
     if reason := plain_only(scoring):
         return reason
     if stats:
-        return f"it hands over no statistics, and {sorted(stats)} are needed"
+        return f"it returns no statistics, and {sorted(stats)} are needed"
     return None
 
 
@@ -37,7 +37,7 @@ def attend(
 ) -> tuple[Partial, Observation]:
     """Attends by JAX's implementation `name`; see `kvjax.attention.attend`.
 
-    Its normalised output is a partial one whose weights sum to 1.
+    JAX returns a normalised output, which is a `Partial` with a denominator of 1.
     """
     k, v = decoded(k), decoded(v)
     flat = lambda x: rearrange(x, "b k g t d -> b t (k g) d")

@@ -1,7 +1,7 @@
 """Masked attention over slots, with the statistics that policies need.
 
-What it means is in `kvjax.attention.reference`, and what runs in
-`kvjax.attention.backends`.
+`kvjax.attention.reference` defines the result; `kvjax.attention.backends` chooses the
+implementation.
 """
 
 import functools
@@ -26,29 +26,29 @@ def attend(
     implementation: str | None = None,
     scoring: Scoring = PLAIN,
 ) -> tuple[Partial, Observation]:
-    """Softmax attention of T queries over C slots, logits scaled by D ** -0.5.
+    """Computes softmax attention of T queries over C slots, logits scaled by D ** -0.5.
 
-    A query sees the live slots whose position is not after its own. Empty slots get no
-    weight; they must hold finite numbers, as a fresh or evicted slot does.
+    A query attends to the live slots whose position is at most its own. Empty slots get
+    no weight; they must hold finite numbers, as fresh and evicted slots do.
 
     Args:
       q: queries.
-      k: keys, one per slot; as numbers, or as they are stored.
+      k: keys, one per slot; decoded, or as their codec stores them.
       v: values, one per slot; likewise.
-      pos: position of each slot's pair, -1 for an empty slot.
+      pos: position of each slot's KV pair, -1 for an empty slot.
       q_pos: position of each query.
-      n: how many of a row's T queries are real; the others are padding at the end.
-      stats: statistics of the weights to return, see `kvjax.types.Observation`; what
-        attention does not know is left to the caller.
-      implementation: the name of one of `kvjax.attention.backends`; None is the best
-        that runs.
-      scoring: a cap on the logits, a window on what a query sees.
+      n: number of real queries per row; the rest of the T are padding at the end.
+      stats: statistics of the weights to return, see `kvjax.types.Observation`; names
+        outside `ATTENTION_STATS` are ignored, the caller computes them.
+      implementation: name of a backend of `kvjax.attention.backends`; None chooses the
+        fastest that can run.
+      scoring: soft cap on the logits, and sliding window of a query.
 
     Returns:
-      The unnormalised output, and the statistics asked for.
+      The unnormalised output, and the requested statistics.
 
     Raises:
-      UserError: a named implementation that is unknown, or cannot run here or with
+      UserError: a named implementation is unknown, or cannot run on this device or with
         these arguments; the message says why.
     """
     stats = stats & ATTENTION_STATS
@@ -74,12 +74,12 @@ def write_attend(
     implementation: str | None,
     scoring: Scoring,
 ) -> tuple[Partial, Observation, Array, Array]:
-    """`attend` for one query per row, with the write of its own pair fused in.
+    """Writes each row's new KV pair and attends with its one query, in one kernel.
 
-    Only where `fuses_write` says so. `pos` has the new pairs' positions already, and
-    stored pairs their scales: what is written are keys and values, or their codes. A
-    slot of C or more is not written. Returns these arrays of K and V as well, in the
-    same buffers.
+    Call it only where `fuses_write` returns True. The caller has already written the
+    new positions into `pos`, and the new scales of coded pairs: the kernel writes keys
+    and values, or their codes. A slot >= C is not written. Also returns the updated
+    arrays of K and V, in the same buffers.
     """
     stats = stats & ATTENTION_STATS
     backend = select_backend(q, k, stats, implementation, scoring)
@@ -99,7 +99,7 @@ def fuses_write(
     implementation: str | None,
     scoring: Scoring,
 ) -> bool:
-    """Whether `write_attend` should take these: elsewhere the layout writes first."""
+    """Returns whether to call `write_attend`; if not, the layout writes first."""
     stats = stats & ATTENTION_STATS
     backend = select_backend(q, k, stats, implementation, scoring)
     if q.shape[3] > 1 or backend.write_attend is None:
@@ -118,15 +118,15 @@ def attend_segments(
     implementation: str | None = None,
     scoring: Scoring = PLAIN,
 ) -> tuple[Partial, list[Observation]]:
-    """`attend` over slots that lie in several places: splits, a prefix, a window.
+    """Attends to slots in several arrays: splits, a shared prefix, a residual window.
 
-    The statistics of every segment are those of one softmax over all of them: its
-    log-sum-exp is merged first, and the weights are taken with it. (Weights that are
-    summed over queries cannot be put right afterwards.)
+    Every segment's statistics are taken under the softmax over all segments: their
+    log-sum-exps are merged before any weight is computed, because weights already
+    summed over queries cannot be renormalised.
 
     Args:
       q: queries.
-      segments: (k, v, pos) of each, disjoint; their numbers of slots may differ.
+      segments: (k, v, pos) of each, with disjoint tokens; numbers of slots may differ.
       q_pos: position of each query.
       n: real queries per row.
       stats: statistics to return.
@@ -159,7 +159,7 @@ def attention_stats(
     implementation: str | None = None,
     scoring: Scoring = PLAIN,
 ) -> Observation:
-    """The statistics alone, of weights under a softmax that is already known.
+    """Computes only the statistics, under a softmax that is already known.
 
     Args:
       q: queries.
@@ -190,19 +190,19 @@ def weights(
     stats: frozenset[str],
     scoring: Scoring,
 ) -> tuple[Float[Array, "B K G T C"], Partial, Observation]:
-    """What `attend` would weigh values with, for whoever has to know before he has any.
+    """Computes the unnormalised attention weights, for callers that have no values yet.
 
-    Plain `jax.numpy`, on every platform: the weights themselves are wanted.
+    Runs in `jax.numpy` on every platform: no kernel stores the weights.
 
     Returns:
-      exp(logit - max_logit), 0 where a query sees no pair; their sums, with an output
-      of zeros; the statistics asked for.
+      exp(logit - max_logit), 0 at slots that a query may not attend to; their sums,
+      with an output of zeros; the requested statistics.
     """
     return reference.weights(q, k, pos, q_pos, n, stats & ATTENTION_STATS, scoring)
 
 
 def _turned_back(partial: Partial, back: Array | None) -> Partial:
-    """The output of values that were stored turned by `back`."""
+    """Rotates the output back where the values are stored rotated by `back`."""
     return (
         partial if back is None else partial._replace(out=turned(partial.out, back.T))
     )

@@ -1,7 +1,7 @@
-"""Masked attention in plain `jax.numpy`: the meaning that every backend agrees with.
+"""Masked attention in `jax.numpy`, the definition that every backend must match.
 
-It runs everywhere, whole (`attend`) or in pieces that a CPU's cache holds
-(`attend_in_tiles`). `merge` joins segments of the keys, and `normalize` divides.
+It runs everywhere, whole (`attend`) or in pieces that fit a CPU's cache
+(`attend_in_tiles`). `merge` joins segments of the keys; `normalize` divides.
 """
 
 import functools
@@ -25,16 +25,16 @@ from kvjax.types import (
 )
 
 NO_STATS: frozenset[str] = frozenset()
-PLAIN = Scoring()  # the softmax and nothing else
-TILE = 128  # slots at a time of many, where no statistics are asked for
-MANY = 4 * TILE  # more than these
-PIECE = 3 << 20  # bytes of logits, and of decoded pairs, at a time elsewhere
+PLAIN = Scoring()  # softmax without a soft cap or a window
+TILE = 128  # slots per piece in `_over_slots`
+MANY = 4 * TILE  # `_over_slots` runs above this number of slots
+PIECE = 3 << 20  # bytes of logits and decoded pairs per piece in `_over_rows`
 
 
 def attend(
     q, k, v, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
 ) -> tuple[Partial, Observation]:
-    """All slots at once; see `kvjax.attention.attend`."""
+    """Attends to all slots at once; see `kvjax.attention.attend`."""
     v = decoded(v)
     p, sums, seen = weights(q, k, pos, q_pos, n, stats, scoring)
     out = jnp.einsum(
@@ -46,7 +46,7 @@ def attend(
 def weights(
     q, k, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
 ) -> tuple[Float[Array, "B K G T C"], Partial, Observation]:
-    """What `attend` weighs values with; see `kvjax.attention.weights`."""
+    """Computes the unnormalised weights; see `kvjax.attention.weights`."""
     logits = masked_logits(q, decoded(k), pos, q_pos, scoring)
     max_logit = jnp.max(logits, axis=-1)
     p = jnp.exp(logits - jnp.maximum(max_logit, LOWEST)[..., None])
@@ -58,11 +58,11 @@ def weights(
 def attend_in_tiles(
     q, k, v, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
 ) -> tuple[Partial, Observation]:
-    """`attend` in pieces whose logits stay in a processor's cache.
+    """Attends in pieces whose logits stay in a processor's cache.
 
-    Of many slots without statistics, some at a time, and only as far as they are in
-    use. Otherwise all slots of some rows: their softmax has to be known where there are
-    statistics. Stored pairs are decoded piece by piece too.
+    Without statistics, a piece is `TILE` of more than `MANY` slots, up to the last slot
+    in use. Otherwise a piece is all slots of some rows, because statistics need the
+    whole softmax. Stored pairs are decoded piece by piece too.
     """
     cut = _over_rows if stats or k.shape[2] <= MANY else _over_slots
     partial, found = cut(q, k, v, pos, q_pos, n, stats, scoring)
@@ -72,7 +72,7 @@ def attend_in_tiles(
 def attention_stats(
     q, k, pos, q_pos, n, whole: Partial, stats: frozenset[str], scoring: Scoring
 ) -> Observation:
-    """The statistics alone; see `kvjax.attention.attention_stats`."""
+    """Computes only the statistics; see `kvjax.attention.attention_stats`."""
     logits = masked_logits(q, decoded(k), pos, q_pos, scoring)
     p = jnp.exp(logits - jnp.maximum(whole.max_logit, LOWEST)[..., None])
     return _observed(p, whole.denominator, n, q_pos, stats)
@@ -91,7 +91,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def normalize(partial: Partial) -> Float[Array, "B K G T D"]:
-    """The attention output, float32; zero where a query saw no key, NaN stays NaN."""
+    """Returns the float32 output; 0 if a query attends to no key, NaN stays NaN."""
     seen = partial.denominator != 0
     return jnp.where(
         seen[..., None],
@@ -103,7 +103,7 @@ def normalize(partial: Partial) -> Float[Array, "B K G T D"]:
 def visible(
     pos: Int[Array, "B K C"], q_pos: Int[Array, "B T"], local_window: int = 0
 ) -> Bool[Array, "B K 1 T C"]:
-    """Which slots a query sees: live ones, not after it, and in its window if any."""
+    """Returns the attention mask: live slots, causal, within the window if any."""
     seen_from = jnp.where(pos < 0, NEVER, pos)[:, :, None, None]
     now = q_pos[:, None, None, :, None]
     seen = seen_from <= now
@@ -111,20 +111,20 @@ def visible(
 
 
 def plain_only(scoring: Scoring) -> str | None:
-    """Why a backend that knows nothing but the softmax cannot run; None if it can."""
+    """Returns why a backend without soft cap and window cannot run, or None."""
     if scoring == PLAIN:
         return None
     return f"it neither caps logits nor limits a query's window ({scoring})"
 
 
 def _over_rows(q, k, v, pos, q_pos, n, stats, scoring):
-    """Some rows after the others; the attention, and the statistics by name."""
+    """Attends to a piece of the rows at a time; returns statistics by name."""
 
-    def some(*given):
-        partial, seen = attend(*given, stats, scoring)
+    def attend_rows(*arrays):
+        partial, seen = attend(*arrays, stats, scoring)
         return partial, {x: getattr(seen, x) for x in ATTENTION_STATS if x in stats}
 
-    given = q, k, v, pos, q_pos, n
+    arrays = q, k, v, pos, q_pos, n
     batch, *others = q.shape[:4]
     slots = k.shape[2]
     piece = 4 * math.prod(others) * slots
@@ -133,22 +133,22 @@ def _over_rows(q, k, v, pos, q_pos, n, stats, scoring):
     rows = max(1, PIECE // piece)
     passes = -(-batch // rows)
     if passes == 1:
-        return some(*given)
+        return attend_rows(*arrays)
     rows = -(-batch // passes)
 
     def a_pass(i, found):
         start = jnp.minimum(i * rows, batch - rows)  # the last one may repeat some rows
-        part = some(*_cut(given, start, rows, axis=0))
+        part = attend_rows(*_cut(arrays, start, rows, axis=0))
         put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, axis=0)
         return jax.tree.map(put, found, part)
 
-    shapes = jax.eval_shape(some, *given)
+    shapes = jax.eval_shape(attend_rows, *arrays)
     empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return lax.fori_loop(0, passes, a_pass, empty)
 
 
 def _over_slots(q, k, v, pos, q_pos, n, stats, scoring):
-    """`TILE` slots after the others, up to the last one in use; no statistics."""
+    """Attends to `TILE` slots at a time, up to the last in use; no statistics."""
     slots = k.shape[2]
     in_use = jnp.any(pos != EMPTY, axis=(0, 1))
     end = jnp.max(jnp.where(in_use, jnp.arange(1, slots + 1), 0))
@@ -169,10 +169,10 @@ def _over_slots(q, k, v, pos, q_pos, n, stats, scoring):
 
 
 def _cut(arrays: PyTree, start: Array, size: int, axis: int) -> PyTree:
-    """`size` entries of every array from `start` on, inside a loop.
+    """Slices `size` entries of every array from `start` on, inside a loop.
 
-    XLA's CPU backend widens short floats to cut them: without the barrier all that a
-    layer holds, ahead of the loop.
+    XLA's CPU backend widens bfloat16 and float16 to slice them. Without the barrier it
+    hoists that out of the loop, and widens the whole layer.
     """
     arrays, start = lax.optimization_barrier((arrays, start))
     return jax.tree.map(
@@ -187,7 +187,7 @@ def _observed(
     q_pos: Int[Array, "B T"],
     stats: frozenset[str],
 ) -> Observation:
-    """The statistics asked for, from unnormalised weights and their sums."""
+    """Computes the requested statistics from unnormalised weights and their sums."""
     seen = Observation(num_tokens=n, positions=q_pos)
     if not stats:
         return seen
@@ -220,7 +220,7 @@ def _observed(
 
 
 def masked_logits(q, k, pos, q_pos, scoring: Scoring) -> Float[Array, "B K G T C"]:
-    """Scaled products, -inf where a query sees no pair."""
+    """Returns the scaled logits, -inf at slots that a query may not attend to."""
     logits = _products(q, k) if q.shape[3] == 1 else _textbook_products(q, k)
     logits = logits * q.shape[4] ** -0.5
     if cap := scoring.logits_soft_cap:
@@ -231,7 +231,7 @@ def masked_logits(q, k, pos, q_pos, scoring: Scoring) -> Float[Array, "B K G T C
 def _products(
     q: Float[Array, "B K G 1 D"], k: Float[Array, "B K C D"]
 ) -> Float[Array, "B K G 1 C"]:
-    """q . k for one query per row, the form that each backend multiplies fastest."""
+    """Computes q . k for one query per row, in the fastest form for the platform."""
     return lax.platform_dependent(
         q, k, cpu=_keys_first_products, default=_textbook_products
     )
@@ -242,7 +242,7 @@ def _textbook_products(q, k):
 
 
 def _keys_first_products(q, k):
-    """XLA's CPU backend reads the larger operand 1.7 times faster when it is first.
+    """Computes q . k with the keys as first operand, which a CPU reads 1.7x faster.
 
     The barrier keeps the compiler from swapping the operands back.
     """

@@ -1,8 +1,7 @@
-"""Keys and values as they are stored, for attention that reads no decoded copy.
+"""Keys and values as their codec stores them, for attention without a decoded copy.
 
-Every function of `kvjax.attention` takes `Stored` in the place of an array. A backend
-that knows the codes reads them; the others read pieces that are decoded when they are
-needed, or all at once.
+Every function of `kvjax.attention` takes `Stored` in place of an array. A backend that
+knows the codes reads them; the others decode piece by piece, or all at once.
 """
 
 from typing import Any
@@ -15,13 +14,13 @@ from kvjax.types import Codes, PyTree, Struct, static_field
 
 
 class Stored(Struct):
-    """The keys, or the values, of a layer as its codec stores them.
+    """The keys or the values of a layer, as its codec stores them.
 
     Attributes:
-      arrays: the codec's; each leads with [B, K, C].
+      arrays: the codec's arrays; each leads with [B, K, C].
       codec: a `kvjax.cache.codecs.TensorCodec`.
-      shape: of what is stored, (B, K, C, D); of a piece of it, C and D alone hold.
-      dtype: that it is decoded to.
+      shape: (B, K, C, D) of the decoded array; in a slice only C and D are valid.
+      dtype: dtype of the decoded array.
     """
 
     arrays: PyTree
@@ -30,17 +29,17 @@ class Stored(Struct):
     dtype: jnp.dtype = static_field()
 
     def decoded(self) -> Float[Array, "B K C D"]:
-        """All of it as numbers."""
+        """Decodes the whole array."""
         return self.codec.decode(self.arrays, self.dtype)
 
     @property
     def codes(self) -> Codes | None:
-        """What it is if that is codes on a grid around 0, which kernels read."""
+        """Returns the codes if their grid is even (kernels read those), or None."""
         return self.arrays if self.codec.even_grid else None
 
     @property
     def inner(self) -> "Stored":
-        """What lies inside its rotation; itself where there is none."""
+        """Returns the pairs in the rotated basis; itself if nothing is rotated."""
         turned = self.codec.turned
         return self.replace(codec=turned[0]) if turned else self
 
@@ -49,15 +48,15 @@ Pairs = Array | Stored  # keys, or values
 
 
 def decoded(pairs: Pairs) -> Float[Array, "B K C D"]:
-    """Keys or values as numbers."""
+    """Returns keys or values as one decoded array."""
     return pairs.decoded() if isinstance(pairs, Stored) else pairs
 
 
 def unturned(pairs: Pairs) -> tuple[Pairs, Float[Array, "D D"] | None]:
-    """What lies inside a rotation, and the rotation; None where there is none.
+    """Splits pairs into those in the rotated basis and the rotation, or None.
 
     Of x H stored, x' = decode(stored) H^T: so q (x')^T = (q H) decode(stored)^T, and
-    p x' = (p decode(stored)) H^T, which turn queries and outputs in place of all pairs.
+    p x' = (p decode(stored)) H^T: rotating queries and outputs costs less than pairs.
     """
     if not isinstance(pairs, Stored) or pairs.codec.turned is None:
         return pairs, None
@@ -66,7 +65,7 @@ def unturned(pairs: Pairs) -> tuple[Pairs, Float[Array, "D D"] | None]:
 
 
 def turned(x: Float[Array, "... D"], matrix: Array | None) -> Float[Array, "... D"]:
-    """x times the matrix, in x's dtype; x where there is none."""
+    """Returns x times the matrix, in x's dtype; x if there is no matrix."""
     if matrix is None:
         return x
     wide = jnp.matmul(

@@ -1,14 +1,14 @@
-"""What the kernels share: what they return, and what differs between JAX versions."""
+"""Results, constants and the device check that the TPU and GPU kernels share."""
 
 from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float
 
-NEVER = 2**31 - 1  # the position of an empty slot, as a query compares it
+NEVER = 2**31 - 1  # the position of an empty slot, in comparisons with a query's
 LOWEST = -1e30  # stands in for the largest score of a query that sees no key
 HOPPER = ("H100", "H200")  # parts of such devices' names
-# What a kernel can add up on the way.
+# The statistics that kernels compute.
 STATS = ("attn_sum", "attn_sq_sum", "last_attn")
 
 
@@ -33,16 +33,16 @@ class Scored(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What a program runs on: `platform` is tpu, gpu or cpu, `kind` as JAX names it."""
+    """The device of a program: `platform` is tpu, gpu or cpu, `kind` is JAX's name."""
 
     platform: str
     kind: str
 
 
 def not_hopper(kind: str) -> str | None:
-    """Why the GPU kernels cannot run on a GPU that JAX names `kind`; None if they can.
+    """Returns why the GPU kernels cannot run on a GPU of this kind, or None.
 
-    Their products are instructions that compute capability 9.0 alone has.
+    They use wgmma, which only compute capability 9.0 has.
     """
     if any(name in kind for name in HOPPER):
         return None
@@ -53,12 +53,12 @@ def not_hopper(kind: str) -> str | None:
 
 
 def device() -> Device:
-    """The device of the program that is being traced.
+    """Returns the device of the program that is being traced.
 
-    A program compiled for a device that is not there names it by the abstract mesh
-    (`jax.sharding.use_abstract_mesh`); others run on the default backend.
+    Ahead-of-time compilation for an absent device names it in the abstract mesh
+    (`jax.sharding.use_abstract_mesh`); other programs run on the default backend.
     """
-    told = jax.sharding.get_abstract_mesh().abstract_device
-    if told:
-        return Device(told.platform, told.device_kind)
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    if target:
+        return Device(target.platform, target.device_kind)
     return Device(jax.default_backend(), jax.devices()[0].device_kind)

@@ -7,8 +7,8 @@ kernel with a running softmax and, where statistics are asked for, a second one 
 goes over the keys again and adds up the columns with the final log-sum-exp. Both are
 exact: a weight in a statistic is divided by its row's final sum.
 
-Of keys and values that are stored as codes, these are what streams through shared
-memory; see `gpu_tiles`.
+Where keys and values are stored as codes, the codes stream through shared memory; see
+`gpu_tiles`.
 """
 
 import functools
@@ -35,7 +35,7 @@ from kvjax.types import Codes, Scoring
 
 
 class Chip(NamedTuple):
-    """What the cut into tiles depends on, and its choices.
+    """A GPU's resources, and the tile counts chosen for it.
 
     Attributes:
       processors: multiprocessors to keep busy.
@@ -52,15 +52,15 @@ class Chip(NamedTuple):
     columns: int
 
 
-class How(NamedTuple):
-    """What of a call its arrays do not say; static."""
+class CallSpec(NamedTuple):
+    """The static options of a call."""
 
     chip: Chip
     scoring: Scoring
     interpret: bool
 
     def launch(self, body, *, grid, out, scratch, **facts):
-        """A kernel that runs `body`, or interprets it; see `gpu_launch.launch`."""
+        """Returns a kernel that runs or interprets `body`; see `gpu_launch.launch`."""
         ops = gpu_tiles.Ops(self.interpret)
         body = functools.partial(body, ops=ops, scoring=self.scoring, **facts)
         return launch(
@@ -86,7 +86,7 @@ def unsupported_reason(
     stats: frozenset[str] = frozenset(),
     device_kind: str | None = None,
 ) -> str | None:
-    """Why the kernels cannot take these shapes and types; None where they can.
+    """Returns why the kernels cannot take these shapes and dtypes, or None.
 
     Args:
       q: queries, or anything with their shape and dtype.
@@ -131,7 +131,7 @@ def attend(
     interpret: bool = False,
     device_kind: str | None = None,
 ) -> Scored:
-    """As `kvjax.attention.attend`, whose arrays these are. Empty slots may hold NaN.
+    """Implements `kvjax.attention.attend`. Empty slots may hold NaN.
 
     Args:
       q, k, v, pos, q_pos, n: see there. K, and V, may be codes that `reads` knows.
@@ -146,11 +146,11 @@ def attend(
       ValueError: where `unsupported_reason` gives a reason, which is the message.
     """
     scoring = Scoring(logits_soft_cap, local_window)
-    how = How(_chip(q, k, stats, device_kind, interpret), scoring, interpret)
+    spec = CallSpec(_chip(q, k, stats, device_kind, interpret), scoring, interpret)
     heads = q.shape[1]
     k, v, pos = _source(k), _source(v), _all_heads(pos)
     score = _one_query if q.shape[3] == 1 else _block_of_queries
-    scored = score(q, k, v, pos, q_pos, n, stats, how)
+    scored = score(q, k, v, pos, q_pos, n, stats, spec)
     split = lambda x: rearrange(x, "(b k) c -> b k c", k=heads)
     return scored._replace(
         **{name: split(getattr(scored, name)) for name in stats},
@@ -172,13 +172,13 @@ def attention_stats(
     interpret: bool = False,
     device_kind: str | None = None,
 ) -> dict[str, Float[Array, "B K C"]]:
-    """The statistics alone, of weights under a softmax that is already known.
+    """Computes only the statistics, under a softmax that is already known.
 
     For segments of slots, whose weights have one normaliser in common, and for queries
     asked again. See `attend` for the arguments.
     """
     scoring = Scoring(logits_soft_cap, local_window)
-    how = How(_chip(q, k, stats, device_kind, interpret), scoring, interpret)
+    spec = CallSpec(_chip(q, k, stats, device_kind, interpret), scoring, interpret)
     heads = q.shape[1]
     q, q_pos = _whole_tiles(q, q_pos)
     fill = ((0, 0), (0, 0), (0, 0), (0, q_pos.shape[1] - max_logit.shape[3]))
@@ -187,14 +187,14 @@ def attention_stats(
         for x in (max_logit, denominator)
     )
     k, pos = _source(k), _all_heads(pos)
-    found = _sums_of_columns(q, k, pos, q_pos, n, *known, stats, how)
+    found = _sums_of_columns(q, k, pos, q_pos, n, *known, stats, spec)
     return {
         name: rearrange(x, "(b k) c -> b k c", k=heads) for name, x in found.items()
     }
 
 
 def reads(codes: Codes, depth: int) -> bool:
-    """Whether the kernels take keys or values as these codes, of D channels.
+    """Returns whether the kernels read these codes of D channels.
 
     Copies to shared memory are of whole 16 bytes, and so are the parts of D channels
     that lie at one place of every byte.
@@ -230,15 +230,15 @@ def _chip(q, k, stats, kind: str | None, interpret: bool) -> Chip:
 
 
 class Cut(NamedTuple):
-    """How decoding cuts a head: segments, tiles of slots in each, tiles in flight."""
+    """The split of a head in decoding: segments, tiles per segment, tiles in flight."""
 
     segments: int
     tiles: int
     stages: int
 
 
-class Room(NamedTuple):
-    """What the rings of decoding take of shared memory.
+class RingSize(NamedTuple):
+    """The shared memory of decoding's ring buffers.
 
     Attributes:
       slot: bytes of a slot's key and value, or of one of them where they share a ring.
@@ -249,15 +249,15 @@ class Room(NamedTuple):
     wide: int
 
 
-def _room(k: Source, v: Source) -> Room:
-    """One ring where keys and values lie alike, else two."""
-    rings = [k] if k.alike(v) else [k, v]
+def _ring_size(k: Source, v: Source) -> RingSize:
+    """Counts one ring if keys and values share a tile layout, else two."""
+    rings = [k] if k.same_tiles(v) else [k, v]
     coded = sum(ring.scale is not None for ring in rings)
-    return Room(sum(ring.slot_bytes for ring in rings), coded)
+    return RingSize(sum(ring.slot_bytes for ring in rings), coded)
 
 
 def cut(
-    heads: int, slots: int, width: int, chip: Chip, room: Room | None = None
+    heads: int, slots: int, width: int, chip: Chip, ring_size: RingSize | None = None
 ) -> Cut:
     """Segments as few as shared memory allows, but enough to occupy the device.
 
@@ -270,16 +270,17 @@ def cut(
       slots: slots of a head.
       width: the head dimension.
       chip: the device.
-      room: what a ring takes; None is that of numbers.
+      ring_size: shared memory of the rings; None assumes pairs that are not coded.
     """
     count, width = -(-slots // TILE), whole_width(width)
-    room = room or Room(width * 2, 0)
-    stage = TILE * (room.slot + 4)  # keys or values, and positions
-    deep = (chip.decode - room.wide) * width * 2 // room.slot  # in as many bytes
-    deep = max(chip.decode, deep)
+    ring_size = ring_size or RingSize(width * 2, 0)
+    stage = TILE * (ring_size.slot + 4)  # keys or values, and positions
+    # Coded tiles are smaller, so more of them keep the same number of bytes in flight.
+    bytes_per_row = (chip.decode - ring_size.wide) * width * 2
+    deep = max(chip.decode, bytes_per_row // ring_size.slot)
     per_tile = TILE * 4 * LANES  # scores, kept for the whole segment
     fixed = LANES * (width * (2 + 4) + TILE * 2) + TILE * 4  # queries, output, weights
-    fixed += room.wide * TILE * width * 2
+    fixed += ring_size.wide * TILE * width * 2
     most = (chip.shared - fixed - deep * stage) // per_tile
     spread = max(1, min(chip.processors // heads, count // 4))
     tiles = min(most, -(-count // spread))
@@ -289,12 +290,12 @@ def cut(
     return Cut(segments, tiles, min(half, deep) if shared else deep)
 
 
-def _one_query(q, k, v, pos, q_pos, n, stats, how: How) -> Scored:
+def _one_query(q, k, v, pos, q_pos, n, stats, spec: CallSpec) -> Scored:
     """Decoding; `k`, `v` and `pos` have all rows' heads as their first axis."""
     heads, group, _, width = q.shape[1:]
     all_heads, capacity = pos.shape
-    room = _room(k, v) if k.scale is not None or v.scale is not None else None
-    count, tiles, stages = cut(all_heads, capacity, width, how.chip, room)
+    ring_size = _ring_size(k, v) if k.scale is not None or v.scale is not None else None
+    count, tiles, stages = cut(all_heads, capacity, width, spec.chip, ring_size)
     lanes = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, LANES - group), (0, 0)))
     part = (jnp.arange(LANES) < group)[None] & (n > 0)[:, None]
     part = jnp.repeat(part.astype(jnp.float32) / group, heads, axis=0)
@@ -304,12 +305,12 @@ def _one_query(q, k, v, pos, q_pos, n, stats, how: How) -> Scored:
         "attn_sum": _f32(all_heads, capacity),
         "weights": _f32(all_heads, count * tiles * TILE, LANES),
     }
-    filled, alike = whole_width(width), k.alike(v)
+    filled, shared_ring = whole_width(width), k.same_tiles(v)
     ring = lambda source: Ring.of(source, stages, width, filled, q.dtype)
     ready = lambda source: plgpu.Barrier(
         num_arrivals=source.copies, num_barriers=stages
     )
-    run = how.launch(
+    run = spec.launch(
         gpu_block.decode,
         tiles=tiles,
         stats=way,
@@ -323,14 +324,14 @@ def _one_query(q, k, v, pos, q_pos, n, stats, how: How) -> Scored:
         scratch={
             "q_tile": tile_type((LANES, width), q.dtype, k.swizzle(width)),
             "k_ring": ring(k),
-            "v_ring": None if alike else ring(v),
+            "v_ring": None if shared_ring else ring(v),
             "seen": plgpu.SMEM((stages, TILE), jnp.int32),
             "scores": plgpu.SMEM((tiles * TILE, LANES), jnp.float32),
             "weights": tile_type((LANES, TILE), q.dtype, v.swizzle(width)),
             "out_tile": plgpu.SMEM((LANES, filled), jnp.float32),
             "spare": plgpu.SMEM((TILE,), jnp.float32),
             "k_ready": ready(k),
-            "v_ready": None if alike else ready(v),
+            "v_ready": None if shared_ring else ready(v),
             "q_ready": plgpu.Barrier(),
             "pos_ready": plgpu.Barrier(num_barriers=stages),
         },
@@ -382,16 +383,16 @@ def _merge(out, max_logit, denominator, weights, part):
 # --- a block of queries ---------------------------------------------------------------
 
 
-def _block_of_queries(q, k, v, pos, q_pos, n, stats, how: How) -> Scored:
+def _block_of_queries(q, k, v, pos, q_pos, n, stats, spec: CallSpec) -> Scored:
     """A block; `k`, `v` and `pos` have all rows' heads as their first axis."""
     heads, group, length, width = q.shape[1:]
     all_heads, capacity = pos.shape
     q, q_pos = _whole_tiles(q, q_pos)
     gaps = jnp.pad(pos, ((0, 0), (0, -capacity % TILE)), constant_values=-1) < 0
     gaps = jnp.any(rearrange(gaps, "h (i c) -> h i c", c=TILE), axis=-1)
-    stages = how.chip.rows
+    stages = spec.chip.rows
     ring = lambda source: Ring.of(source, stages, width, width, q.dtype)
-    run = how.launch(
+    run = spec.launch(
         gpu_block.rows,
         grid={"head": all_heads, "tile": q.shape[1] // TILE},
         out=(_f32(*q.shape), _f32(*q.shape[:2]), _f32(*q.shape[:2])),
@@ -414,7 +415,7 @@ def _block_of_queries(q, k, v, pos, q_pos, n, stats, how: How) -> Scored:
     if not stats:
         return scored
     given = (q, k, pos, q_pos, n, *softmax[1:])
-    return scored._replace(**_sums_of_columns(*given, stats, how))
+    return scored._replace(**_sums_of_columns(*given, stats, spec))
 
 
 def _whole_tiles(q, q_pos):
@@ -429,19 +430,19 @@ def _whole_tiles(q, q_pos):
 
 
 def _sums_of_columns(
-    q, k, pos, q_pos, n, max_logit, denominator, stats, how: How
+    q, k, pos, q_pos, n, max_logit, denominator, stats, spec: CallSpec
 ) -> dict[str, Array]:
     """The statistics [H, C] under a softmax whose sums [H, G * T] are known."""
     all_heads, capacity = pos.shape
     heads, group = all_heads // len(n), q.shape[1] // q_pos.shape[1]
-    width, stages = q.shape[2], how.chip.columns
+    width, stages = q.shape[2], spec.chip.columns
     real = jnp.arange(q_pos.shape[1])[None] < n[:, None]
     real = jnp.tile(jnp.repeat(real, heads, axis=0), (1, group))  # [H, G * T]
     seen = real & (denominator > 0)
     lse = max_logit + jnp.log(jnp.where(seen, denominator, 1.0))
     lse = jnp.where(seen, lse, jnp.inf)
     names, swizzle = sorted(stats), k.swizzle(width)
-    run = how.launch(
+    run = spec.launch(
         gpu_block.columns,
         grid={"head": all_heads, "tile": -(-capacity // TILE)},
         out={name: _f32(all_heads, capacity) for name in names},

@@ -186,8 +186,8 @@ class Source(NamedTuple):
         """Of one key or value, with its scales."""
         return self.tiles.shape[2] * self.tiles.dtype.itemsize + 2 * self.groups
 
-    def alike(self, other: "Source") -> bool:
-        """Whether the other's tiles fit the same ring."""
+    def same_tiles(self, other: "Source") -> bool:
+        """Returns whether the other's tiles fit the same ring."""
         form = lambda source: (source.tiles.shape, source.tiles.dtype, source.groups)
         return form(self) == form(other)
 

@@ -39,7 +39,7 @@ DTYPES = (jnp.float32, jnp.bfloat16)
 
 
 class Tiles(NamedTuple):
-    """How much a kernel takes at a time.
+    """The tile sizes of a kernel.
 
     Attributes:
       pairs: bytes of K in one tile; V takes as much, and both are buffered twice.
@@ -62,12 +62,12 @@ TILES = {
 
 
 def tiles_here() -> Tiles:
-    """Those of the device that a program is traced for."""
+    """Returns the tile sizes of the device that a program is traced for."""
     return TILES.get(device().kind, Tiles())
 
 
 class Written(NamedTuple):
-    """What `write_attend` returns.
+    """The result of `write_attend`.
 
     Attributes:
       scored: the attention.
@@ -91,7 +91,7 @@ def unsupported_reason(
     stats: frozenset[str] = frozenset(),
     device_kind: str | None = None,
 ) -> str | None:
-    """Why the kernels cannot take these shapes and types; None where they can.
+    """Returns why the kernels cannot take these shapes and dtypes, or None.
 
     Args:
       q: queries, or anything with their shape and dtype.
@@ -112,7 +112,7 @@ def unsupported_reason(
 
 
 def reads(codes: Codes, depth: int) -> bool:
-    """Whether the kernels take keys or values as these codes, of D channels."""
+    """Returns whether the kernels read these codes of D channels."""
     return codes.centre is None
 
 
@@ -130,7 +130,7 @@ def attend(
     tiles: Tiles | None = None,
     interpret=False,
 ) -> Scored:
-    """As `kvjax.attention.attend`, whose arrays these are. Empty slots may hold NaN.
+    """Implements `kvjax.attention.attend`. Empty slots may hold NaN.
 
     Args:
       q, k, v, pos, q_pos, n: see there; all of float32 or of bfloat16. K, and V, may be
@@ -138,7 +138,7 @@ def attend(
       stats: of `common.STATS`.
       logits_soft_cap: c of c tanh(x / c) on the scaled products; 0 for none.
       local_window: tokens that a query sees, itself included; 0 for all before it.
-      tiles: how much to take at a time; None is the table's.
+      tiles: tile sizes; None takes the table's.
       interpret: runs on any machine, slowly; True or `pltpu.InterpretParams`.
     """
     case = _case(q, k, v, tiles, logits_soft_cap, local_window)
@@ -220,7 +220,7 @@ def write_attend(
       pick: the rule that chooses `next_slot`; None chooses none.
       logits_soft_cap: c of c tanh(x / c) on the scaled products; 0 for none.
       local_window: tokens that a query sees, itself included; 0 for all before it.
-      tiles: how much to take at a time; None is the table's.
+      tiles: tile sizes; None takes the table's.
       interpret: see `attend`.
 
     Raises:
@@ -232,17 +232,17 @@ def write_attend(
         raise ValueError(
             f"{case.slots} slots: a fused write needs a multiple of {grain}"
         )
-    wanted = stats | {"attn_sum"} if pick else stats
-    call = tpu_call.of_products(case, q, k, pos, q_pos, n, wanted)
+    computed = stats | {"attn_sum"} if pick else stats
+    call = tpu_call.of_products(case, q, k, pos, q_pos, n, computed)
     tpu_call.add_values(call, case, v)
     tpu_call.add_write(call, case, new_k, new_v, slot)
     if pick:
         tpu_call.add_pick(call, case, pos, total)
-    step = functools.partial(body, case=case, stats=wanted, pick=pick)
+    step = functools.partial(body, case=case, stats=computed, pick=pick)
     out = call.run(step, interpret)
     scored = _scored(case, out, 1)
     return Written(
-        scored=scored._replace(**dict.fromkeys(wanted - stats)),
+        scored=scored._replace(**dict.fromkeys(computed - stats)),
         k=tpu_call.as_stored(out["k_out"], case.k),
         v=tpu_call.as_stored(out["v_out"], case.v),
         total=out.get("total_out"),
@@ -276,7 +276,7 @@ def _case(
 
 
 def _form(pairs: Array | Codes, depth: int) -> Form:
-    """How K or V lies in memory."""
+    """Returns the memory form of K or V."""
     if not isinstance(pairs, Codes):
         return Form(depth, pairs.dtype.itemsize)
     width, groups = pairs.codes.shape[3], pairs.scale.shape[3]

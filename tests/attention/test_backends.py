@@ -73,7 +73,7 @@ def test_what_no_kernel_can_do_gets_the_reference(platform, kind, stats, dtype):
 
 @pytest.mark.parametrize("kind", ["Tesla T4", "NVIDIA A100-SXM4-40GB", "NVIDIA B200"])
 def test_a_gpu_that_is_no_hopper_runs_xla_and_says_so_once(kind):
-    backends._tell_once.cache_clear()
+    backends._warn_once.cache_clear()
     message = (
         rf"'pallas_gpu' cannot run: .*Hopper .*9\.0\), and this is {kind}; plain XLA"
     )
@@ -88,7 +88,7 @@ def test_a_gpu_that_is_no_hopper_runs_xla_and_says_so_once(kind):
 
 @pytest.mark.parametrize("kind", ["NVIDIA H100 PCIe", "NVIDIA GH200 480GB"])
 def test_a_hopper_gpu_is_told_nothing(kind, recwarn):
-    backends._tell_once.cache_clear()
+    backends._warn_once.cache_clear()
     with on("gpu", kind):
         assert chosen(*arrays(jnp.float32), SUMS) == "reference"
     assert not recwarn.list

@@ -238,9 +238,9 @@ def test_split_segments_of_codes(name):
 
 ROOMS = {
     "numbers": lambda width: None,
-    "int8": lambda width: gpu.Room(width + 2, 1),
-    "k8v4": lambda width: gpu.Room(width + 2 + width * 9 // 16, 2),
-    "int2": lambda width: gpu.Room(width * 5 // 16, 1),
+    "int8": lambda width: gpu.RingSize(width + 2, 1),
+    "k8v4": lambda width: gpu.RingSize(width + 2 + width * 9 // 16, 2),
+    "int2": lambda width: gpu.RingSize(width * 5 // 16, 1),
 }
 
 
