@@ -203,7 +203,7 @@ def reads(codes: Codes, depth: int) -> bool:
 
 
 def _source(pairs: Array | Codes) -> Source:
-    """Keys or values with all rows' heads as their first axis."""
+    """Returns keys or values with all rows' heads as their first axis."""
     if not isinstance(pairs, Codes):
         return Source(_all_heads(pairs))
     scale = rearrange(pairs.scale, "b k c n -> (b k) (c n)")
@@ -215,7 +215,7 @@ def _all_heads(x: Array) -> Array:
 
 
 def _chip(q, k, stats, kind: str | None, interpret: bool) -> Chip:
-    """The device to cut for; ValueError where the kernels cannot take the arrays."""
+    """Returns the device to tile for; ValueError if the kernels cannot run."""
     kind = "H200" if interpret else kind or device().kind
     if isinstance(k, Codes):  # of numbers like the queries
         shape = (*k.codes.shape[:3], q.shape[-1])
@@ -259,7 +259,7 @@ def _ring_size(k: Source, v: Source) -> RingSize:
 def cut(
     heads: int, slots: int, width: int, chip: Chip, ring_size: RingSize | None = None
 ) -> Cut:
-    """Segments as few as shared memory allows, but enough to occupy the device.
+    """Chooses as few segments as shared memory allows, but enough for the device.
 
     None is shorter than four tiles, below which the start of a thread block shows. Two
     thread blocks share a multiprocessor where there are enough of them and their scores
@@ -291,7 +291,7 @@ def cut(
 
 
 def _one_query(q, k, v, pos, q_pos, n, stats, spec: CallSpec) -> Scored:
-    """Decoding; `k`, `v` and `pos` have all rows' heads as their first axis."""
+    """Decodes; `k`, `v` and `pos` have all rows' heads as their first axis."""
     heads, group, _, width = q.shape[1:]
     all_heads, capacity = pos.shape
     ring_size = _ring_size(k, v) if k.scale is not None or v.scale is not None else None
@@ -384,7 +384,7 @@ def _merge(out, max_logit, denominator, weights, part):
 
 
 def _block_of_queries(q, k, v, pos, q_pos, n, stats, spec: CallSpec) -> Scored:
-    """A block; `k`, `v` and `pos` have all rows' heads as their first axis."""
+    """Attends with a block; `k`, `v` and `pos` lead with all rows' heads."""
     heads, group, length, width = q.shape[1:]
     all_heads, capacity = pos.shape
     q, q_pos = _whole_tiles(q, q_pos)
@@ -419,7 +419,7 @@ def _block_of_queries(q, k, v, pos, q_pos, n, stats, spec: CallSpec) -> Scored:
 
 
 def _whole_tiles(q, q_pos):
-    """Queries [H, G * T, D] and positions [B, T], with T filled up to whole tiles.
+    """Pads T to whole tiles: queries [H, G * T, D] and positions [B, T].
 
     The queries that fill them see nothing.
     """
@@ -432,7 +432,7 @@ def _whole_tiles(q, q_pos):
 def _sums_of_columns(
     q, k, pos, q_pos, n, max_logit, denominator, stats, spec: CallSpec
 ) -> dict[str, Array]:
-    """The statistics [H, C] under a softmax whose sums [H, G * T] are known."""
+    """Computes the statistics [H, C] under known softmax sums [H, G * T]."""
     all_heads, capacity = pos.shape
     heads, group = all_heads // len(n), q.shape[1] // q_pos.shape[1]
     width, stages = q.shape[2], spec.chip.columns

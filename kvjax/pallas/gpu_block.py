@@ -1,4 +1,4 @@
-"""What one thread block does: the three kernels of `gpu`, in Pallas Mosaic GPU.
+"""The bodies of the three kernels of `gpu`, run by one thread block each.
 
 Each is one warpgroup that streams tiles from device memory through rings of buffers in
 shared memory (`gpu_tiles`), with `H` KV heads (of all rows) on the grid. There is no
@@ -53,7 +53,7 @@ def publish(ops, vector, out, tile, spare):
 
 
 def visible(seen_from, now, scoring: Scoring):
-    """Which slots a query sees: live ones, not after it, and in its window if any."""
+    """Returns the attention mask: live slots, causal, within the window if any."""
     seen = (seen_from >= 0) & (seen_from <= now)
     if not scoring.local_window:
         return seen
@@ -61,7 +61,7 @@ def visible(seen_from, now, scoring: Scoring):
 
 
 def scaled(products, depth, scoring: Scoring):
-    """Scores of the products q . k, capped by c tanh(x / c) where there is a c.
+    """Computes scores from products q . k, capped by c tanh(x / c) if c is set.
 
     tanh(x) = 1 - 2 / (exp(2 x) + 1): the device's own is right to three digits only.
     """
@@ -99,7 +99,7 @@ def decode(
     q_ready,
     pos_ready,
 ):
-    """One query per row: keys, softmax over shared memory, values; unnormalised."""
+    """Attends with one query per row: keys, softmax in shared memory, then values."""
     if v_ring is None:
         v_ring, v_ready = k_ring, k_ready
     head, segment = jax.lax.axis_index("head"), jax.lax.axis_index("segment")
@@ -109,7 +109,7 @@ def decode(
     shape = (TILE, LANES)
 
     def refill(i, slot):
-        """Tile i of the segment: its keys, and after all keys its values."""
+        """Fetches tile i of the segment: all keys first, then values."""
 
         @pl.when(i < tiles)
         def _():
@@ -198,7 +198,7 @@ def rows(
     ready,
     q_ready,
 ):
-    """A tile of query rows against all slots, with a running maximum."""
+    """Attends with a tile of query rows to all slots, with an online softmax."""
     head, tile = jax.lax.axis_index("head"), jax.lax.axis_index("tile")
     capacity, depth = pos.shape[1], q.shape[2]
     row = head // jnp.int32(pos.shape[0] // q_pos.shape[0])
@@ -276,7 +276,7 @@ def columns(
     ready,
     k_ready,
 ):
-    """A tile of slots against all query rows: sums of the final weights."""
+    """Sums the final weights of all query rows for a tile of slots."""
     head, tile = jax.lax.axis_index("head"), jax.lax.axis_index("tile")
     row = head // jnp.int32(pos.shape[0] // q_pos.shape[0])
     real = n[row]

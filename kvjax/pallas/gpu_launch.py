@@ -4,7 +4,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 
 
 def launch(body, *, grid, out, scratch, interpret):
-    """A kernel of one warpgroup per thread block, or its interpretation.
+    """Returns a kernel of one warpgroup per thread block, or its interpretation.
 
     Args:
       body: takes references to the operands, the outputs and the scratch.
@@ -31,7 +31,7 @@ def launch(body, *, grid, out, scratch, interpret):
 
 
 def _interpreter():
-    """The interpreter's settings: past the end it reads NaN, where hardware reads 0."""
+    """Returns interpreter settings: reads past the end are NaN (hardware: 0)."""
     if hasattr(plgpu, "InterpretGPUParams"):
         params = plgpu.InterpretGPUParams
     else:  # not public before JAX 0.12

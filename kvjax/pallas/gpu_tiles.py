@@ -1,4 +1,4 @@
-"""Tiles in a GPU's shared memory: how they come there, and how they are read.
+"""Tiles in a GPU's shared memory: copies into it, and reads from it.
 
 Keys and values stream through rings of buffers, each tile refilled as soon as it is
 used up. Of codes the ring holds these and their scales; a tile of them becomes numbers
@@ -28,19 +28,19 @@ ROWS, COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
-    """What the hardware and the interpreter spell differently, and nothing else."""
+    """The operations that differ between the hardware and the interpreter."""
 
     interpret: bool
 
     def load(self, ref, *index, layout=plgpu.Layout.WGMMA, swizzled=False):
-        """A tile in registers, spread over the threads as the tensor core wants it."""
+        """Loads a tile into registers, in the tensor core's layout."""
         if self.interpret:
             return ref[index or ...]
         ref = ref.at[index] if index else ref
         return plgpu.load(ref, *_NO_INDEX, layout=layout, optimized=swizzled)
 
     def column(self, ref, slot, index, count):
-        """ref[slot, index::count] as a column along the rows of codes."""
+        """Loads ref[slot, index::count] as a column along the rows of codes."""
         if self.interpret:
             return ref[slot].reshape(TILE, count)[:, index]
         column = ref.at[slot].reshape(TILE, count).at[:, index]
@@ -109,7 +109,7 @@ def whole_width(width):
 
 
 def tile_type(shape, dtype, swizzle):
-    """Shared memory for operands of the tensor core; those of a product swizzle alike.
+    """Allocates tensor core operands; both operands of a product need one swizzle.
 
     The interpreter's float32 tiles ignore it.
     """
@@ -132,7 +132,7 @@ def _code_type(shape, dtype):
 
 
 def rows_of(tile):
-    """The slice that tile number `tile` takes."""
+    """Returns the slice of tile number `tile`."""
     return pl.ds(pl.multiple_of(tile * TILE, TILE), TILE)
 
 
@@ -143,7 +143,7 @@ def fetch(source, target, barrier):
 
 
 def spread(x, shape, axis):
-    """A vector along `axis` of `shape`."""
+    """Broadcasts a vector along `axis` of `shape`."""
     return jax.lax.broadcast_in_dim(x, shape, (axis,))
 
 
@@ -166,7 +166,7 @@ def stream(begin, end, refill, ready, step, carry):
 
 
 class Source(NamedTuple):
-    """Keys, or values, of all rows' heads in device memory.
+    """Keys or values of all rows' heads in device memory.
 
     Attributes:
       tiles: [H, C, D] numbers; or [H, C, P] codes, several a byte.
@@ -178,12 +178,12 @@ class Source(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """N; 0 of numbers."""
+        """N, the number of groups; 0 for pairs that are not coded."""
         return 0 if self.scale is None else self.scale.shape[1] // self.tiles.shape[1]
 
     @property
     def slot_bytes(self) -> int:
-        """Of one key or value, with its scales."""
+        """Bytes of one key or value, with its scales."""
         return self.tiles.shape[2] * self.tiles.dtype.itemsize + 2 * self.groups
 
     def same_tiles(self, other: "Source") -> bool:
@@ -193,7 +193,7 @@ class Source(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """How often a barrier has to hear of a tile."""
+        """Returns the number of copies per tile, which is a barrier's arrival count."""
         return 1 + len(_pieces(self.groups))
 
     def swizzle(self, depth: int) -> int:
@@ -227,7 +227,7 @@ class Ring(NamedTuple):
 
     @classmethod
     def of(cls, source: Source, stages: int, depth: int, width: int, dtype) -> "Ring":
-        """The types of a ring's memory, for D channels in rows of W `dtype`."""
+        """Returns the types of a ring's memory, for D channels in rows of W `dtype`."""
         swizzle, shape = source.swizzle(depth), (stages, TILE)
         if source.scale is None:
             return cls(tile_type((*shape, width), dtype, swizzle))
@@ -263,20 +263,20 @@ class Ring(NamedTuple):
         return self.wide
 
     def _scales(self, ops: Ops, slot) -> list:
-        """f32[TILE] of every group."""
+        """Loads every group's scales, f32[TILE] each."""
         groups = self.scale.shape[1] // TILE
         read = lambda group: ops.column(self.scale, slot, group, groups)
         return [read(group).astype(jnp.float32) for group in range(groups)]
 
 
 def _pieces(groups: int) -> list[tuple[int, int]]:
-    """Starts and sizes of the copies of a tile's scales: of 256 numbers at most."""
+    """Splits the copy of a tile's scales into starts and sizes of at most 256."""
     total = TILE * groups
     return [(start, min(256, total - start)) for start in range(0, total, 256)]
 
 
 def _part(codes, part: int, parts: int, dtype):
-    """The numbers that lie at one place of every byte, as `dtype`.
+    """Extracts the codes at one place of every byte, as `dtype`.
 
     All are exact in bfloat16, and so they are made in it: signed bytes become two of
     them in a few instructions, where a float32 takes a slow conversion each way. They
@@ -295,7 +295,7 @@ def _part(codes, part: int, parts: int, dtype):
 
 
 def _by_channel(ops: Ops, scales: list, shape, first: int, depth: int):
-    """[TILE, P] each channel's scale, of P channels from `first` on."""
+    """Returns each channel's scale [TILE, P], for P channels from `first` on."""
     size = depth // len(scales)
     groups = range(first // size, (first + shape[1] - 1) // size + 1)
     found = spread(scales[groups[0]], shape, 0)
@@ -308,7 +308,7 @@ def _by_channel(ops: Ops, scales: list, shape, first: int, depth: int):
 
 
 def clear(ops, tile, weight):
-    """Zeroes the rows of a tile of values that have no weight: they may hold NaN."""
+    """Zeroes the rows of a tile of values without weight, which may hold NaN."""
     held = ops.load(tile, swizzled=True)
     kept = spread(weight, tile.shape, 0) > 0
     tile[...] = jnp.where(kept, held, jnp.zeros((), held.dtype))

@@ -1,4 +1,4 @@
-"""Masked attention on TPU that scores as it goes (Mosaic).
+"""Masked attention on TPU with importance statistics, in Pallas Mosaic TPU.
 
 One kernel body serves decode and prefill blocks. It reads every key and value once,
 keeps the unnormalised weights of its queries in VMEM, and adds up their columns there
@@ -163,7 +163,7 @@ def attention_stats(
     tiles: Tiles | None = None,
     interpret=False,
 ) -> dict[str, Float[Array, "B K C"]]:
-    """The statistics alone, of weights under a softmax that is already known.
+    """Computes only the statistics, under a softmax that is already known.
 
     For segments of slots, whose weights have one normaliser in common, and for queries
     asked again. See `attend` for the arguments.
@@ -284,18 +284,18 @@ def _form(pairs: Array | Codes, depth: int) -> Form:
 
 
 def write_grain(pairs: Array | Codes) -> int:
-    """Slots that one written memory tile of K or V spans."""
+    """Returns the number of slots in a written memory tile of K or V."""
     numbers = numbers_of(pairs)
     return Form(numbers.shape[3], numbers.dtype.itemsize).grain
 
 
 def grid(q, k, v=None, tiles: Tiles | None = None) -> tuple[int, ...]:
-    """Steps of the kernel along rows, heads, queries and slots."""
+    """Returns the grid: steps along rows, heads, queries and slots."""
     return _case(q, k, v, tiles).grid
 
 
 def _scored(case: Case, out: dict[str, Array], length: int) -> Scored:
-    """The results in their public shapes."""
+    """Returns the results in their public shapes."""
     seen = {name: out[name] for name in STATS if name in out}
     whole = rearrange(out["out"], "b k i (g t) d -> b k g (i t) d", g=case.group)
     sums = (

@@ -1,4 +1,4 @@
-"""A TPU kernel being put together: operands, results and scratch by name."""
+"""Builder of TPU kernel calls: operands, results and scratch memory by name."""
 
 import types
 from collections.abc import Callable
@@ -17,7 +17,7 @@ NAME = "kvjax_attention"  # in profiles and compiler dumps
 
 
 class Call:
-    """One kernel being put together: named operands, results and scratch.
+    """A kernel call under construction: named operands, results and scratch.
 
     The body gets one object that holds a ref under each name.
     """
@@ -29,7 +29,7 @@ class Call:
         self.pairs = []  # operands that stay in HBM
 
     def run(self, body: Callable, interpret) -> dict[str, Array]:
-        """Runs `body(refs)` over the grid; the results by name."""
+        """Runs `body(refs)` over the grid, and returns the results by name."""
         names = [*self.scalars, *self.inputs, *self.outputs, *self.scratch]
         operands, results = [*self.scalars, *self.inputs], list(self.outputs)
         kernel = pl.pallas_call(
@@ -63,7 +63,7 @@ class Call:
 
 
 def of_products(case: Case, q, k, pos, q_pos, n, stats) -> Call:
-    """Queries, keys, and the statistics of their weights."""
+    """Builds a call with queries, keys, and the statistics of their weights."""
     spare = case.parts * case.queries - q.shape[3]
     if spare:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, spare), (0, 0)))
@@ -102,7 +102,7 @@ def of_products(case: Case, q, k, pos, q_pos, n, stats) -> Call:
 
 
 def add_values(call: Call, case: Case, v) -> None:
-    """Lets the kernel normalise the weights itself, and weigh the values."""
+    """Adds values: the kernel computes the softmax sums and the output."""
     heads, rows, depth = case.heads, case.rows, case.depth
     _add_pairs(call, case, "v", v, case.v)
     if case.apart(case.v):
@@ -120,7 +120,7 @@ def add_values(call: Call, case: Case, v) -> None:
 
 
 def add_write(call: Call, case: Case, new_k, new_v, slot) -> None:
-    """Lets the kernel write a pair: K and V become results in their own buffers."""
+    """Adds the write of a KV pair: K and V become results in their own buffers."""
     call.scalars["slot"] = slot
     for name, new, form in (("k", new_k, case.k), ("v", new_v, case.v)):
         stored = call.inputs[name][0]
@@ -134,7 +134,7 @@ def add_write(call: Call, case: Case, new_k, new_v, slot) -> None:
 
 
 def add_pick(call: Call, case: Case, pos, total) -> None:
-    """Lets the kernel keep the totals and choose the next slot."""
+    """Adds the running totals, and the choice of the next slot."""
     call.inputs["total"] = (total, _every_slot(case))
     call.inputs["all_pos"] = (pos, _every_slot(case))
     call.outputs["total_out"] = (_f32(*total.shape), _every_slot(case))
@@ -146,7 +146,7 @@ def add_pick(call: Call, case: Case, pos, total) -> None:
 
 
 def _add_pairs(call: Call, case: Case, name: str, pairs, form: Form) -> None:
-    """A tile of K or V, and of its scales."""
+    """Adds a tile of K or V, and of its scales."""
     coded = isinstance(pairs, Codes)
     numbers = numbers_of(pairs)
     shape = (form.width, case.tile) if form.minor else (case.tile, form.width)
@@ -165,7 +165,7 @@ def _add_pairs(call: Call, case: Case, name: str, pairs, form: Form) -> None:
 
 
 def _by_group(q, case: Case):
-    """Query rows [..., R, D] once for every group of channels of K, zero outside.
+    """Repeats query rows [..., R, D] for every group of channels of K, zero outside.
 
     Each group's rows are filled up to whole tiles.
     """
@@ -181,25 +181,25 @@ def _by_group(q, case: Case):
 
 
 def as_stored(pairs: Array, form: Form) -> Array:
-    """K or V as it lies in memory, or back."""
+    """Converts K or V to its memory form, or back."""
     return jnp.swapaxes(pairs, 2, 3) if form.minor else pairs
 
 
 def _of_queries(case: Case, width: int, rows: int | None = None) -> pl.BlockSpec:
-    """What a step's query rows have of an array [B, K, parts, R, width]."""
+    """Returns the block of a step's query rows in an array [B, K, parts, R, width]."""
     shape = (1, case.heads, 1, rows or case.rows, width)
     return pl.BlockSpec(shape, lambda b, h, i, *_: (b, h, i, 0, 0))
 
 
 def sums(case: Case) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-    """A number per query row, along lanes: a column of them would fill 128 in HBM."""
+    """Lays a number per query row along lanes: as a column each takes 128 in HBM."""
     width = case.heads * case.rows
     block = pl.BlockSpec((1, 1, 1, 1, width), lambda b, h, i, *_: (b, h, i, 0, 0))
     return _f32(*case.grid[:3], 1, width), block
 
 
 def _every_slot(case: Case) -> pl.BlockSpec:
-    """All that a row has of an array [B, K, C]."""
+    """Returns the block with all of a row's slots in an array [B, K, C]."""
     return pl.BlockSpec((1, case.kv_heads, case.slots), lambda b, *_: (b, 0, 0))
 
 

@@ -37,7 +37,7 @@ SUMS = ("max_logit", "denominator")  # of a query row; given or handed over
 
 
 class Pick(NamedTuple):
-    """How `write_attend` chooses where the next pair goes.
+    """The rule by which `write_attend` chooses the slot of the next KV pair.
 
     Attributes:
       mean: the victim has the lowest total weight per query that has seen it
@@ -50,7 +50,7 @@ class Pick(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How keys, or values, lie in memory.
+    """The memory form of keys or of values.
 
     Attributes:
       width: numbers, or bytes of codes, of a slot.
@@ -66,17 +66,17 @@ class Form(NamedTuple):
 
     @property
     def minor(self) -> bool:
-        """Whether slots are the last axis in memory."""
+        """Returns whether slots are the last axis in memory."""
         return self.width % LANES > 0
 
     @property
     def grain(self) -> int:
-        """Slots that one written memory tile spans."""
+        """Returns the number of slots in a memory tile that is written."""
         return LANES if self.minor else {1: 32, 2: 16, 4: 16}[self.bytes]
 
 
 class Case(NamedTuple):
-    """Static facts of one call."""
+    """The static shapes and options of a call."""
 
     batch: int
     kv_heads: int
@@ -103,16 +103,16 @@ class Case(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Tiles that cover the slots."""
+        """Returns the number of tiles that cover the slots."""
         return pl.cdiv(self.slots, self.tile)
 
     def apart(self, form: Form) -> bool:
-        """Whether query rows come once for every group of channels."""
+        """Returns whether query rows are repeated for every group of channels."""
         return form.groups > 1 and (self.queries == 1 or not form.minor)
 
     @property
     def room(self) -> int:
-        """R in whole memory tiles."""
+        """R, rounded up to whole memory tiles."""
         return pl.cdiv(self.rows, SUBLANES) * SUBLANES
 
     @property
@@ -121,12 +121,12 @@ class Case(NamedTuple):
         return pl.cdiv(self.tile, LANES)
 
     def rows_of(self, head: int) -> pl.Slice:
-        """A head's query rows among those of all heads of a step."""
+        """Returns the slice of a head's query rows among those of a step."""
         return pl.ds(head * self.room, self.rows)
 
 
 def body(r, *, case: Case, stats, pick: Pick | None = None) -> None:
-    """One tile of slots for some queries of some heads of a row."""
+    """Processes a tile of slots for some queries of some heads of a row."""
     b, g, i, c = (pl.program_id(axis) for axis in range(4))
     r.first_head = 0 if case.heads == case.kv_heads else g * case.heads
     start = c * case.tile
@@ -165,7 +165,7 @@ def body(r, *, case: Case, stats, pick: Pick | None = None) -> None:
 
 
 def _begin(r, case: Case, attends: bool) -> None:
-    """Empty sums, or those that are given."""
+    """Initialises the softmax sums: empty, or those of the caller."""
     if attends:
         r.max_logit[...] = jnp.full(r.max_logit.shape, -jnp.inf, jnp.float32)
         r.denominator[...] = jnp.zeros(r.denominator.shape, jnp.float32)
@@ -177,21 +177,21 @@ def _begin(r, case: Case, attends: bool) -> None:
 
 
 def _hand_over(r, case: Case) -> None:
-    """The sums as results, along lanes."""
+    """Stores the softmax sums as results, along lanes."""
     for name in SUMS:
         column = getattr(r, name)[...].reshape(case.heads * case.rows, 1)
         getattr(r, name + "_out")[0, 0, 0] = jnp.transpose(column)
 
 
 def _positions(r, case: Case, h, start):
-    """The positions of a head's slots in the tile, i32[1, tile]; -1 if empty."""
+    """Returns positions of a head's slots in the tile, i32[1, tile]; -1 if empty."""
     pos = r.pos[0, pl.ds(r.first_head + h, 1)]
     slot = start + jax.lax.broadcasted_iota(jnp.int32, pos.shape, 1)
     return jnp.where(slot < case.slots, pos, -1)
 
 
 def _scores(r, case: Case, h, start):
-    """Scaled products of a head, f32[R, tile]; -inf where a query sees no pair."""
+    """Returns a head's masked logits, f32[R, tile]; -inf where masked."""
     pos, now = _positions(r, case, h, start), r.q_pos[0, 0]  # [1, tile], [queries, 1]
     seen = (pos >= 0) & (pos <= now)
     if case.local_window:
@@ -204,7 +204,7 @@ def _scores(r, case: Case, h, start):
 
 
 def _products(r, case: Case, h):
-    """q k' of a head, f32[R, tile]."""
+    """Computes q k' of a head, f32[R, tile]."""
     form = case.k
     contract = ((1,), (0,)) if form.minor else ((1,), (1,))
     scale = r.k_scale[0, h].astype(jnp.float32) if form.groups else None
@@ -217,13 +217,13 @@ def _products(r, case: Case, h):
 
 
 def _of_groups(case: Case, form: Form):
-    """Every group's number, and its rows of a product that is taken for all groups."""
+    """Lists every group's number, and its rows of the product for all groups."""
     starts = [g * case.room for g in range(form.groups)]
     return [(g, slice(start, start + case.rows)) for g, start in enumerate(starts)]
 
 
 def _numbers(tile, case: Case, form: Form, scale, dtype):
-    """A tile of keys or values, or of their codes as whole numbers.
+    """Loads a tile of keys or values, or of their codes as integers.
 
     The codes of several groups that are not taken apart are scaled, [D, tile].
     """
@@ -240,7 +240,7 @@ def _numbers(tile, case: Case, form: Form, scale, dtype):
 
 
 def _unpacked(packed, first: int, bits: int):
-    """int8 codes out of bytes that hold several, from bit `first` on.
+    """Extracts int8 codes from bytes that hold several, from bit `first` on.
 
     Four bytes at a time, as the vector unit has 32 bits: 128 is added to each byte
     while its offset is taken off, so that none borrows from the next.
@@ -253,7 +253,7 @@ def _unpacked(packed, first: int, bits: int):
 
 
 def _accumulate(r, case: Case, h, c, s, start) -> None:
-    """One tile of the online softmax of a head's query rows."""
+    """Updates the online softmax of a head's query rows with one tile."""
     old = r.max_logit[h]
     new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
     base = jnp.maximum(new, LOWEST)
@@ -270,7 +270,7 @@ def _accumulate(r, case: Case, h, c, s, start) -> None:
 
 
 def _keep(r, case: Case, h, c, p, base) -> None:
-    """Weights of a head and a tile, and what they are based on, until all are known."""
+    """Stores a tile's weights and their maximum until the whole softmax is known."""
     r.base[c, h] = base
     for j in range(case.chunks):
         part = p[:, j * LANES : (j + 1) * LANES]
@@ -278,13 +278,13 @@ def _keep(r, case: Case, h, c, p, base) -> None:
 
 
 def _kept(r, case: Case, h, c):
-    """The weights again, f32[R, tile]."""
+    """Loads the stored weights, f32[R, tile]."""
     parts = [r.p[c, j, case.rows_of(h)] for j in range(case.chunks)]
     return jnp.concatenate(parts, axis=1)[:, : case.tile]
 
 
 def _for_group(per_query, case: Case):
-    """A mask [queries, tile] for the rows of all query heads, [R or 1, tile]."""
+    """Repeats a mask [queries, tile] for all query heads, [R or 1, tile]."""
     if case.queries == 1:
         return per_query
     shape = (case.group, *per_query.shape)
@@ -292,13 +292,13 @@ def _for_group(per_query, case: Case):
 
 
 def _weighted(p, v, case: Case):
-    """p v, f32[R, D]."""
+    """Computes p v, f32[R, D]."""
     contract = ((1,), (1,)) if case.v.minor else ((1,), (0,))
     return _dot(p.astype(v.dtype), v, contract)
 
 
 def _weighted_codes(r, case: Case, h, p, start):
-    """p v, f32[R, D], of codes.
+    """Computes p v, f32[R, D], from codes.
 
     The scales of empty slots, which may be NaN, do not count.
     """
@@ -332,7 +332,7 @@ def _dot(a, b, contract):
 
 
 def _mend(r, case: Case, c, start) -> None:
-    """Takes the product with the values again, without empty slots, if one was NaN.
+    """Recomputes the product with the values without empty slots if it has a NaN.
 
     A weight of 0 does not keep out what lies in an empty slot if that is not finite.
     To mask the values always would double the work of a decode step.
@@ -351,7 +351,7 @@ def _mend(r, case: Case, c, start) -> None:
 
 
 def _columns_of_one(r, case: Case, stats, n) -> None:
-    """The statistics of all slots, of one query.
+    """Computes the statistics of all slots for one query.
 
     Loads with a stride lay KV heads along sublanes, one query head of each at a time:
     their sum is of whole vectors then, and is written as it is.
@@ -373,7 +373,7 @@ def _columns_of_one(r, case: Case, stats, n) -> None:
 
 
 def _columns(r, case: Case, stats, i, n) -> None:
-    """Adds these queries' part to the statistics of all slots, of one head."""
+    """Adds these queries' share to a head's statistics of all slots."""
     query = i * case.queries
     query += jax.lax.broadcasted_iota(jnp.int32, (case.queries, 1), 0)
     real = _for_group(query < n, case)
@@ -395,7 +395,7 @@ def _columns(r, case: Case, stats, i, n) -> None:
 
 
 def _share(r, case: Case, h, c, real):
-    """What turns the kept weights of a head into shares of 1, of G queries' mean."""
+    """Returns factors that normalise a head's stored weights and average over G."""
     total, top = r.denominator[h], jnp.maximum(r.max_logit[h], LOWEST)
     share = jnp.where(real & (total > 0), 1.0 / (total * case.group), 0.0)
     return share * jnp.exp(r.base[c, h] - top)
@@ -429,7 +429,7 @@ def _puts(r, case: Case, b, start):
 
 
 def _put(r, case: Case, b, start) -> None:
-    """Puts the new pairs into the tile in VMEM, and sends them on to HBM."""
+    """Writes the new KV pairs to the tile in VMEM, and starts their copy to HBM."""
     for here, spot, edge, new, copy in _puts(r, case, b, start):
 
         @pl.when(here)
@@ -441,7 +441,7 @@ def _put(r, case: Case, b, start) -> None:
 
 
 def _chosen(where, new, old):
-    """`jnp.where`, by way of 32 bits for bytes: masks of both differ in their form."""
+    """Computes `jnp.where`; bytes go through 32 bits, whose mask layout differs."""
     if old.dtype.itemsize > 1:
         return jnp.where(where, new, old)
     return jnp.where(where, new.astype(jnp.int32), old.astype(jnp.int32)).astype(
@@ -450,13 +450,13 @@ def _chosen(where, new, old):
 
 
 def _sent(r, case: Case, b, start) -> None:
-    """Waits until the new pairs are in HBM."""
+    """Waits until the new KV pairs are in HBM."""
     for here, _, _, _, copy in _puts(r, case, b, start):
         pl.when(here)(copy.wait)
 
 
 def _choose(r, case: Case, pick: Pick, b) -> None:
-    """Adds the weights to the totals, and picks where the next pair goes.
+    """Adds the weights to the totals, and picks the slot of the next KV pair.
 
     Ties give up the older pair, as `kvjax.policies.select_evictions` does.
     """
