@@ -1,4 +1,7 @@
-"""How a budget becomes sizes: shares of a prompt, rules, and what is too small."""
+"""Turns a user's budget into the number of slots of every head, and checks it.
+
+A budget is a number, a share of the prompt, or sizes per layer or head.
+"""
 
 import re
 from collections.abc import Sequence
@@ -85,10 +88,10 @@ def _explicit(spec: ModelSpec, budget: Any, rule: Any) -> tuple[head_groups.Size
 
 
 def share(budget: str) -> float:
-    """A budget such as "25%" as a number above 0, and 1 at most.
+    """Returns the share that a budget such as "25%" names, above 0 and at most 1.
 
     Raises:
-      UserError: it is no such share.
+      UserError: the text is no such share.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", budget.strip())
     part = float(found[1]) / 100 if found else 0.0
@@ -98,12 +101,12 @@ def share(budget: str) -> float:
 
 
 def share_of(spec: ModelSpec, budget: str, length: int | None) -> int:
-    """Mean pairs per head, from a share of those that the full cache keeps of a prompt.
+    """Returns mean pairs per head: a share of what the full cache would keep.
 
-    Layers with a sliding window keep no more than that of it.
+    The full cache keeps a whole prompt, or the window of a layer that has one.
 
     Raises:
-      UserError: it is no share, or of nobody knows what.
+      UserError: the text is no share, or the length is unknown.
     """
     part = share(budget)
     if length is None:
@@ -119,17 +122,17 @@ def share_of(spec: ModelSpec, budget: str, length: int | None) -> int:
 def within_windows(
     spec: ModelSpec, sizes: tuple[head_groups.Sizes, ...], block: int, most: float
 ) -> tuple[head_groups.Sizes, ...]:
-    """The sizes, but for layers with a sliding window no more than they can use.
+    """Returns the sizes, cut to what layers with a sliding window can use.
 
-    That is their window and one block: what has left the window is dropped, and a block
-    comes in first. What is above it goes to the heads of the other layers, in
-    proportion to their sizes, until these have `most`.
+    That is the window and one block, since pairs that left the window are dropped only
+    after a block was written. The pairs cut off are given to the heads of the other
+    layers, in proportion to their sizes, until each has `most`.
 
     Args:
       spec: the model's shape.
       sizes: pairs per head.
-      block: tokens that come in at a time.
-      most: pairs of a head; 0 to give nothing away.
+      block: tokens that are written at a time.
+      most: the most pairs of a head; 0 gives the pairs cut off to nobody.
     """
     windows = np.array(list(map(spec.sliding_window, range(spec.num_layers))))[:, None]
     asked = np.array(
@@ -152,7 +155,7 @@ def within_windows(
 def by_heads(
     spec: ModelSpec, policy: policies.Policy, budget: str
 ) -> budgets.BudgetRule:
-    """Sizes by head where they are known for the model's weights, else by layer."""
+    """Returns the rule of a share: calibrated per head where a calibration is known."""
     windows = any(spec.sliding_windows)
     same_share = budgets.proportional() if windows else budgets.uniform()
     if policy.needs_all_heads:
@@ -169,7 +172,7 @@ def by_heads(
 
 
 def _layer_sizes(spec: ModelSpec, given: int | Sequence[int]) -> head_groups.Sizes:
-    """One layer's sizes."""
+    """Returns the checked sizes of one layer."""
     if isinstance(given, str) or not np.iterable(given):
         return whole_number("budget", given)
     sizes = [whole_number("budget", size) for size in given]

@@ -1,4 +1,4 @@
-"""What is kept of a KV cache, and how: parts that are checked and joined."""
+"""`CacheSpec`: a cache configuration checked for one model, static in programs."""
 
 import dataclasses
 import math
@@ -17,35 +17,35 @@ from kvjax.types import ModelSpec, UserError, build, whole_number
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """What is kept of a KV cache, and how; hashable, a static argument.
+    """A cache configuration for one model; hashable, a static argument of programs.
 
-    `CacheConfig.spec` makes it, and checks that the parts fit each other.
+    `checked` makes it from a `CacheConfig`, and checks that the parts fit each other.
 
     Attributes:
-      policy: which pairs stay; None only for the full cache.
-      schedule: when pairs go, its sizes chosen.
-      budget: |kv|, pairs per head: for every layer one int, or one for each of its
-        heads where they differ; None only for the full cache.
+      policy: ranks the cached tokens, pinned pairs included; None for the full cache.
+      schedule: when pairs are evicted, with all of its sizes set.
+      budget: KV pairs per head: for every layer one int, or one for each of its heads
+        where they differ; None for the full cache.
       codec: how pairs are stored.
-      layer_codecs: of every layer, where they differ.
+      layer_codecs: the codec of every layer, where they differ.
       offload: which values lie in host memory; None for none.
-      layout: where they lie.
-      budget_rule: what `budget` came from, and may change it once the prompt is read.
-      mean_budget: of `budget` over all heads of the model, where they differ.
-      eviction: how a layer makes room. `in_place` marks victims empty and lets new
-        pairs move into their slots; `compact` moves the kept pairs to the front. The
-        same pairs stay either way.
-      rope_positions: where a key stands for its rotary angle. `original`: where it
-        stood in the text; keys are stored rotated. `cache`: where it stands among the
-        pairs kept, counted from 0, as StreamingLLM has it (section 3.2); keys are
-        stored as they come and rotated at every use, and `eviction` has to be
-        `compact`, which keeps slots in order.
-      rows_per_eviction: rows whose evictions are worked out together while decoding.
-        Rows of a ragged batch fill up at different steps; handling only those that are
-        full, a few at a time, makes the cost of a row's evictions independent of the
-        others. None is an eighth of the batch, or 4 rows where that is less.
-      implementation: which attention runs, see `kvjax.attention.backends`; None is the
-        best there is.
+      layout: where pairs lie.
+      budget_rule: the rule that `budget` came from. It may change `budget` once the
+        prompt is read.
+      mean_budget: the mean of `budget` over all heads of the model, where they differ.
+      eviction: how a layer makes room. `in_place` marks evicted slots empty, and new
+        pairs move into them; `compact` gathers the kept pairs at the front. The same
+        pairs are kept either way.
+      rope_positions: which position a key is rotated by. `original` is that in the
+        text; keys are stored rotated. `cache` is that among the kept pairs, counted
+        from 0 (StreamingLLM, section 3.2); keys are stored unrotated and are rotated at
+        every use. `eviction` is `compact` then, which keeps slots in order.
+      rows_per_eviction: rows whose evictions are computed together while decoding.
+        Rows of a ragged batch fill up at different steps. Handling only the full ones,
+        a few at a time, makes the cost of a row's evictions independent of the other
+        rows. None is an eighth of the batch, at least 4.
+      implementation: the attention backend, see `kvjax.attention.backends`; None is the
+        first that supports the call.
       windows: tokens that each layer's queries see (`ModelSpec.sliding_windows`), 0 for
         all, empty for all in all layers. Whatever the policy, a layer drops the pairs
         that have left its window, and is allocated its window and one block at most.
@@ -67,18 +67,18 @@ class CacheSpec:
     offload: offloading.Offload | None = None
 
     def required_stats(self, is_prefill: bool) -> frozenset[str]:
-        """What attention must hand over; nothing once no more evictions come."""
+        """Returns the statistics that attention must compute for the policy."""
         if not self.policy or not (is_prefill or self.schedule.evicts_in_decode):
             return frozenset()
         return self.policy.required_stats
 
     @property
     def first_chunk(self) -> int:
-        """Prompt tokens that are read first, before `prefill_chunk` at a time.
+        """Prompt tokens in the first prefill chunk; later ones have `prefill_chunk`.
 
-        So many that what is read before the first eviction fills |kv| exactly, as in
-        Algorithm 1, or |kv| itself, see `Schedule.first_chunk`; |kv| of the smallest
-        head that fills up, where they differ.
+        The tokens read before the first eviction then fill |kv| exactly, as in
+        Algorithm 1; or the chunk is |kv| itself, see `Schedule.first_chunk`. Where
+        heads differ, |kv| is that of the smallest head that fills up.
         """
         chunk = self.schedule.prefill_chunk
         if not self.schedule.evicts_in_prefill:
@@ -86,24 +86,23 @@ class CacheSpec:
         least = min(self.fillable or {chunk})
         if self.schedule.first_chunk != "budget":
             return least % chunk or chunk
-        over = max(
-            least - min(head_groups.distinct_sizes(self.budget)), 0
-        )  # of some window
+        smallest = min(head_groups.distinct_sizes(self.budget))  # a window's, perhaps
+        over = max(least - smallest, 0)
         return least - math.ceil(over / chunk) * chunk
 
     def heads(self, spec: ModelSpec) -> tuple[tuple[head_groups.Heads, ...], ...]:
-        """Heads of every part of every layer, see `kvjax.cache.head_groups`."""
+        """Returns the head groups of every layer, see `kvjax.cache.head_groups`."""
         return tuple(
             map(head_groups.of_sizes, self.budget or (None,) * spec.num_layers)
         )
 
     def of_group(self, index: int, heads: head_groups.Heads) -> "CacheSpec":
-        """What is kept of a model with those heads of that layer alone."""
+        """Returns the spec of a model that has only those heads of that layer."""
         budget = self.budget and (head_groups.size_of(self.budget[index], heads),)
         return dataclasses.replace(self.of_layer(index), budget=budget)
 
     def of_layer(self, index: int) -> "CacheSpec":
-        """What is kept of a model with that layer alone."""
+        """Returns the spec of a model that has only that layer."""
         alone = slice(index, index + 1)
         budget = self.budget and self.budget[alone]
         return dataclasses.replace(
@@ -117,18 +116,18 @@ class CacheSpec:
 
     @property
     def reading(self) -> "CacheSpec":
-        """The same while the prompt is read, which some codecs wait for the end of."""
+        """The spec during prefill: codecs that encode after the prompt do not yet."""
         if not self.codec.after_prompt:
             return self
         plain = {"codec": codecs.identity, "layer_codecs": (), "offload": None}
         return dataclasses.replace(self, **plain)
 
     def codec_of(self, index: int) -> codecs.Codec:
-        """How a layer's pairs are stored."""
+        """Returns the codec of a layer."""
         return self.layer_codecs[index] if self.layer_codecs else self.codec
 
     def recalls(self, index: int) -> bool:
-        """Whether a layer's values are fetched from host memory, a few at a time."""
+        """Returns whether a layer fetches a few values at a time from host memory."""
         return self.codec_of(index).value.on_host
 
     @property
@@ -137,15 +136,15 @@ class CacheSpec:
         return self.schedule.compacts or self.codec.after_prompt
 
     def window(self, index: int) -> int:
-        """Tokens that a layer's queries see; 0 for all."""
+        """Returns the length of a layer's sliding window in tokens; 0 for none."""
         return self.windows[index] if self.windows else 0
 
     @property
     def fillable(self) -> set[int]:
-        """Sizes of the heads in which the policy chooses.
+        """Sizes of the heads that fill up, so that the policy chooses what to evict.
 
-        Others have room for their window and the block that comes in before what it
-        hides is dropped.
+        The other heads hold their sliding window and one incoming block, and only drop
+        pairs that have left the window.
         """
         return {
             size
@@ -155,7 +154,7 @@ class CacheSpec:
         }
 
     def head_budgets(self, spec: ModelSpec) -> tuple[int, ...]:
-        """[L * K], pairs of every head of every layer."""
+        """Returns the budgets of all heads of all layers, [L * K]."""
         return tuple(
             size
             for sizes in self.budget
@@ -170,7 +169,7 @@ class CacheSpec:
     def prefill_capacity(
         self, spec: ModelSpec, prompt: int, new: int
     ) -> tuple[int, ...]:
-        """Slots per head of every part while prompts of up to `prompt` are read."""
+        """Returns slots per head of every head group during prefill."""
         if self.schedule.evicts_in_prefill:
             return self._slots(spec)
         return self._slots(spec, prompt if self.compacts else prompt + new)
@@ -178,7 +177,7 @@ class CacheSpec:
     def decode_capacity(
         self, spec: ModelSpec, prompt: int, new: int
     ) -> tuple[int, ...]:
-        """Slots per head of every part while `new` tokens are generated."""
+        """Returns slots per head of every head group during decode."""
         if self.schedule.evicts_in_decode:
             return self._slots(spec)
         if self.schedule.compacts:
@@ -188,7 +187,7 @@ class CacheSpec:
     def _slots(
         self, spec: ModelSpec, tokens: int | None = None, more: int = 0
     ) -> tuple[int, ...]:
-        """Slots for so many tokens, or the budget and some more; windows limit both."""
+        """Returns slots for `tokens` or the budget, plus `more`; limited by windows."""
         return tuple(
             min(
                 (tokens or head_groups.size_of(self.budget[i], heads)) + more,
@@ -199,7 +198,7 @@ class CacheSpec:
         )
 
     def _most(self, index: int) -> float:
-        """Pairs that a head of a layer can hold: its window's, and one block's."""
+        """Returns the most pairs that a head can hold: its window and one block."""
         window = self.window(index)
         return window + self.schedule.prefill_chunk if window else math.inf
 
@@ -296,7 +295,7 @@ def checked(
 
 
 def _stored(spec: ModelSpec, config: CacheConfig) -> dict[str, Any]:
-    """Fields of `CacheSpec` on how and where pairs are stored, checked."""
+    """Returns the fields of `CacheSpec` on how and where pairs are stored, checked."""
     codec, layout, offload = config.made_codec(), config.made_layout(), config.offload
     if offload and layout.exchange_values is None:
         raise UserError(
@@ -327,7 +326,7 @@ def _full_cache(
 def _layer_codecs(
     spec: ModelSpec, codec: codecs.Codec, offload: offloading.Offload | None
 ) -> tuple[codecs.Codec, ...]:
-    """How every layer's pairs are stored; empty where all are alike."""
+    """Returns every layer's codec; nothing where all layers have the same."""
     if codec.of_layer is None and offload is None:
         return ()
     layers, count = range(spec.num_layers), spec.num_layers
@@ -341,18 +340,18 @@ def _layer_codecs(
 
 
 def _check_heads(config: CacheSpec) -> None:
-    """Raises UserError for heads apart under a policy that looks across them."""
-    apart = any(not isinstance(sizes, int) for sizes in config.budget)
-    if apart and config.policy.needs_all_heads:
+    """Raises UserError if heads differ in size under a policy that compares heads."""
+    differ = any(not isinstance(sizes, int) for sizes in config.budget)
+    if differ and config.policy.needs_all_heads:
         raise UserError(
-            f"policy {config.policy.name!r} looks across the heads of a layer, which "
-            "cannot keep different numbers of pairs then: give one size per layer, or "
+            f"policy {config.policy.name!r} compares the heads of a layer, so "
+            "they cannot keep different numbers of pairs: give one size per layer, or "
             "use another policy"
         )
 
 
 def _check_groups(config: CacheSpec, spec: ModelSpec) -> None:
-    """Raises UserError for keys encoded together of which single ones are dropped."""
+    """Raises UserError for a codec of several keys where single keys are dropped."""
     schedule, every = config.schedule, config.layer_codecs or (config.codec,)
     codec = next((codec for codec in every if codec.key.group_size > 1), None)
     if codec is None:
@@ -373,7 +372,7 @@ def _check_groups(config: CacheSpec, spec: ModelSpec) -> None:
 
 
 def _check_residual(config: CacheSpec, budget: int) -> None:
-    """Raises UserError for pairs that cannot be evicted, or more than are kept."""
+    """Raises UserError for a residual that is longer than the budget."""
     every = config.layer_codecs or (config.codec,)
     codec = max(every, key=lambda codec: codec.residual_length)
     if codec.residual_length > budget:

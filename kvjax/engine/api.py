@@ -1,4 +1,4 @@
-"""Prompts in, completions out: `kvjax.generate`, and `kvjax.plan`, what would fit."""
+"""`kvjax.generate` completes prompts; `kvjax.plan` returns the batch that would fit."""
 
 import dataclasses
 import difflib
@@ -267,7 +267,7 @@ def _job(model: Model, sampling: Sampling, config: CacheSpec, longest: int) -> J
 
 
 def tokenize(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of texts, conversations or ids, checked.
+    """Returns the checked token ids of texts, conversations or ids.
 
     Raises:
       UserError: no prompt, an empty one, one of another type, or ids outside the
@@ -287,7 +287,7 @@ def tokenize(model: Model, prompts: Sequence[Prompt]) -> list[list[int]]:
 def _fitted(
     model: Model, prompts: list[list[int]], new: int, truncate: str
 ) -> list[list[int]]:
-    """Prompts that leave the context room for so many new tokens, see `generate`."""
+    """Returns prompts that fit the context with `new` tokens, see `generate`."""
     name, context = model.spec.name, model.spec.context_length
     if truncate not in _TRUNCATE:
         raise UserError(f"truncate is {truncate!r}: give {', '.join(_TRUNCATE)}")
@@ -315,7 +315,7 @@ def _fitted(
 
 
 def _ids(model: Model, index: int, prompt: Prompt) -> list[int]:
-    """One prompt's token ids."""
+    """Returns the token ids of one prompt."""
     if isinstance(prompt, Mapping):
         raise UserError(
             f"prompt {index} is a message: a prompt is a list of messages, so give a "
@@ -323,7 +323,7 @@ def _ids(model: Model, index: int, prompt: Prompt) -> list[int]:
         )
     try:
         if not isinstance(prompt, str) and isinstance(prompt[0], Mapping):
-            prompt = _in_words(model, index, prompt)
+            prompt = _chat_text(model, index, prompt)
         if isinstance(prompt, str):
             return _tokens(model, index, prompt)
         return [operator.index(token) for token in prompt]
@@ -336,8 +336,8 @@ def _ids(model: Model, index: int, prompt: Prompt) -> list[int]:
         ) from None
 
 
-def _in_words(model: Model, index: int, messages: Sequence[Mapping[str, Any]]) -> str:
-    """A conversation as the chat template has it, up to where the model speaks."""
+def _chat_text(model: Model, index: int, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a conversation as the chat template writes it, up to the model's turn."""
     if not getattr(model.tokenizer, "chat_template", None):
         raise UserError(
             f"prompt {index} is a conversation, but {model.spec.name} has no chat "
@@ -376,7 +376,7 @@ def check_ids(model: Model, what: str, ids: Sequence[int]) -> None:
 
 
 def end_tokens(model: Model) -> tuple[int, ...]:
-    """The tokens that end a completion: the checkpoint's and the tokenizer's."""
+    """Returns the end tokens of the checkpoint and of the tokenizer."""
     eos = getattr(model.tokenizer, "eos_token_id", None)
     ends = {*model.end_tokens} if eos is None else {*model.end_tokens, eos}
     return tuple(sorted(ends)) or NO_EOS
@@ -384,7 +384,7 @@ def end_tokens(model: Model) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Ends:
-    """Where completions end: at stop texts, of which there may be none."""
+    """Finds where completions end: at stop texts, of which there may be none."""
 
     model: Model
     stop: tuple[str, ...]

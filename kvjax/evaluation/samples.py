@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy import special
 
 from kvjax.engine import api
 from kvjax.engine.stop_texts import ended, text_after
@@ -16,7 +17,6 @@ from kvjax.evaluation.tasks.base import Encoded, Example, Task, encode, options_
 from kvjax.types import Model, UserError
 
 _Z = 1.959964  # the normal distribution's quantile of 97.5%
-_STUDENT = 12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622
 
 
 class Samples(NamedTuple):
@@ -246,19 +246,9 @@ def interval(scores: Sequence[float]) -> Record:
         return {"interval": _ends(middle, half), "interval_method": "wilson"}
     ends = None
     if len(set(scores)) > 1:
-        ends = _ends(mean, _student(n - 1) * float(np.std(scores, ddof=1)) / n**0.5)
+        quantile = float(special.stdtrit(n - 1, 0.975))
+        ends = _ends(mean, quantile * float(np.std(scores, ddof=1)) / n**0.5)
     return {"interval": ends, "interval_method": "student"}
-
-
-def _student(freedom: int) -> float:
-    """The quantile of 97.5% of Student's t.
-
-    Beyond the table by Fisher and Cornish's expansion (1960), to 0.2%.
-    """
-    if freedom <= len(_STUDENT):
-        return _STUDENT[freedom - 1]
-    second = (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * freedom**2)
-    return _Z + (_Z**3 + _Z) / (4 * freedom) + second
 
 
 def _ends(middle: float, half: float) -> list[float]:

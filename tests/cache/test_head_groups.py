@@ -249,7 +249,7 @@ def test_refused(tiny):
 
     with pytest.raises(UserError, match=r"has 3 sizes for the 2 KV heads of tiny"):
         config(((8, 8, 8), 24))
-    with pytest.raises(UserError, match=r"'simlayerkv' looks across the heads"):
+    with pytest.raises(UserError, match=r"'simlayerkv' compares the heads"):
         config(((32, 40), 24), policies.simlayerkv())
     with pytest.raises(UserError, match=r"budget is 'many': give a whole number"):
         config(((32, "many"), 24))
