@@ -114,11 +114,6 @@ def _decoded_values(
     )
 
 
-def free_slots(positions: Int[Array, "B K C"], count: int) -> Int[Array, "B K T"]:
-    """Returns the first `count` empty slots of every head, C where there are fewer."""
-    return first_of(positions < 0, count)
-
-
 def claim(
     layer: DenseLayer, per_slot: PyTree, positions: Int[Array, "B T"], n: Array
 ) -> tuple[DenseLayer, PyTree, Int[Array, "B K T"], Bool[Array, "B K"]]:
@@ -138,7 +133,7 @@ def claim(
       dropped, and the caller sets the sticky error bit.
     """
     capacity, length = layer.positions.shape[2], positions.shape[1]
-    slots = free_slots(layer.positions, length)
+    slots = first_of(layer.positions < 0, length)
     real = jnp.arange(length, dtype=jnp.int32)[None, :] < n[:, None]
     overflow = jnp.any(real[:, None] & (slots >= capacity), axis=-1)
     slots = jnp.where(real[:, None], slots, capacity)  # out of range: dropped
