@@ -21,7 +21,7 @@ class Read(NamedTuple):
     Attributes:
       cache: its keys and values.
       token: [B, 1], the first new token.
-      positions: [B or 1, 1], where that token stands.
+      positions: [1, 1], where that token stands.
     """
 
     cache: transformers.DynamicCache
@@ -33,7 +33,6 @@ def prefill(
     model: Any,
     ids: torch.Tensor,
     press: Press | None = None,
-    mask: torch.Tensor | None = None,
     chunk: int | None = None,
 ) -> Read:
     """Reads prompts.
@@ -42,16 +41,10 @@ def prefill(
       model: a causal language model of transformers.
       ids: [B, T] tokens.
       press: None keeps all pairs.
-      mask: [B, T], 0 where a token is padding on the left; None is all 1.
       chunk: tokens read at a time, None for all; not for a press, which works on the
-        first of them, and not with a mask.
+        first of them.
     """
-    if mask is None:
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        masked = {}
-    else:
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        masked = {"attention_mask": mask}
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
     # The cache of kvpress' pipeline, and the one that transformers makes by itself.
     cache = transformers.DynamicCache(**({} if press else {"config": model.config}))
     step = chunk or ids.shape[1]
@@ -64,7 +57,6 @@ def prefill(
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
-                **masked,
             )
     token = out.logits[:, -1:].argmax(dim=-1)
     return Read(cache, token, positions[:, -1:] + 1)

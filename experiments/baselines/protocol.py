@@ -79,17 +79,15 @@ class Baseline:
     def load(
         self,
         source: pathlib.Path | Mapping[str, Any],
-        attention: str = "sdpa",
         device: str = "cpu",
     ) -> None:
         """Has the worker load a GGUF file, or make a model with random weights.
 
         Args:
           source: the file; or what a config.json says of the model's shape.
-          attention: transformers' name of it.
           device: `cpu`, in float32; or `best`: a GPU, in bfloat16, where there is one.
         """
-        asked: dict[str, Any] = {"attention": attention, "device": device}
+        asked: dict[str, Any] = {"device": device}
         if isinstance(source, pathlib.Path):
             asked |= {"folder": str(source.parent), "file": source.name}
         else:
@@ -170,7 +168,7 @@ def requests() -> Iterator[dict[str, Any]]:
         yield json.loads(waiting.get())
 
 
-def _load(attention, device, config=None, folder=None, file=None):
+def _load(device, config=None, folder=None, file=None):
     import torch
     import transformers
 
@@ -181,11 +179,11 @@ def _load(attention, device, config=None, folder=None, file=None):
         shape = made_for.config_class(**config)
         with torch.device("cuda" if gpu else "cpu"):
             model = transformers.AutoModelForCausalLM.from_config(
-                shape, dtype=dtype, attn_implementation=attention
+                shape, dtype=dtype, attn_implementation="sdpa"
             ).eval()
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=file, dtype=dtype, attn_implementation=attention
+            folder, gguf_file=file, dtype=dtype, attn_implementation="sdpa"
         )
     model.generation_config.eos_token_id = None  # decode to the end
     return model.to("cuda") if gpu else model

@@ -198,7 +198,7 @@ def _batch(model, press, chunk, rows, new, meter, limit) -> Batch:
         done.bytes[name] = meter.peak()
         return made
 
-    read = phase("prefill", lambda: decoding.prefill(model, ids, press, None, chunk))
+    read = phase("prefill", lambda: decoding.prefill(model, ids, press, chunk))
     done.kept.update(layer.get_seq_length() for layer in read.cache.layers)
     if not limit:
         done.tokens.extend(phase("decode", lambda: decoding.decode(model, read, new)))

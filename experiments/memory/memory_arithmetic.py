@@ -1,34 +1,30 @@
-"""The arithmetic of KV caches: what tables in surveys say, reckoned from shapes.
+"""Computes the bytes and times of KV caches from shapes and data sheets.
 
     python experiments/memory/memory_arithmetic.py --device=a100-80gb
     python experiments/memory/memory_arithmetic.py --only=rows
 
-No model is run: everything follows from shapes and a device's published rates by the
-formulae of `kvjax.evaluation.arithmetic`, and times are rooflines. The parts:
+No model runs: the formulae of `kvjax.evaluation.arithmetic` need only a model's shape
+and a device's published rates, and times are rooflines. The tables:
 
   kv       bytes of keys and values, per token and by batch
-  step     bytes and time of a decode step by batch, and the pairs' share of the bytes
-  bits     what pairs of 8 and 4 bits gain, by batch
-  claims   at which lengths a survey's figures of such gains hold, and where they cannot
-  pages    what reserving the longest length wastes, and what pages cost
-  beams    copies of a prompt for every beam, and copy on write
-  swap     a preempted sequence brought back over the link, or read again
-  crossing the lengths at which the second is faster
-  rows     how many rows of every known shape fit on devices, full and compressed
-  kcache   values in host memory: a paper's rates, and the roofline's
-  squeeze  a share of the pairs: a paper's gains, and the roofline's
+  step     bytes and time of a decode step by batch, and how many of them are KV pairs
+  bits     tokens/s gained by KV pairs in 8 and 4 bits, by batch
+  pages    slots wasted by reserving the longest length, and by pages
+  beams    beam search with a copy of the prompt for each beam, and with shared pages
+  swap     bringing a preempted sequence back over the link, or prefilling it again
+  rows     how many rows of each known model fit on a device, full and compressed
+  kcache   values in host memory: published throughput beside the roofline
+  squeeze  a share of the KV pairs: published gains beside the roofline
 
-Prints a table for each, draws step.png and claims.png in --workdir, and last prints one
-JSON line. Ten seconds.
+Prints each table and, last, one JSON line; draws step.png in --workdir. Ten seconds.
 """
 
 import json
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 from absl import flags
-from memory_parts import PAGES, PARTS, PUBLISHED, PUBLISHED_OF
+from memory_parts import PAGES, PARTS
 from memory_table import Asked, as_text
 
 from kvjax.cli import command
@@ -47,60 +43,62 @@ def define_flags() -> None:
     flags.DEFINE_string("device", "a100-80gb", "a device of roofline.DEVICES")
     flags.DEFINE_integer("tokens", 4096, "length of every sequence", 1)
     flags.DEFINE_list("batches", list(BATCHES), "sequences at a time")
-    flags.DEFINE_integer("longest", 4096, "tokens that are reserved for a sequence", 1)
-    flags.DEFINE_integer("seed", 0, "of the lengths that are drawn", 0)
+    flags.DEFINE_integer("longest", 4096, "slots reserved for each sequence", 1)
+    flags.DEFINE_integer("seed", 0, "seed of the random lengths", 0)
     flags.DEFINE_float("link_gb_per_s", 25.0, "host to device, in 1e9 bytes/s")
-    flags.DEFINE_float("copy_us", 10.0, "what every copy takes beside its bytes")
-    flags.DEFINE_integer("budget", 1024, "pairs per head of the compressed cache", 1)
-    flags.DEFINE_string("dtype", "bfloat16", "of weights and pairs, for the part rows")
-    flags.DEFINE_list("only", list(PARTS), "parts to print")
-    flags.DEFINE_string("workdir", "runs/memory_arithmetic", "where pictures go")
+    flags.DEFINE_float("copy_us", 10.0, "fixed time of each copy, microseconds")
+    flags.DEFINE_integer("budget", 1024, "KV pairs per head of the compressed cache", 1)
+    flags.DEFINE_string(
+        "dtype", "bfloat16", "of weights and KV pairs in the table rows"
+    )
+    flags.DEFINE_list("only", list(PARTS), "tables to print")
+    flags.DEFINE_string("workdir", "runs/memory_arithmetic", "folder for the picture")
 
 
 def main(_):
-    asked, wanted = checked(flags.FLAGS)
+    asked, names = checked(flags.FLAGS)
     folder = pathlib.Path(flags.FLAGS.workdir)
-    drawn = {name: folder / f"{name}.png" for name in PICTURES if name in wanted}
-    if drawn:
+    picture = folder / "step.png" if "step" in names else None
+    if picture:
         with files.on_disk(folder):
             folder.mkdir(parents=True, exist_ok=True)
-    told: dict[str, Any] = {"device": asked.name}
-    for name in wanted:
+    result: dict[str, Any] = {"device": asked.name}
+    for name in names:
         part = PARTS[name](asked)
         print(as_text(part) + "\n")
-        told[name] = part.rows
-    for name, path in drawn.items():
-        figures.save(path, PICTURES[name], asked)
-    print(json.dumps(told | {"pictures": list(map(str, drawn.values()))}))
+        result[name] = part.rows
+    if picture:
+        figures.save(picture, draw_step, asked)
+    print(json.dumps(result | {"picture": picture and str(picture)}))
 
 
-def checked(given: Any) -> tuple[Asked, list[str]]:
-    """What was asked for, and of which parts.
+def checked(options: Any) -> tuple[Asked, list[str]]:
+    """Returns the checked flags, and the names of the tables to print.
 
     Raises:
-      UserError: an unknown model, device, dtype or part; a number out of range.
+      UserError: an unknown model, device, dtype or table; a number out of range.
     """
-    unknown = [name for name in given.only if name not in PARTS]
+    unknown = [name for name in options.only if name not in PARTS]
     if unknown:
-        raise UserError(f"no part {unknown[0]!r}: --only takes {', '.join(PARTS)}")
+        raise UserError(f"no table {unknown[0]!r}: --only takes {', '.join(PARTS)}")
     for name in ("models", "batches"):
-        if not getattr(given, name):
+        if not getattr(options, name):
             raise UserError(f"--{name} is empty: name one at least")
-    link = real_number("--link_gb_per_s", given.link_gb_per_s, 1e-3) * 1e9
-    copy_s = real_number("--copy_us", given.copy_us, 0) / 1e6
+    link = real_number("--link_gb_per_s", options.link_gb_per_s, 1e-3) * 1e9
+    copy_s = real_number("--copy_us", options.copy_us, 0) / 1e6
     asked = Asked(
-        specs=[presets.spec(name) for name in given.models],
-        name=given.device,
-        device=roofline.device(given.device),
-        tokens=given.tokens,
-        batches=[_batch(text) for text in given.batches],
-        longest=given.longest,
-        seed=given.seed,
+        specs=[presets.spec(name) for name in options.models],
+        name=options.device,
+        device=roofline.device(options.device),
+        tokens=options.tokens,
+        batches=[_batch(text) for text in options.batches],
+        longest=options.longest,
+        seed=options.seed,
         link=arithmetic.Link(link, copy_s, PAGES[0]),
-        budget=given.budget,
-        dtype=checked_dtype(given.dtype).name,
+        budget=options.budget,
+        dtype=checked_dtype(options.dtype).name,
     )
-    return asked, given.only
+    return asked, options.only
 
 
 def _batch(text: str) -> int:
@@ -108,11 +106,8 @@ def _batch(text: str) -> int:
     return whole_number("--batches", whole, 1)
 
 
-# --- pictures -------------------------------------------------------------------------
-
-
 def draw_step(asked: Asked) -> Any:
-    """Time and the pairs' share of a decode step, by batch."""
+    """Draws the time of a decode step, and how much of it reads KV pairs, by batch."""
     figure = figures.figure_about((9, 4.6), f"{asked.name}, {asked.tokens:,} tokens")
     left, right = figure.subplots(1, 2)
     batches = [2**i for i in range(10)]
@@ -125,7 +120,7 @@ def draw_step(asked: Asked) -> Any:
         right.plot(batches, [100 * s.share_of_pairs for s in steps], **line)
     titles = (
         (left, "A decode step", "least time (ms)"),
-        (right, "Pairs in what is read", "% of bytes"),
+        (right, "KV pairs", "% of the bytes read"),
     )
     for axes, title, label in titles:
         axes.set_title(title, loc="left", fontweight="bold")
@@ -137,39 +132,6 @@ def draw_step(asked: Asked) -> Any:
     right.set_ylim(0, 100)
     figures.legend(figure, looks, [spec.name for spec in asked.specs])
     return figure
-
-
-def draw_claims(asked: Asked) -> Any:
-    """Gains of fewer bits by length, by bytes alone and on the device."""
-    name, batch = PUBLISHED_OF
-    spec = presets.spec(name)
-    figure = figures.figure_about((7.5, 4.6), f"{name}, batch {batch}")
-    axes = figure.subplots()
-    ticks = [2**i for i in range(6, 14)]
-    lengths = [round(2 ** (i / 4)) for i in range(4 * 6, 4 * 13 + 1)]
-    ways = {"bytes alone": arithmetic.BYTES_ALONE, asked.name: asked.device.rates}
-    marks = figures.marks_of(PUBLISHED)
-    for mark, (b, published) in zip(marks, PUBLISHED.items(), strict=True):
-        look = {"color": mark.colour, "marker": mark.shape}
-        look |= {"markersize": 5, "markevery": 4}
-        for (where, rates), dash in zip(ways.items(), ("--", "-"), strict=True):
-            gains = [arithmetic.gain(spec, batch, n, b, rates) for n in lengths]
-            percents = [100 * (each - 1) for each in gains]
-            label = f"INT{b}, {where}"
-            axes.plot(lengths, percents, linestyle=dash, label=label, **look)
-        axes.axhline(100 * published, color=mark.colour, lw=0.8)
-        told = f"published, INT{b}: {published:+.0%}"
-        axes.annotate(told, (lengths[0], 100 * published + 2), color=mark.colour)
-    axes.set_title("Tokens/s gained by fewer bits", loc="left", fontweight="bold")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
-    axes.set_xlabel("tokens of each sequence")
-    axes.set_ylabel("gain (%)")
-    figure.legend(loc="outside lower center", ncols=2)
-    return figure
-
-
-PICTURES: dict[str, Callable[[Asked], Any]] = {"step": draw_step, "claims": draw_claims}
 
 
 if __name__ == "__main__":

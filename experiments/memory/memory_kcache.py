@@ -1,4 +1,4 @@
-"""KCache's table of `memory_arithmetic.py`: its paper beside the roofline."""
+"""The table `kcache` of `memory_arithmetic.py`: KCache's paper beside a roofline."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from kvjax.evaluation import arithmetic, roofline
 from kvjax.models import presets
 
 KCACHE_OF = "llama-2-7b"
-# The paper describes its device by all but the link, for which PCIe 4 stands.
+# The paper gives its device's rates except for the link, where PCIe 4 is assumed.
 KCACHE_ON = roofline.Device(roofline.Rates(1e12, 180e12, 32e9), 64e9)
 KCACHE_N, KCACHE_LAYERS, KCACHE_NEW = (32, 64, 128), 1, 1024
 KCACHE = {  # (prompt, batch): tokens/s of the full cache and of each N; the paper's
@@ -22,19 +22,18 @@ KCACHE = {  # (prompt, batch): tokens/s of the full cache and of each N; the pap
 
 
 def kcache(asked: Asked) -> Part:
-    """KCache's table: values in host memory, as published and by the roofline."""
+    """Returns decoding rates with values in host memory, published and by roofline."""
     device, spec = KCACHE_ON, presets.spec(KCACHE_OF)
     found: Rows = []
     for (prompt, batch), published in KCACHE.items():
-        for top_n, told in zip((None, *KCACHE_N), published, strict=True):
+        for top_n, rate in zip((None, *KCACHE_N), published, strict=True):
             offload = top_n and Offload(top_n, KCACHE_LAYERS)
             config = make_spec(spec, None, None, offload=offload)
-            given = spec, config, batch, prompt, KCACHE_NEW, device
-            made = arithmetic.decoding(*given)
-            found.append(
-                {"prompt": prompt, "batch": batch, "top_n": top_n, "published": told}
-                | made._asdict()
+            decoding = arithmetic.decoding(
+                spec, config, batch, prompt, KCACHE_NEW, device
             )
+            row = {"prompt": prompt, "batch": batch, "top_n": top_n}
+            found.append(row | {"published": rate} | decoding._asdict())
     columns: Columns = {
         "prompt": lambda row: f"{row['prompt']:,}",
         "batch": lambda row: str(row["batch"]),
@@ -51,15 +50,15 @@ def kcache(asked: Asked) -> Part:
         f"{spec.name}, {KCACHE_NEW:,} new tokens, bfloat16, values of the first "
         f"{KCACHE_LAYERS} layers on the device. The device is the paper's: "
         f"{device.memory_bytes / 1e9:g} GB, {device.rates.bytes_per_s / 1e12:g} TB/s, "
-        f"{device.rates.flops_per_s / 1e12:g} TFLOP/s; of its link the paper says "
-        f"nothing, and {device.rates.link_bytes_per_s / 1e9:g} GB/s are ours.",
-        f"By s / N alone fetching {KCACHE_N[-1]} pairs would pay from {least:,.0f} "
-        "tokens on. The roofline lets the link work beside the device and takes "
-        "choosing and gathering as free; what is published pays for both, so it falls "
-        "with N where the roofline does not.",
-        f"While {_joined(f'{each:,}' for each in lengths)} tokens are read at once, a "
-        f"layer's arithmetic takes {_joined(f'{each:.1f}' for each in covers)} times "
-        "as long as its values take to the host: from 1 on that is hidden "
+        f"{device.rates.flops_per_s / 1e12:g} TFLOP/s. The paper gives no link; "
+        f"{device.rates.link_bytes_per_s / 1e9:g} GB/s are assumed.",
+        f"By s / N alone, fetching {KCACHE_N[-1]} values pays from {least:,.0f} tokens "
+        "on. The roofline overlaps the link with the device and takes top-N selection "
+        "and gathering as free; the published rates include both, so they fall with N "
+        "where the roofline does not.",
+        f"In a prefill of {_joined(f'{each:,}' for each in lengths)} tokens, computing "
+        f"a layer takes {_joined(f'{each:.1f}' for each in covers)} times as long as "
+        "copying its values to the host: from 1 on, the copy is hidden "
         "(11 d + 2 s > FLOPS / bandwidth).",
     ]
     return Part("Values in host memory", found, columns, notes)

@@ -1,4 +1,4 @@
-"""SqueezeAttention's Table 3 in `memory_arithmetic.py`: what a roofline says of it."""
+"""The table `squeeze` of `memory_arithmetic.py`: SqueezeAttention beside a roofline."""
 
 from typing import NamedTuple
 
@@ -10,8 +10,8 @@ from kvjax.cache.spec import make_spec
 from kvjax.evaluation import arithmetic, roofline
 from kvjax.models import presets
 
-# Eight A100 of 40 GB, which compute one after the other where layers are dealt out to
-# them: the rates of one (NVIDIA's data sheet), the memory of all.
+# Eight A100 of 40 GB with the layers split between them, so that they compute in turn:
+# the rates of one (NVIDIA's data sheet), the memory of all.
 SQUEEZE_ON = roofline.Device(roofline.Rates(1.555e12, 312e12, 32e9), 8 * 40e9)
 OUT_OF_MEMORY = "out of memory"
 
@@ -21,10 +21,10 @@ class Setting(NamedTuple):
 
     Attributes:
       prompt, new: tokens.
-      share: of the pairs of prompt and new tokens that is kept.
-      batches: of the table.
-      published: the gain over the full cache, by batch; or that the full cache did not
-        fit. Where it is largest, and where there is none.
+      share: of the KV pairs of prompt and new tokens that is kept.
+      batches: rows, as in the table.
+      published: by batch, the largest gain over the full cache, and where the full
+        cache was out of memory.
     """
 
     prompt: int
@@ -36,41 +36,41 @@ class Setting(NamedTuple):
 
 SQUEEZE = {
     "mistral-7b": Setting(
-        *(512, 1024, 0.2, (1, 32, 64, 128, 224)), {64: 2.2, 224: OUT_OF_MEMORY}
+        512, 1024, 0.2, (1, 32, 64, 128, 224), {64: 2.2, 224: OUT_OF_MEMORY}
     ),
     "llama-2-70b": Setting(
-        *(256, 512, 0.3, (1, 8, 16, 32, 64)), {32: 1.4, 64: OUT_OF_MEMORY}
+        256, 512, 0.3, (1, 8, 16, 32, 64), {32: 1.4, 64: OUT_OF_MEMORY}
     ),
 }
 
 
 def squeeze(asked: Asked) -> Part:
-    """Decoding with a share of the pairs, however shared out, beside all of them."""
+    """Returns decoding rates with a share of the KV pairs, beside the full cache."""
     found: Rows = []
-    for name, given in SQUEEZE.items():
+    for name, setting in SQUEEZE.items():
         spec = presets.spec(name)
-        size = round(given.share * (given.prompt + given.new))
+        size = round(setting.share * (setting.prompt + setting.new))
         schedule = Schedule("decode_only", evict_size=1)
         configs = (
             make_spec(spec, None, None),
             make_spec(spec, policies.recency(), size, schedule),
         )
-        for batch in given.batches:
+        for batch in setting.batches:
             full, few = (
                 arithmetic.decoding(
-                    spec, config, batch, given.prompt, given.new, SQUEEZE_ON
+                    spec, config, batch, setting.prompt, setting.new, SQUEEZE_ON
                 )
                 for config in configs
             )
             found.append(
                 {
                     "model": name,
-                    "share": given.share,
+                    "share": setting.share,
                     "batch": batch,
                     "decode_tokens_per_s": full.decode_tokens_per_s,
                     "rows": [full.rows, few.rows],
                     "gain": few.decode_tokens_per_s / full.decode_tokens_per_s,
-                    "published": given.published.get(batch),
+                    "published": setting.published.get(batch),
                 }
             )
     columns: Columns = {
@@ -84,14 +84,13 @@ def squeeze(asked: Asked) -> Part:
     }
     notes = [
         "Prompts of 512 and 256 tokens, 1,024 and 512 new ones, 16 bits, on eight A100 "
-        "of 40 GB that work one after the other. Published is the largest gain over "
-        "the full cache, and where the full cache was out of memory. Rows that fit: of "
-        "the full cache and of the share, where the prompt decides, which is read "
-        "before any pair goes. How pairs are shared out between layers changes "
-        "neither.",
-        "Weights are read for every step, so fewer pairs gain little before pairs "
-        "outweigh them: a gain above the roofline's is a full cache that does more "
-        "than read its pairs, such as making itself anew at every step. By its bytes "
-        "the full cache would fit at every batch of the table.",
+        "of 40 GB that compute in turn. Published: the largest gain over the full "
+        "cache, and where that was out of memory. Rows that fit: with the full cache, "
+        "and with the share, which holds the whole prompt before it evicts. How the "
+        "budget is split between layers changes neither.",
+        "Every step reads the weights, so fewer KV pairs gain little while weights "
+        "dominate. A published gain above the roofline's means that the full cache did "
+        "more than read its pairs, such as copying itself at every step. By its bytes "
+        "the full cache fits at every batch of the table.",
     ]
     return Part("SqueezeAttention: a share of the pairs", found, columns, notes)

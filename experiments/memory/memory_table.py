@@ -1,4 +1,4 @@
-"""What every table of `memory_arithmetic.py` is made of, and how it is printed."""
+"""The form of the tables of `memory_arithmetic.py`, and their Markdown."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ Columns = dict[str, Callable[[dict[str, Any]], str]]
 
 
 class Asked(NamedTuple):
-    """The command line, checked."""
+    """The checked flags of the command."""
 
     specs: Sequence[ModelSpec]
     name: str  # of the device
@@ -27,13 +27,13 @@ class Asked(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A table and what is to be said below it.
+    """A table and the notes below it.
 
     Attributes:
       title: above the table.
-      rows: what JSON has.
-      columns: the rows' cells by the head of their column.
-      notes: a paragraph each.
+      rows: as in the JSON line.
+      columns: by heading, the function that formats a row's cell.
+      notes: paragraphs.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 def as_text(part: Part) -> str:
-    """A part in Markdown."""
+    """Returns a table with title and notes in Markdown."""
     cells = [[form(row) for form in part.columns.values()] for row in part.rows]
     table = markdown(Table(list(part.columns), cells))
     return "\n\n".join([f"## {part.title}", table, *part.notes])

@@ -34,8 +34,9 @@ def test_cosines_are_those_of_a_block_by_block_prefill(tiny):
     )
     state = cache.init(tiny.spec, config, 1, (24, 24))
     tokens, n = np.array([prompt], np.int32), np.array([21], np.int32)
-    how = {"spec": tiny.spec, "config": config}
-    state, _ = steps.prefill(tiny.params, state, tokens, n, **how)
+    state, _ = steps.prefill(
+        tiny.params, state, tokens, n, spec=tiny.spec, config=config
+    )
     np.testing.assert_allclose(state.measured[0], found.sum(1), rtol=1e-4)
 
 
@@ -60,7 +61,7 @@ def test_the_command(tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, SCRIPT, f"--workdir={tmp_path}"),
-            *("--tokens=64", "--prompts=2", "--repeats=1"),
+            *("--tokens=64", "--prompts=2"),
         ],
         capture_output=True,
         text=True,
@@ -68,5 +69,5 @@ def test_the_command(tmp_path):
     )
     told = json.loads(done.stdout.splitlines()[-1])
     sizes = [layer["pairs"] for layer in told["layers"]]
-    assert sum(sizes) == 30 * 128 and told["measuring"]["prefill_ms"] > 0
+    assert sum(sizes) == 30 * 128
     assert pathlib.Path(told["picture"]).exists()

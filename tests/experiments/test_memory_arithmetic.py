@@ -1,4 +1,4 @@
-"""The tables of KV arithmetic: what they print, draw and refuse."""
+"""Tests what the tables of KV arithmetic print, draw and refuse."""
 
 import functools
 import json
@@ -14,7 +14,6 @@ from conftest import often
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments" / "memory"))
 
 import memory_arithmetic
-import memory_parts
 import memory_table
 from memory_parts import PARTS
 from memory_table import Asked
@@ -89,19 +88,6 @@ def test_bytes_and_shares():
     assert held[0] < 80 < held[1] and [row["devices"] for row in many] == [1, 2]
 
 
-def test_published_gains_by_device():
-    """One length by bytes; two where 256 rows wait for their FLOPs, as on an A100."""
-    part = made("claims")
-    found = {row["rates"]: row["tokens"] for row in part.rows}
-    assert found["bytes alone"] == found["h100-sxm"] == {8: 1164, 4: 1109}
-    same = {row["rates"]: part.columns["both at one length"](row) for row in part.rows}
-    wanted = {"bytes alone": "yes", "a100-80gb": "no", "h100-sxm": "yes", "h200": "no"}
-    assert same == wanted
-    assert "a100-80gb 153, h100-sxm 295, h200 206" in part.notes[1]
-    never = part.columns["+26% by INT8 at tokens"]({"tokens": {8: None, 4: 1}})
-    assert never == "never" and not memory_parts.agree({8: None, 4: 1})
-
-
 def test_waste_is_of_the_lengths():
     rows = made("pages").rows
     waste = {row["lengths"]: row["contiguous_waste"] for row in rows}
@@ -165,12 +151,11 @@ def test_a_share_gains_by_its_bytes():
         assert by_batch == sorted(by_batch)
 
 
-@pytest.mark.parametrize("name", memory_arithmetic.PICTURES)
-def test_pictures(name, tmp_path):
+def test_picture(tmp_path):
     import matplotlib
 
     path = tmp_path / "x.png"
-    figures.save(path, memory_arithmetic.PICTURES[name], asked())
+    figures.save(path, memory_arithmetic.draw_step, asked())
     assert min(matplotlib.image.imread(path).shape[:2]) > 800
 
 
@@ -182,7 +167,7 @@ def test_pictures(name, tmp_path):
         ({"models": []}, "--models is empty: name one at least"),
         ({"batches": ["1", "0"]}, "--batches 0: must be at least 1"),
         ({"batches": ["1", "x"]}, "--batches is 'x': give a whole number"),
-        ({"only": ["beam"]}, "no part 'beam': --only takes kv, "),
+        ({"only": ["beam"]}, "no table 'beam': --only takes kv, "),
         ({"link_gb_per_s": 0.0}, "--link_gb_per_s 0.0: must be at least"),
         ({"copy_us": math.nan}, "--copy_us is nan: give a number"),
         ({"dtype": "int3"}, "dtype is 'int3': give one of "),
@@ -221,6 +206,6 @@ def test_the_command(tmp_path):
     )
     told = json.loads(done.stdout.splitlines()[-1])
     assert [row["bytes"]["8"] / 2**30 for row in told["kv"]] == [4, 4]
-    assert told["device"] == "tpu-v5e" and "claims" not in told
-    assert told["pictures"] == [str(tmp_path / "step.png")]
-    assert all(pathlib.Path(path).exists() for path in told["pictures"])
+    assert told["device"] == "tpu-v5e" and "bits" not in told
+    assert told["picture"] == str(tmp_path / "step.png")
+    assert pathlib.Path(told["picture"]).exists()
