@@ -1,11 +1,11 @@
-"""Where kvjax keeps files between runs."""
+"""Names the folder in which kvjax keeps files between runs."""
 
 import os
 import pathlib
 
 
 def cache_dir() -> pathlib.Path:
-    """$KVJAX_CACHE, else `kvjax` in $XDG_CACHE_HOME, else `~/.cache/kvjax`."""
+    """Returns $KVJAX_CACHE, else `kvjax` in $XDG_CACHE_HOME, else `~/.cache/kvjax`."""
     if own := os.environ.get("KVJAX_CACHE"):
         return pathlib.Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

@@ -1,4 +1,4 @@
-"""One model's weights on many devices: which part lies where."""
+"""Splits the weights of one model over the devices of a mesh."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from kvjax.types import ModelSpec, PyTree
 
 
 def notice(over: Mesh, spec: ModelSpec) -> str | None:
-    """What is not split, in one line; None where all is."""
+    """Returns a line that names what is not split; None where all is."""
     whole = []
     copies = over.shape[axes.COPIES]
     if copies > 1:
@@ -29,26 +29,26 @@ def notice(over: Mesh, spec: ModelSpec) -> str | None:
 
 
 def of(params: PyTree) -> Mesh | None:
-    """The mesh that params are split over, None where they are on one device."""
+    """Returns the mesh that params are split over; None on one device."""
     found = getattr(params["embed"].sharding, "mesh", None)
     return found if found is not None and axes.HEADS in found.axis_names else None
 
 
 def fitted(spec: ModelSpec, over: Mesh | None) -> ModelSpec:
-    """The spec of params that are split over the mesh; see `ModelSpec.ff_groups`."""
+    """Returns the spec of split params; see `ModelSpec.ff_groups`."""
     ways = axes.ways(over, axes.MODEL) if over else 1
     groups = 1 if spec.ff_dim % ways else ways
     return dataclasses.replace(spec, ff_groups=groups)
 
 
 def place(spec: ModelSpec, over: Mesh, path: tuple, weight: np.ndarray) -> jax.Array:
-    """One weight, in the layout of a single device, split over the mesh.
+    """Splits one weight, in the layout of a single device, over the mesh.
 
     Args:
       spec: of the split params, see `fitted`.
       over: the mesh.
       path: keys and indices that lead to the weight in the params.
-      weight: the whole of it, on the host. Every device gets its own part only.
+      weight: the whole array, on the host; every device receives its own shard only.
     """
     sharding = functools.reduce(lambda node, key: node[key], path, _of(spec, over))
     if str(path[-1]).startswith("gate_up"):
@@ -57,7 +57,7 @@ def place(spec: ModelSpec, over: Mesh, path: tuple, weight: np.ndarray) -> jax.A
 
 
 def split(spec: ModelSpec, params: PyTree, over: Mesh) -> PyTree:
-    """Params that are whole on one device, split over the mesh."""
+    """Splits params that are whole on one device over the mesh."""
     fit = fitted(spec, over)
     plain = lambda key: getattr(key, "key", getattr(key, "idx", None))
     return jax.tree_util.tree_map_with_path(
@@ -67,7 +67,7 @@ def split(spec: ModelSpec, params: PyTree, over: Mesh) -> PyTree:
 
 
 def _grouped(weight: np.ndarray, groups: int) -> np.ndarray:
-    """The 2 F of gate and up brought from one group into several.
+    """Reorders the 2 F of gate and up from one group into several.
 
     They are the columns of experts, [X, M, 2 F], else [2 F, M] or [2 F].
     """

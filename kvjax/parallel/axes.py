@@ -30,7 +30,7 @@ RULES = {  # logical axis to mesh axes
 
 
 def mesh() -> jax.sharding.AbstractMesh | None:
-    """The mesh that the program being traced is split over; None inside a shard."""
+    """Returns the mesh that the traced program is split over; None inside a shard."""
     found = jax.sharding.get_abstract_mesh()
     split = HEADS in found.axis_names and HEADS not in found.manual_axes
     return found if split else None
@@ -41,7 +41,7 @@ def partition(
     units: Sequence[int],
     names: Sequence[str | None],
 ) -> PartitionSpec:
-    """How an array is split; an axis that does not divide evenly is not.
+    """Returns the PartitionSpec of an array; an axis that does not divide is whole.
 
     Args:
       over: the mesh.
@@ -60,7 +60,7 @@ def partition(
 def ways(
     over: jax.sharding.Mesh | jax.sharding.AbstractMesh, split: Sequence[str]
 ) -> int:
-    """How many parts these mesh axes make."""
+    """Returns the number of shards that these mesh axes make."""
     parts = 1
     for axis in split:
         parts *= over.shape[axis]
@@ -68,7 +68,7 @@ def ways(
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """Has the compiler split an array's leading axes so; the others stay whole."""
+    """Constrains the sharding of an array's leading axes; the others stay whole."""
     over = mesh()
     if over is None:
         return x
@@ -77,31 +77,31 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 
 def per_shard(body: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
-    """`body` on every shard's own part, without talking to the others by itself."""
+    """Runs `body` on every shard; collectives are those that `body` calls."""
     return jax.shard_map(
         body, mesh=mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
 
 def to_host(x: PyTree) -> PyTree:
-    """Arrays on the host, whole, wherever and in whichever process their parts are."""
+    """Gathers whole arrays to the host, from all devices and processes."""
     if all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(x)):
         return jax.device_get(x)
     return multihost_utils.process_allgather(x, tiled=True)
 
 
 def psum_model(x: Array) -> Array:
-    """Inside a shard: the sum over all that share a model."""
+    """Sums over the shards of a model; outside a shard returns x."""
     return jax.lax.psum(x, MODEL) if _inside() else x
 
 
 def all_heads(x: Shaped[Array, "B K ..."]) -> Shaped[Array, "B H ..."]:
-    """Inside a shard that holds K of H heads: the same of all heads, in order."""
+    """Gathers all H heads, in order, inside a shard that holds K of them."""
     return jax.lax.all_gather(x, HEADS, axis=1, tiled=True) if _inside() else x
 
 
 def head_numbers(count: int, heads: Sequence[int] | None) -> Int[Array, "K"] | None:
-    """The numbers in the layer of some of the `count` heads here; None is all.
+    """Returns the indices in the layer of some of this shard's `count` heads.
 
     Over a mesh a shard's first head has the number 0 only on the first device.
     """
@@ -112,7 +112,7 @@ def head_numbers(count: int, heads: Sequence[int] | None) -> Int[Array, "K"] | N
 
 
 def any_head(x: Bool[Array, "..."]) -> Bool[Array, "..."]:
-    """Inside a shard: whether it is so for the heads of any shard of these rows."""
+    """Returns whether x holds in any shard of heads of the same rows."""
     if not _inside():
         return x
     return jax.lax.pmax(x.astype(jnp.int32), HEADS) > 0

@@ -35,29 +35,29 @@ _run_on: Callable = getattr(_compute_on, "compute_on2", _compute_on.compute_on)
 
 
 def is_host(x: Array) -> bool:
-    """Whether an array lies in the host's memory."""
+    """Returns whether an array is in host memory."""
     return jax.typeof(x).memory_space == _HOST
 
 
 def is_short(x: Array) -> bool:
-    """Whether x has floats of 16 bits or fewer, which XLA's CPU backend widens."""
+    """Returns whether x has floats of at most 16 bits, which XLA's CPU widens."""
     return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize <= 2
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """A pytree of arrays in the host's memory."""
+    """Moves a pytree of arrays to host memory."""
     return jax.tree.map(lambda x: jax.device_put(x, _HOST), tree)
 
 
 def to_device(tree: PyTree) -> PyTree:
-    """A pytree of arrays in the device's memory."""
+    """Moves a pytree of arrays to device memory."""
     return jax.tree.map(lambda x: jax.device_put(x, _DEVICE) if is_host(x) else x, tree)
 
 
 def take(
     x: Shaped[Array, "B K C ..."], slots: Int[Array, "B K N"]
 ) -> Shaped[Array, "B K N ..."]:
-    """Some slots of every head, in the memory that x lies in; all slots below C."""
+    """Gathers slots (below C) of every head, in the memory that holds x."""
     return _by_rows(_take, x, slots)
 
 
@@ -66,7 +66,7 @@ def put(
     slots: Int[Array, "B K T"],
     new: Shaped[Array, "B K T ..."],
 ) -> Shaped[Array, "B K C ..."]:
-    """x with new slots; those of C or more are not written, no slot is named twice."""
+    """Returns x with new slots; slots >= C are dropped, none may occur twice."""
     return _by_rows(_put, x, slots, new, writes=slots.shape[2])
 
 
@@ -76,10 +76,10 @@ def exchange(
     new: Shaped[Array, "B K T ..."],
     wanted: Int[Array, "B K N"],
 ) -> tuple[Shaped[Array, "B K C ..."], Shaped[Array, "B K N ..."]]:
-    """`put`, and `take` of what is there then, in one visit to the host.
+    """Does `put`, then `take`, in one computation on the host.
 
-    What one computation on the host hands to another goes through the device, all of
-    it: two visits would take x over the link and back.
+    Arrays pass through the device between two computations on the host: with two, x
+    would cross the link and come back.
     """
     return _by_rows(_exchange, x, slots, new, wanted, writes=slots.shape[2])
 
@@ -98,14 +98,14 @@ def insert(
 
 
 def rows(x: Shaped[Array, "B ..."], chosen: Int[Array, "*N"]) -> Shaped[Array, "..."]:
-    """x[chosen], in the memory that x lies in; all of them below x's length."""
+    """Returns x[chosen], in the memory that holds x; no index is out of range."""
     if is_host(x) or not is_short(x):
         return _by_rows(_rows, x, chosen)
     return lax.platform_dependent(x, chosen, cpu=_rows_on_cpu, default=_rows)
 
 
 def like(make: Callable[[], PyTree]) -> PyTree:
-    """`jax.eval_shape(make)` that knows what lies on the host.
+    """Returns `jax.eval_shape(make)` with the sharding of arrays in host memory.
 
     A shape without a sharding counts as the device's, and `jax.eval_shape` has none.
     """
@@ -116,20 +116,20 @@ def like(make: Callable[[], PyTree]) -> PyTree:
 
 
 def on_host(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The shape of an array in the memory of the default device's host."""
+    """Returns the shape of an array in the default device's host memory."""
     over = jax.sharding.Mesh(jax.devices()[:1], ("one",))
     placed = NamedSharding(over, PartitionSpec(), memory_kind=KIND)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
 
 
 def beside(x: jax.ShapeDtypeStruct, split: NamedSharding) -> NamedSharding:
-    """`split` in the memory that x, of `like`, lies in."""
+    """Returns the sharding `split` in the memory that holds x, of `like`."""
     there = x.sharding is not None and x.sharding.memory_kind == KIND
     return split.with_memory_kind(KIND) if there else split
 
 
 def nbytes(tree: PyTree) -> int:
-    """Bytes, of each device, that a pytree of arrays or of `like` has on the host."""
+    """Returns bytes per device that arrays, or shapes of `like`, have on the host."""
 
     def size(leaf: Any) -> int:
         split = getattr(leaf, "sharding", None)
@@ -141,12 +141,12 @@ def nbytes(tree: PyTree) -> int:
 
 
 def is_there() -> bool:
-    """Whether the default device offers memory of its host."""
+    """Returns whether the default device can address host memory."""
     return KIND in _kinds()
 
 
 def check() -> None:
-    """Raises UserError where the default device offers no memory of its host."""
+    """Raises UserError where the default device cannot address host memory."""
     if not is_there():
         raise UserError(
             f"values cannot lie in host memory: {jax.devices()[0].device_kind} offers "
@@ -155,7 +155,7 @@ def check() -> None:
 
 
 def _kinds() -> list[str]:
-    """Memories that the default device can reach."""
+    """Returns the kinds of memory that the default device can address."""
     return [memory.kind for memory in jax.devices()[0].addressable_memories()]
 
 
@@ -175,7 +175,7 @@ def _on_host(work: Callable, *given: Array) -> Any:
 
 
 def can_write(x: Array, tokens: int) -> bool:
-    """Whether the host writes so many tokens of every row of x where it lies."""
+    """Returns whether the host writes that many tokens per row of x in place."""
     if not works_by_rows():
         return False
     few = tokens <= _AT_ONCE and x.dtype.itemsize > 1
@@ -183,13 +183,13 @@ def can_write(x: Array, tokens: int) -> bool:
 
 
 def works_by_rows() -> bool:
-    """Whether the host computes on its arrays; asked once a process, by trying."""
+    """Returns whether the host computes on its arrays; tried once per process."""
     elsewhere = jax.sharding.get_abstract_mesh().abstract_device
     return _platform() in _BY_ROWS and (bool(elsewhere) or _tried())
 
 
 def _platform() -> str:
-    """Of the device that the program is for."""
+    """Returns the platform that the program is compiled for."""
     elsewhere = jax.sharding.get_abstract_mesh().abstract_device
     return elsewhere.platform if elsewhere else jax.default_backend()
 
@@ -209,7 +209,7 @@ def _tried() -> bool:
 
 
 def _wrong() -> str | None:
-    """What is wrong with a small case, or None."""
+    """Returns what is wrong with a small case, or None."""
     x = np.arange(48.0, dtype=np.float32).reshape(1, 2, 4, 6)
     slots, new = np.array([[[2], [0]]], np.int32), np.ones((1, 2, 1, 6), np.float32)
 

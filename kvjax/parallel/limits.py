@@ -1,4 +1,4 @@
-"""How much memory devices and the machine have."""
+"""Reads how much memory the devices and the machine have."""
 
 import contextlib
 import os
@@ -21,13 +21,13 @@ USABLE = 0.92  # of a device's limit: allocators fragment, runtimes need room
 
 
 def device_bytes() -> int | None:
-    """Usable bytes of the smallest device; None where it shares the host's memory."""
+    """Returns usable bytes of the smallest device; None where it shares the host's."""
     limits = [(d.memory_stats() or {}).get("bytes_limit") for d in jax.local_devices()]
     return int(min(limits) * USABLE) if all(limits) else None
 
 
 def free_host_bytes() -> int:
-    """Bytes that can be had without swapping; half of all where it is not told."""
+    """Returns bytes that can be had without swapping; half of all if unknown."""
     _, left = _container_memory()
     with contextlib.suppress(OSError):
         for line in _MEMINFO.read_text().splitlines():
@@ -37,7 +37,7 @@ def free_host_bytes() -> int:
 
 
 def host_bytes() -> int:
-    """Bytes of the machine, or of the container that this runs in."""
+    """Returns bytes of the machine, or of the container that this runs in."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(machine, _container_memory()[0])
 

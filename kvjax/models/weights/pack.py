@@ -1,4 +1,4 @@
-"""Checkpoint tensors into the params of `kvjax.models.decoder`.
+"""Packs checkpoint tensors into the params of `kvjax.models.decoder`.
 
 Readers speak Hugging Face's tensor names and its `[out, in]` orientation, with the rows
 of query and key heads in half-rotated order; what is peculiar to a file format stays in
@@ -22,7 +22,7 @@ Read = Callable[[str], np.ndarray]
 
 
 class Placement(NamedTuple):
-    """Where params go when they are not to lie on the default device.
+    """A destination of params other than the default device.
 
     Attributes:
       place: `(spec, path, array) -> jax.Array` puts one array there, given its keys in
@@ -77,12 +77,12 @@ def check_room(
 def on_device(
     spec: ModelSpec, path: tuple[str | int, ...], array: np.ndarray
 ) -> jax.Array:
-    """The usual place: the default device."""
+    """Puts an array on the default device."""
     return jax.device_put(array)  # unlike jnp.array, makes no copy on the host first
 
 
 def tensor_shapes(spec: ModelSpec, names: Names) -> dict[str, tuple[int, ...]]:
-    """The tensors of a checkpoint of this shape, by Hugging Face name."""
+    """Returns the tensors of a checkpoint of this spec: Hugging Face name -> shape."""
     shapes = dict(_end_shapes(spec, names))
     for index in range(spec.num_layers):
         for part, template in names.layer.items():
@@ -95,7 +95,7 @@ def tensor_shapes(spec: ModelSpec, names: Names) -> dict[str, tuple[int, ...]]:
 
 
 def _end_shapes(spec: ModelSpec, names: Names) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors that belong to no layer."""
+    """Yields the tensors that belong to no layer."""
     m, v, e = spec.model_dim, spec.vocab_size, spec.embed_dim or spec.model_dim
     ends = {"embed": (v, e)}
     if spec.positions == "learned":
@@ -117,7 +117,7 @@ def _norm_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _part_shapes(spec: ModelSpec, part: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of a part's weight and, where it has one, its bias."""
+    """Returns the shapes of a part's weight and, where it has one, its bias."""
     m, f, d = spec.model_dim, spec.ff_dim, spec.head_dim
     q, kv = spec.num_heads * d, spec.num_kv_heads * d
     if part in ("attn_norm", "mlp_norm", "attn_after", "mlp_after"):
@@ -236,7 +236,7 @@ def pack(
 
 
 def _layer(spec: ModelSpec, names: Names, index: int, tensor: Read, put) -> PyTree:
-    """One layer's params."""
+    """Returns one layer's params."""
     here = ("layers", index)
     layer = {}
 
@@ -271,7 +271,7 @@ def _layer(spec: ModelSpec, names: Names, index: int, tensor: Read, put) -> PyTr
 
 
 def _heads(spec: ModelSpec, names: Names, one, kind: str) -> np.ndarray:
-    """Rows of queries, keys and values, KV head by KV head: [K (G+2) D, ...]."""
+    """Joins rows of queries, keys and values, KV head by KV head: [K (G+2) D, ...]."""
     k, g, d = spec.num_kv_heads, spec.queries_per_kv_head, spec.head_dim
     if "qkv" in names.layer:
         fused = one("qkv", kind)
@@ -289,7 +289,7 @@ def _heads(spec: ModelSpec, names: Names, one, kind: str) -> np.ndarray:
 def _mlp(
     spec: ModelSpec, names: Names, index: int, tensor: Read, parts: tuple[str, ...]
 ) -> np.ndarray:
-    """Projections one below the other, [out, in]; of experts [X, in, out]."""
+    """Joins projections one below the other, [out, in]; of experts [X, in, out]."""
     rows = sum(_part_shapes(spec, part)["weight"][0] for part in parts)
     name = lambda part, expert: names.layer[part].format(i=index, e=expert) + ".weight"
     one = lambda expert: _join((tensor(name(part, expert)) for part in parts), rows, 0)

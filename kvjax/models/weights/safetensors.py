@@ -67,7 +67,7 @@ def load(
 def _checked(
     path: pathlib.Path, spec: ModelSpec, names: Names, files: list[pathlib.Path]
 ) -> dict[str, Tensor]:
-    """The tensors that the params are made of, checked but for their numbers."""
+    """Returns the tensors of the params; checks their names, shapes and dtypes."""
     tensors: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in read_header(file).items():
@@ -117,7 +117,7 @@ def _spec(path: pathlib.Path, context: int | None) -> tuple[ModelSpec, Names]:
 
 
 def _family(values: dict[str, Any], path: pathlib.Path) -> ModuleType:
-    """The family that `architectures` names, or else `model_type`.
+    """Returns the family that `architectures` names, or else `model_type`.
 
     Raises:
       UserError: neither names one that is known, or they name two.
@@ -176,9 +176,9 @@ def _shards(index: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _end_tokens(path: pathlib.Path) -> tuple[int, ...]:
-    """Ids that end a completion, by the folder's own word.
+    """Returns the ids that end a completion, as the folder lists them.
 
-    What generation_config.json says goes before config.json, as in transformers; chat
+    generation_config.json takes precedence over config.json, as in transformers; chat
     models have several there (Llama 3: end of text, of turn, of message), of which the
     tokenizer knows one.
 
