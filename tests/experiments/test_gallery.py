@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import policies
-from kvjax.evaluation.report.records import read_records
+from kvjax.evaluation.report.records import FORMAT, read_records
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.append(str(ROOT / "experiments" / "gallery"))
@@ -185,15 +185,16 @@ def fake_sweep(docs):
             "policy": policy,
             "schedule": "after_prefill",
             "budget": budget,
-            "batch": 4,
-            "accuracy": 1.0 if policy == "tova" else 0.5,
+            "batch_size": 4,
+            "score": 1.0 if policy == "tova" else 0.5,
             "kl": 0.25 if policy == "tova" else 0.125,
-            "tokens_per_s": 10.0 if policy == "tova" else 20.0,
+            "output_tokens_per_s": 10.0 if policy == "tova" else 20.0,
         }
         for policy in ("tova", "recency", "streaming")
         for budget in (64, 128)
     ]
-    lines = [json.dumps(each) for each in [{"budget": None, "kl": 0.0}, *records]]
+    every = [{"budget": None, "kl": 0.0}, *records]
+    lines = [json.dumps({"format": FORMAT} | each) for each in every]
     (docs / "data" / "policy_sweep.jsonl").write_text("\n".join(lines))
     (docs / "data" / "policy_sweep_reading.md").write_text("Words about the sweep.\n")
     (docs / "policies" / "pareto.png").write_bytes(b"")
