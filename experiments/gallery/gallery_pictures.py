@@ -1,4 +1,4 @@
-"""The pictures of the policy gallery: which positions a policy still holds."""
+"""Draws the pictures of the policy gallery: positions that each policy keeps."""
 
 import base64
 import pathlib
@@ -10,8 +10,8 @@ import numpy as np
 Data = dict[str, Any]
 SCHEDULES = "prefill_and_decode", "after_prefill"
 
-# Okabe & Ito's palette, as in `kvjax.evaluation.report.figures`; pale where the pair
-# is gone.
+# Okabe & Ito's palette, as in `kvjax.evaluation.report.figures`: the colours of a kept
+# and of an evicted position.
 _PLAIN = "#0072B2", "#E9ECEF"
 _NEEDLE = "#D55E00", "#FAD9BF"
 _QUESTION = "#009E73", "#C4E6DB"
@@ -32,7 +32,7 @@ _LEFT, _RIGHT, _HEAD, _FOOT = 190, 180, 46, 86
 
 
 def draw_policy(name: str, data: Data, path: pathlib.Path) -> None:
-    """Two strips, one per schedule: the positions that three layers still hold."""
+    """Draws two strips, one per schedule, of the positions that three layers keep."""
     import matplotlib
 
     shared, runs = data["setting"], data["policies"][name]["runs"]
@@ -53,9 +53,9 @@ def draw_policy(name: str, data: Data, path: pathlib.Path) -> None:
 
 
 def _strip(kept: Sequence[Sequence[str]], shared: Data) -> np.ndarray:
-    """Pixels of three layers, a line per head."""
+    """Returns the pixels of three layers, one line per head."""
     count = shared["tokens"]
-    look = np.array([[_rgb(gone), _rgb(held)] for held, gone in _looks(shared)])
+    look = np.array([[_rgb(evicted), _rgb(kept)] for kept, evicted in _looks(shared)])
     layers = []
     for layer in kept:
         for head in layer:
@@ -69,7 +69,7 @@ def _strip(kept: Sequence[Sequence[str]], shared: Data) -> np.ndarray:
 
 
 def _looks(shared: Data) -> list[tuple[str, str]]:
-    """For each position, its colours when held and when gone."""
+    """Returns the colours of each position when it is kept and when it is evicted."""
     looks = [_PLAIN] * shared["tokens"]
     for key, look in (("needle", _NEEDLE), ("question", _QUESTION)):
         start, end = shared[key]
@@ -82,7 +82,7 @@ def _rgb(colour: str) -> tuple[int, ...]:
 
 
 def _fill(axes: Any, strip: np.ndarray, shared: Data, run: Data) -> None:
-    """Strip, layers' names at its left, shares of the needle at its right."""
+    """Draws a strip, with layer names at the left and needle shares at the right."""
     count, layers = shared["tokens"], shared["layers"]
     axes.imshow(
         strip, extent=(0, count, len(layers), 0), aspect="auto", interpolation="none"
@@ -101,7 +101,7 @@ def _fill(axes: Any, strip: np.ndarray, shared: Data, run: Data) -> None:
 
 
 def _above(axes: Any, phases: str, shared: Data, run: Data, first: bool) -> None:
-    """Heading of a strip; the first one also names what is marked."""
+    """Draws a strip's heading; the first one also names the marked ranges."""
 
     def put(x, words, coords="data", **style):
         axes.annotate(
@@ -124,7 +124,7 @@ def _above(axes: Any, phases: str, shared: Data, run: Data, first: bool) -> None
 
 
 def draw_overview(names: Sequence[str], data: Data, path: pathlib.Path) -> None:
-    """All policies: how many of the heads hold each part of the prompt."""
+    """Draws for all policies which share of the heads keeps each part of the prompt."""
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
@@ -147,13 +147,13 @@ def draw_overview(names: Sequence[str], data: Data, path: pathlib.Path) -> None:
         )
         bar.outline.set_visible(False)
         bar.ax.tick_params(length=2, labelsize=8)
-        note = "of all heads of all layers hold it;  between the lines: the needle"
+        note = "of all heads of all layers keep it;  between the lines: the needle"
         bar.ax.text(1.06, 0.5, note, transform=bar.ax.transAxes, va="center")
         _write(figure, path, colours=128)
 
 
 def _heat(axes: Any, shared: Data, runs: Sequence[Data]) -> Any:
-    """Rows of densities; at the right the needle's share, and a dot if it was found."""
+    """Draws rows of densities; at the right the needle's share, and a dot if found."""
     density = np.array([run["density"] for run in runs])
     count, rows = shared["tokens"], len(runs)
     image = axes.imshow(
@@ -183,7 +183,7 @@ def _heat(axes: Any, shared: Data, runs: Sequence[Data]) -> Any:
 
 
 def _figure(size: tuple[int, int]) -> Any:
-    """A figure of that many pixels, unknown to pyplot."""
+    """Returns a figure of `size` pixels that pyplot does not manage."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -193,20 +193,14 @@ def _figure(size: tuple[int, int]) -> Any:
 
 
 def _axes(figure: Any, size: tuple[int, int], box: tuple[int, int, int, int]) -> Any:
-    """Axes on the pixels (left, top, width, height)."""
+    """Adds axes on the pixels (left, top, width, height)."""
     left, top, width, height = box
-    return figure.add_axes(
-        (
-            left / size[0],
-            1 - (top + height) / size[1],
-            width / size[0],
-            height / size[1],
-        )
-    )
+    x, y = size
+    return figure.add_axes((left / x, 1 - (top + height) / y, width / x, height / y))
 
 
 def _write(figure: Any, path: pathlib.Path, colours: int) -> None:
-    """A PNG with a palette, a third of the size of one without."""
+    """Writes a PNG with a palette, a third of the size of one without."""
     from PIL import Image
 
     figure.canvas.draw()
@@ -217,7 +211,7 @@ def _write(figure: Any, path: pathlib.Path, colours: int) -> None:
 
 
 def pack(held: np.ndarray) -> str:
-    """bool[N] as text."""
+    """Returns bool[N] as base64 text."""
     return base64.b64encode(np.packbits(held).tobytes()).decode()
 
 

@@ -1,4 +1,4 @@
-"""What each policy keeps of one prompt: the runs behind docs/policies.md, as data."""
+"""Runs each policy on one prompt and records what it keeps, for docs/policies.md."""
 
 import functools
 import json
@@ -21,17 +21,16 @@ from kvjax.evaluation.tasks.text import haystack
 from kvjax.types import UserError
 
 BUDGET, BLOCK, LENGTH, DEPTH, NEW = 384, 64, 1000, 0.3, 8
-OPTIONS = {  # where a default is made for longer prompts
+OPTIONS = {  # where the defaults are meant for longer prompts
     "fastgen": {"heavy": 96, "local": 96, "punctuation": ".,;:!?\n"},
     "simlayerkv": {"recent": 128},
     "sliding_window": {"window": BUDGET},
 }
 NOTHING: Data = {"setting": {}, "policies": {}}
-RENAMED = {"group": "queries_per_kv_head", "prefill+decode": "prefill_and_decode"}
 
 
 def options_of(name: str, tokenizer: Any) -> dict[str, Any]:
-    """What a policy is made with here; signs become token ids."""
+    """Returns the options of a policy here, with punctuation as token ids."""
     options = dict(OPTIONS.get(name, {}))
     if "punctuation" in options:
         ids = [tokenizer(c, add_special_tokens=False) for c in options["punctuation"]]
@@ -40,12 +39,12 @@ def options_of(name: str, tokenizer: Any) -> dict[str, Any]:
 
 
 def call_of(name: str, options: dict[str, Any]) -> str:
-    """The expression that makes the policy."""
+    """Returns the Python expression that makes the policy."""
     return f"{name}({', '.join(f'{key}={value}' for key, value in options.items())})"
 
 
 def spans(example: needle.Example, tokenizer: Any) -> dict[str, tuple[int, int]]:
-    """Where needle and question stand, as [first, last + 1) in tokens."""
+    """Returns the token ranges [first, last + 1) of needle and question."""
     prompt = example.prompt
     sentence = next(p for p in prompt.split("\n\n") if example.answer in p)
     start = prompt.index(sentence)
@@ -57,7 +56,7 @@ def spans(example: needle.Example, tokenizer: Any) -> dict[str, tuple[int, int]]
 
 
 def _tokens(tokenizer: Any, prompt: str, start: int, end: int) -> tuple[int, int]:
-    """The tokens that hold any of the characters start .. end - 1."""
+    """Returns the range of tokens that overlap the characters [start, end)."""
     places = tokenizer(
         prompt, add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )["offset_mapping"]
@@ -66,7 +65,7 @@ def _tokens(tokenizer: Any, prompt: str, start: int, end: int) -> tuple[int, int
 
 
 def setting(model: Any, example: needle.Example) -> Data:
-    """What all pictures share."""
+    """Returns the setting that all pictures share."""
     spec = model.spec
     layers = (1, spec.num_layers // 2, spec.num_layers)
     return {
@@ -85,7 +84,7 @@ def setting(model: Any, example: needle.Example) -> Data:
 def readings_of(
     model: Any, members: Sequence[policies.Policy], tokens: Sequence[int]
 ) -> Iterable[dict[str, tuple[list[list[np.ndarray]], list[int]]]]:
-    """For every policy and schedule, what it keeps of the prompt, and what follows."""
+    """Yields for each policy, by schedule, its kept positions and the new tokens."""
     configs = [
         [make_spec(model.spec, policy, BUDGET, schedule) for schedule in _schedules()]
         for policy in members
@@ -99,7 +98,7 @@ def readings_of(
 
 
 def full_cache(model: Any, tokens: Sequence[int]) -> list[int]:
-    """What follows if nothing goes."""
+    """Returns the new tokens with the full cache."""
     config = make_spec(model.spec, None, None, Schedule("none", BLOCK))
     return _outcome(PrefillCache(model, [config]), config, tokens)[1]
 
@@ -109,7 +108,7 @@ def _schedules() -> list[Schedule]:
 
 
 def _outcome(readings: PrefillCache, config: CacheSpec, tokens: Sequence[int]):
-    """The positions kept of the prompt, by layer and head, and the tokens after it."""
+    """Returns the prompt's kept positions, by layer and head, and the new tokens."""
     ends, model = api.end_tokens(readings.model), readings.model
     job = jobs.job_of(model, config, len(tokens), NEW, eos=ends)
     run = readings.runner(job)
@@ -121,7 +120,7 @@ def _outcome(readings: PrefillCache, config: CacheSpec, tokens: Sequence[int]):
 def record(
     kept: list[list[np.ndarray]], text: str, example: needle.Example, shared: Data
 ) -> Data:
-    """One run's line in the data."""
+    """Returns the data of one run."""
     count = shared["tokens"]
     held = np.array([[np.isin(np.arange(count), h) for h in layer] for layer in kept])
     start, end = shared["needle"]
@@ -140,7 +139,7 @@ def _binned(x: np.ndarray, size: int = 10) -> list[float]:
 
 
 def run(model: Any, names: Sequence[str], data: Data, path: pathlib.Path) -> Data:
-    """Runs policies under both schedules; saves what there is after each."""
+    """Runs policies under both schedules, and saves the data after each policy."""
     (example,) = needle.examples(model.tokenizer, 1, LENGTH, (DEPTH,), 0, haystack())
     shared = setting(model, example)
     if data["policies"] and data["setting"] != shared:
@@ -163,15 +162,12 @@ def run(model: Any, names: Sequence[str], data: Data, path: pathlib.Path) -> Dat
 
 
 def read(path: pathlib.Path) -> Data:
-    """The data of earlier runs, if there are any; old names as those of today."""
-    if not path.exists():
-        return NOTHING
-    renamed = lambda found: {RENAMED.get(key, key): found[key] for key in found}
-    return json.loads(path.read_text(), object_hook=renamed)
+    """Returns the data of earlier runs, or `NOTHING`."""
+    return json.loads(path.read_text()) if path.exists() else NOTHING
 
 
 def save(data: Data, path: pathlib.Path) -> None:
-    """JSON with a line per policy."""
+    """Writes JSON with a line per policy."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(
         f"  {json.dumps(name)}: {json.dumps(data['policies'][name])}"

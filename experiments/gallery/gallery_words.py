@@ -1,4 +1,4 @@
-"""What the gallery says of a rule: its docstring's parts, and what it costs."""
+"""Parses policies' docstrings for the gallery, and works out what a policy costs."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ from kvjax.types import View
 
 
 class Doc(NamedTuple):
-    """A docstring's parts, each empty where there is none.
+    """The parts of a docstring, each empty if absent.
 
     Attributes:
       summary: the first paragraph.
@@ -35,7 +35,7 @@ class Doc(NamedTuple):
 
 
 def parse(doc: str) -> Doc:
-    """Takes a docstring apart."""
+    """Parses a docstring."""
     sections = {"": []}
     name = ""
     for line in inspect.cleandoc(doc).splitlines():
@@ -74,12 +74,12 @@ def _joined(block: str) -> str:
 
 
 def doc_of(name: str) -> Doc:
-    """The docstring of a policy's or combinator's factory."""
+    """Returns the parsed docstring of a policy's or combinator's factory."""
     return parse(inspect.getdoc(getattr(policies, name)) or "")
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """Parameters and their defaults, `inspect.Parameter.empty` where there is none."""
+    """Returns the default of each parameter, or `inspect.Parameter.empty`."""
     signature = inspect.signature(getattr(policies, name))
     return {key: each.default for key, each in signature.parameters.items()}
 
@@ -88,22 +88,22 @@ def defaults(name: str) -> dict[str, Any]:
 
 COSTS = {
     "positions": "free: positions only",
-    "pairs": "keys or values, read at each eviction",
+    "pairs": "reads keys or values at each eviction",
     "sums": "column sums of attention",
     "row": "one row of attention per call",
-    "queries": "queries remembered, scores worked out at eviction",
+    "queries": "stores queries, computes scores at eviction",
     "weights": "all attention weights: no fused kernel",
 }
 
 
 class Cost(NamedTuple):
-    """What a policy asks for.
+    """The cost of a policy.
 
     Attributes:
-      kind: of `COSTS`.
-      reads: which of "keys" and "values" its score looks at.
-      pair_bytes: statistics of every pair.
-      row_bytes: statistics of every row, in one layer.
+      kind: a key of `COSTS`.
+      reads: which of "keys" and "values" its score reads.
+      pair_bytes: bytes of statistics per KV pair.
+      row_bytes: bytes of statistics per row and layer.
     """
 
     kind: str
@@ -113,7 +113,7 @@ class Cost(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """All that policies ask of a model; SmolLM2-135M's."""
+    """The fields of a model's shape that policies use; by default SmolLM2-135M's."""
 
     num_kv_heads: int = 3
     queries_per_kv_head: int = 3
@@ -121,7 +121,7 @@ class Shape(NamedTuple):
 
 
 def cost_of(policy: policies.Policy, spec: Any, slots: int = 384) -> Cost:
-    """Traces the policy's functions; nothing is computed."""
+    """Returns a policy's cost, found by tracing its functions without computing."""
     heads, reads = spec.num_kv_heads, []
     stats = jax.eval_shape(lambda: policy.init(spec, 1, slots))
 
@@ -152,20 +152,20 @@ def cost_of(policy: policies.Policy, spec: Any, slots: int = 384) -> Cost:
     )
 
 
-def _kind(needs: frozenset[str], reads: Sequence[str]) -> str:
-    if "attn_weights" in needs:
+def _kind(required_stats: frozenset[str], reads: Sequence[str]) -> str:
+    if "attn_weights" in required_stats:
         return "weights"
-    if needs & {"queries", "pre_rope_queries"}:
+    if required_stats & {"queries", "pre_rope_queries"}:
         return "queries"
-    if "last_attn" in needs:
+    if "last_attn" in required_stats:
         return "row"
-    if needs:
+    if required_stats:
         return "sums"
     return "pairs" if reads else "positions"
 
 
 def by_cost(spec: Any) -> list[str]:
-    """The registered policies, cheap classes first."""
+    """Returns the names of all policies, ordered by the class of their cost."""
     order = list(COSTS)
     kinds = {name: cost_of(policies.make(name), spec).kind for name in policies.names()}
     return sorted(kinds, key=lambda name: (order.index(kinds[name]), name))
@@ -203,7 +203,7 @@ def padding_table(records: Sequence[dict[str, Any]], labels: dict[str, str]) -> 
 
 
 def _percent(share: float) -> str:
-    """0% and 100% only where nothing was rounded away."""
+    """Returns a percentage that is 0% or 100% only where the share is exactly so."""
     return f"{share:.0%}" if share in (0, 1) else f"{min(max(share, 0.01), 0.99):.0%}"
 
 

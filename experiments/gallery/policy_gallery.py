@@ -1,13 +1,13 @@
-"""Makes docs/policies.md: every policy's idea, cost, and a picture of what it keeps.
+"""Writes docs/policies.md: each policy's idea, cost, and a picture of what it keeps.
 
     python experiments/gallery/policy_gallery.py                  # a few minutes
     python experiments/gallery/policy_gallery.py --only=tova,snapkv  # only these
     python experiments/gallery/policy_gallery.py --text_only  # the page, no model
 
-Each policy reads one prompt in which a pass key is hidden; which positions survive goes
-into docs/data/gallery.json, from which pictures and page are made. What the page says
-of a policy is its docstring. Tables that other commands measure are included where
-their data are there. The last line on stdout is JSON.
+Each policy runs on one prompt that hides a pass key. The positions it keeps go into
+docs/data/gallery.json; pictures and page are made from that file and from the policies'
+docstrings. Tables that other commands measure are included where their data exist. The
+last line on stdout is JSON.
 """
 
 import importlib
@@ -46,16 +46,22 @@ from kvjax.types import UserError
 FLAGS = flags.FLAGS
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-COMBINATORS = (
-    *("protect", "mix", "smooth", "chunked", "shared_heads", "per_head", "by_size"),
-)
+COMBINATORS = [
+    "protect",
+    "mix",
+    "smooth",
+    "chunked",
+    "shared_heads",
+    "per_head",
+    "by_size",
+]
 
 
 def define_flags() -> None:
     flags.DEFINE_string("model", "smollm2-135m-instruct", "a name kvjax.load knows")
-    flags.DEFINE_list("only", [], "policies to run and draw again; none: all")
-    flags.DEFINE_bool("text_only", False, "remake the page alone")
-    flags.DEFINE_bool("redraw", False, "remake pictures and page from the data")
+    flags.DEFINE_list("only", [], "policies to run and draw; none: all")
+    flags.DEFINE_bool("text_only", False, "write only the page")
+    flags.DEFINE_bool("redraw", False, "draw and write from the data of earlier runs")
 
 
 # ------------------------------------------------------------------------------ page
@@ -63,64 +69,64 @@ def define_flags() -> None:
 _INTRO = """\
 # Policies
 
-A policy says which key-value pairs of a cache stay. This page holds all that
-`kvjax.policies.make` knows: what each keeps, what it costs, where it comes from, and a
-picture of what it does to a real prompt. The words are the docstrings', and the page is
-made by one command:
+A policy ranks the KV pairs of a cache; the lowest-ranked are evicted. This page lists
+every policy that `kvjax.policies.make` knows: what it keeps, what it costs, its source,
+and a picture of what it keeps of a real prompt. The texts are the docstrings, and one
+command writes the page:
 
 ```
 python experiments/gallery/policy_gallery.py
 ```
 """
 _OVERVIEW = """\
-![Which parts of a prompt each policy holds](policies/overview.png)
+![Which parts of a prompt each policy keeps](policies/overview.png)
 
-`{model}` reads a prompt of {tokens:,} tokens with room for {budget} pairs per head. A
-pass key, the needle, stands at positions {first} to {last} and is asked for at the end.
-A row shows what a policy still holds when the prompt has been read: at the left
-{block} pairs at a time went while it was read (`prefill_and_decode`), at the right all
-that had to go went at its end (`after_prefill`). The numbers are shares of the
-needle's tokens held, over all layers and heads; a dot says that the model then wrote
-the right key (with the full cache it {full}). One prompt is an illustration, not a
-score.
+`{model}` reads a prompt of {tokens:,} tokens with a budget of {budget} KV pairs per
+head. A pass key, the needle, is at positions {first} to {last}, and the end of the
+prompt asks for it. A row shows what a policy has kept after the prompt: at the left,
+{block} pairs at a time were evicted during prefill (`prefill_and_decode`), at the right
+all were evicted at its end (`after_prefill`). The numbers are the shares of the
+needle's tokens that are kept, over all layers and heads; a dot says that the model then
+wrote the right key (with the full cache it {full}). One prompt is an illustration, not
+a score.
 """
 _TABLE = """\
-## The rules
+## All policies
 
-*Bytes*: statistics that a rule keeps beside the pairs, for each pair of each head, and
-for each row of the batch in each layer. The shapes are those of `{model}`,
-where a pair takes {pair} bytes in float32. {order}{time}
+*Bytes*: statistics that a policy stores beside the KV pairs, per pair of each head, and
+per row of the batch in each layer. Shapes are those of `{model}`, where a
+pair takes {pair} bytes in float32. {order}{time}
 """
 _TIME = (
     " *Time*: seconds of a whole run over those of `{base}` with the same budget, "
     "schedule and batch; median."
 )
 _COMBINATORS = """\
-## Rules made of rules
+## Combinators
 
-Each takes policies and gives a policy, so they nest:
+A combinator takes policies and returns a policy, so they nest:
 `protect(smooth(tova(), kernel=5), sinks=4, recent=32)`.
 """
 _GOLDEN = """\
-Our rules and other implementations were given the same queries, keys and values; what
-each keeps is compared index by index (`tests/testing/golden_cases.py`).
+Our policies and other implementations get the same queries, keys and values; the kept
+indices are compared one by one (`tests/testing/golden_cases.py`).
 """
 _PADDED = """\
-Short prompts in a batch with longer ones, against each prompt alone: a cache of fixed
-shape may hold padding in the place of text (`docs/data/padding.json`).
+Short prompts in a batch with longer ones, compared with each prompt alone: a cache of
+fixed shape may keep padding in the place of text (`docs/data/padding.json`).
 """
 _GALLERY = """\
 ## Gallery
 
 The prompt and the runs of the picture at the top, in layers {layers} of {num_layers};
-each layer has a line per KV head. What is held is blue, of the needle vermilion, of the
-question green; what is gone is pale. At the right the share of the needle's tokens that
-the layer holds.
+each layer has a line per KV head. Kept positions are blue, those of the needle
+vermilion, those of the question green; evicted ones are pale. The numbers at the right
+are the shares of the needle's tokens that the layer keeps.
 """
 
 
 def page(data: Data, docs: pathlib.Path) -> str:
-    """The whole page; what is not there is left out, with a line on stderr."""
+    """Returns the page; a section without data is omitted, with a line on stderr."""
     spec = Shape(**data["setting"]["shape"])
     records = read_records(docs / "data" / "policy_sweep.jsonl")
     parts = [
@@ -151,7 +157,7 @@ def _overview(data: Data, docs: pathlib.Path) -> str:
 
 
 def _rules(spec: Shape, shared: Data, records: Sequence[Record]) -> str:
-    """The table of all rules, with their times where these were measured."""
+    """Returns the table of all policies, with the times that a sweep measured."""
     base, times = relative_times(records)
     rows = []
     for name in by_cost(spec):
@@ -181,7 +187,7 @@ def _rules(spec: Shape, shared: Data, records: Sequence[Record]) -> str:
 
 
 def relative_times(records: Sequence[Record]) -> tuple[str, dict[str, float]]:
-    """The policy that others are compared to, and their times over its time."""
+    """Returns the baseline policy of a sweep, and every policy's time over its time."""
 
     def place(record):
         return json.dumps([record.get(k) for k in ("schedule", "budget", "batch_size")])
@@ -202,15 +208,15 @@ def relative_times(records: Sequence[Record]) -> tuple[str, dict[str, float]]:
 
 
 def section(name: str, level: int, picture: str = "") -> str:
-    """A factory's docstring as markdown, its parameters as a table."""
-    doc, given = doc_of(name), defaults(name)
+    """Returns a factory's docstring in Markdown, with its parameters as a table."""
+    doc, parameters = doc_of(name), defaults(name)
     rows = [
         {
             "parameter": f"`{key}`",
             "default": "" if value is inspect.Parameter.empty else f"`{value!r}`",
             "meaning": markdown(doc.args.get(key, "")),
         }
-        for key, value in given.items()
+        for key, value in parameters.items()
     ]
     parts = [
         f"{'#' * level} `{name}`",
@@ -226,7 +232,7 @@ def section(name: str, level: int, picture: str = "") -> str:
 
 
 def _entry(name: str, data: Data, spec: Shape, docs: pathlib.Path) -> str:
-    """A policy's section of the gallery."""
+    """Returns a policy's section of the gallery."""
     cost = cost_of(policies.make(name), spec)
     reads = f"; an eviction reads {' and '.join(cost.reads)}" if cost.reads else ""
     words = (
@@ -238,7 +244,7 @@ def _entry(name: str, data: Data, spec: Shape, docs: pathlib.Path) -> str:
         return section(name, 3, words + _missing(f"the picture of {name}"))
     done = data["policies"][name]
     lines = [
-        f"![Positions that {name} holds](policies/{name}.png)",
+        f"![Positions that {name} keeps](policies/{name}.png)",
         f"`{done['call']}`, budget {data['setting']['budget']}. "
         + " ".join(_outcome(done["runs"][phases], phases) for phases in SCHEDULES),
     ]
@@ -254,7 +260,7 @@ def _outcome(run: Data, phases: str) -> str:
 
 
 def _sweep(records: Sequence[Record], docs: pathlib.Path) -> str:
-    """The sweep's pictures, its best policies, and what was read from it."""
+    """Returns the sweep's pictures, its best policies, and the text about it."""
     if not records:
         return _missing("the sweep (docs/data/policy_sweep.jsonl)")
     pictures = {
@@ -274,13 +280,12 @@ def _sweep(records: Sequence[Record], docs: pathlib.Path) -> str:
 
 
 def best(records: Sequence[Record]) -> str:
-    """A table: for each schedule and budget, who finds most and who strays least."""
+    """Returns the best policies by score and KL, for each schedule and budget."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for each in records:
         if each.get("budget") is not None:
-            phases = str(each.get("schedule"))
-            phases = runs.RENAMED.get(phases, phases)
-            groups.setdefault((phases, json.dumps(each["budget"])), []).append(each)
+            key = str(each.get("schedule")), json.dumps(each["budget"])
+            groups.setdefault(key, []).append(each)
     rows = [
         {
             "schedule": f"`{schedule}`",
@@ -312,12 +317,12 @@ def _leaders(
 
 
 def _label(each: Record) -> str:
-    """What a sweep calls the policy, with what else it changes."""
+    """Returns the name of a record's policy in its sweep."""
     return str(each.get("series") or each.get("policy"))
 
 
 def _included(title: str, words: str, make: Callable[[], str]) -> str:
-    """A section that another module makes."""
+    """Returns a section whose table `make` returns, or omits it if that fails."""
     try:
         return f"## {title}\n\n{words}\n{make().strip()}"
     except (AttributeError, ImportError, OSError) as error:
@@ -347,20 +352,20 @@ def _missing(what: str) -> str:
 
 
 def markdown(words: str) -> str:
-    """Prose in which signs are signs; what stands in backticks stays as it is."""
+    """Escapes Markdown's signs in prose, except in backticks."""
     parts = re.split(r"(`[^`]*`)", words)
     parts[::2] = [re.sub(r"([*<>\[\]])", r"\\\1", part) for part in parts[::2]]
     return "".join(parts)
 
 
 def short_source(source: str) -> str:
-    """Up to the year."""
+    """Returns a source up to its year."""
     year = re.match(r".*?\(?\b\d{4}\b\)?", source)
     return (year[0] if year else source).rstrip(".")
 
 
 def table(rows: Sequence[dict[str, str]], right: Sequence[str] = ()) -> str:
-    """A markdown table; `right` names the columns of numbers."""
+    """Returns a Markdown table; `right` names the columns that align right."""
     if not rows:
         return ""
     head = list(rows[0])
@@ -387,11 +392,11 @@ def main(_):
         raise UserError(
             f"--only={unknown[0]}: use some of {', '.join(policies.names())}"
         )
-    made = FLAGS.text_only or FLAGS.redraw
-    data = runs.read(path) if made or FLAGS.only else runs.NOTHING
-    if made and not data["policies"]:
+    reuse = FLAGS.text_only or FLAGS.redraw
+    data = runs.read(path) if reuse or FLAGS.only else runs.NOTHING
+    if reuse and not data["policies"]:
         raise UserError(f"{path} is missing: run without --text_only and --redraw")
-    if not made:
+    if not reuse:
         compiled.keep_compiled()
         data = runs.run(load(FLAGS.model), only, data, path)
     if not FLAGS.text_only:
@@ -401,7 +406,7 @@ def main(_):
 
 
 def draw(names: Sequence[str], data: Data, docs: pathlib.Path) -> None:
-    """Pictures of these policies, and the overview if all are there."""
+    """Draws the pictures of these policies, and the overview."""
     for name in tqdm(names, desc="pictures"):
         draw_policy(name, data, docs / "policies" / f"{name}.png")
     order = by_cost(Shape(**data["setting"]["shape"]))
@@ -410,7 +415,7 @@ def draw(names: Sequence[str], data: Data, docs: pathlib.Path) -> None:
 
 
 def summary(data: Data, seconds: float) -> Data:
-    """The numbers of the last line."""
+    """Returns the content of the JSON line."""
     return {
         "page": "docs/policies.md",
         "policies": len(data["policies"]),

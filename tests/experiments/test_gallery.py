@@ -8,10 +8,11 @@ import sys
 import jax
 import numpy as np
 import pytest
+from testing.records import FULL, make_record
 
 import kvjax
 from kvjax import policies
-from kvjax.evaluation.report.records import FORMAT, read_records
+from kvjax.evaluation.report.records import read_records
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.append(str(ROOT / "experiments" / "gallery"))
@@ -181,20 +182,19 @@ def fake_data(names):
 
 def fake_sweep(docs):
     records = [
-        {
-            "policy": policy,
-            "schedule": "after_prefill",
-            "budget": budget,
-            "batch_size": 4,
-            "score": 1.0 if policy == "tova" else 0.5,
-            "kl": 0.25 if policy == "tova" else 0.125,
-            "output_tokens_per_s": 10.0 if policy == "tova" else 20.0,
-        }
+        make_record(
+            policy,
+            schedule="after_prefill",
+            budget=budget,
+            batch_size=4,
+            score=1.0 if policy == "tova" else 0.5,
+            kl=0.25 if policy == "tova" else 0.125,
+            output_tokens_per_s=10.0 if policy == "tova" else 20.0,
+        )
         for policy in ("tova", "recency", "streaming")
         for budget in (64, 128)
     ]
-    every = [{"budget": None, "kl": 0.0}, *records]
-    lines = [json.dumps({"format": FORMAT} | each) for each in every]
+    lines = [json.dumps(each) for each in [FULL, *records]]
     (docs / "data" / "policy_sweep.jsonl").write_text("\n".join(lines))
     (docs / "data" / "policy_sweep_reading.md").write_text("Words about the sweep.\n")
     (docs / "policies" / "pareto.png").write_bytes(b"")
@@ -214,7 +214,7 @@ def test_page(docs, capsys):
     fake_sweep(docs)
     page = gallery.page(runs.read(docs / "data" / "gallery.json"), docs)
     headings = re.findall(r"^## (.*)", page, re.M)
-    assert headings[:3] == ["The rules", "Rules made of rules", "Which is best"]
+    assert headings[:3] == ["All policies", "Combinators", "Which is best"]
     assert headings[-1] == "Gallery"
     sections = re.findall(r"^### `(.*)`", page, re.M)
     assert tuple(sections) == (*gallery.COMBINATORS, *policies.names())
