@@ -1,8 +1,9 @@
-"""What methods cost in quality: their answers to tasks, graded, and their predictions.
+"""Measures the quality of methods: task scores, and fidelity to the full cache.
 
-Tasks run in batches that fill the memory, a line of `batches.jsonl` each. Fidelity
-compares a method's next-token distributions on long texts to the full cache's, which
-are kept in `WORKDIR/reference.npy`, f32[windows, continuation, V].
+Tasks run in batches that fill the memory; each batch is a line of `batches.jsonl`.
+Fidelity compares a method's next-token distributions on long texts with those of the
+full cache, whose logits are saved in `WORKDIR/reference.npy`,
+f32[windows, continuation, V].
 """
 
 import contextlib
@@ -30,8 +31,8 @@ from kvjax.evaluation.setting import Progress, Row, Setting, described, mean_pro
 from kvjax.evaluation.tasks import fidelity, text
 from kvjax.types import Model, UserError
 
-_LOOK = 32  # tokens generated between two looks for a stop text
-# What a line of batches.jsonl holds that a method's record is made of.
+_STOP_INTERVAL = 32  # tokens generated between two searches for a stop text
+# Fields of a line of batches.jsonl that a method's record is computed from.
 _OF_TASK = (
     *("examples", "scores", "prompt_tokens", "new_tokens", "measured_bytes"),
     *("prefill_seconds", "decode_seconds", "kv_bytes_live", "kv_bytes_allocated"),
@@ -41,7 +42,7 @@ _OF_FIDELITY = ("loss", "reference_loss", "kl", "top1_agreement")
 
 @dataclasses.dataclass(frozen=True)
 class Fidelity:
-    """Texts on which predictions are compared, teacher-forced; no windows, no texts."""
+    """Text windows for teacher-forced comparison of predictions; 0 windows: none."""
 
     num_windows: int = 0
     prompt_tokens: int = 0
@@ -50,12 +51,15 @@ class Fidelity:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quality(Experiment):
-    """See `configs/quickstart.py` for the fields.
+    """A quality experiment; `configs/quickstart.py` shows the fields.
 
-    With `layerwise`, prompts run as in `kvjax.engine.layerwise`: for sweeps over many
-    methods. Neither time nor memory is measured then, and memory is planned from
-    shapes, for one method at a time; readings that methods share are held in as much
-    again, and where that is full made again for every method.
+    Attributes:
+      fidelity: the comparison with the full cache's predictions.
+      layerwise: whether prompts run layer by layer, as in `kvjax.engine.layerwise`, for
+        sweeps over many methods. Time and memory are not measured then, and batches are
+        planned from shapes, for one method at a time. Prefill passes that methods share
+        are cached in the same amount of memory again; those that do not fit are
+        repeated for every method.
     """
 
     experiment: str = "quality"
@@ -64,9 +68,9 @@ class Quality(Experiment):
 
     @property
     def units_per_method(self) -> int:
-        """Prompts read."""
-        asked = sum(task.num_examples for task in self.tasks)
-        return asked + self.fidelity.num_windows
+        """Returns the number of prompts per method."""
+        prompts = sum(task.num_examples for task in self.tasks)
+        return prompts + self.fidelity.num_windows
 
     def check(self) -> None:
         super().check()
@@ -83,37 +87,41 @@ class Quality(Experiment):
 
 
 def from_config(fields: config.Fields, overrides: config.Fields) -> Quality:
-    """The experiment that a config's fields describe.
+    """Builds a quality experiment from the fields of a config.
 
     Args:
-      fields: of `Quality`; `prefill_chunk`, `evict_size`, `budget` and `codec` for the
-        methods, `num_examples`, `prompt_tokens` and `max_new_tokens` for the tasks that
-        do not set their own. See `config.flattened` for what else.
-      overrides: fields to replace where the value is not None.
+      fields: of `Quality`; also `prefill_chunk`, `evict_size`, `budget` and `codec`,
+        the defaults of methods, and `num_examples`, `prompt_tokens` and
+        `max_new_tokens`, the defaults of tasks. `config.flattened` describes the rest.
+      overrides: fields to replace; None leaves a field as it is.
 
     Raises:
-      UserError: a field that is missing or unknown.
+      UserError: a field is missing or unknown.
     """
-    given = config.flattened(fields, overrides)
-    of_methods = config.taken(given, config.OF_METHODS)
-    of_tasks = config.taken(given, config.OF_TASKS)
-    windows = config.build(Fidelity, given.pop("fidelity", {}), "fidelity")
-    given["methods"] = tuple(
-        config.method(each, of_methods) for each in config.each_of(given, "methods")
+    merged = config.flattened(fields, overrides)
+    of_methods = config.taken(merged, config.OF_METHODS)
+    of_tasks = config.taken(merged, config.OF_TASKS)
+    windows = config.build(Fidelity, merged.pop("fidelity", {}), "fidelity")
+    merged["methods"] = tuple(
+        config.method(each, of_methods) for each in config.each_of(merged, "methods")
     )
-    given["tasks"] = tuple(
-        config.task(each, of_tasks) for each in config.each_of(given, "tasks")
+    merged["tasks"] = tuple(
+        config.task(each, of_tasks) for each in config.each_of(merged, "tasks")
     )
-    return config.build(Quality, given | {"fidelity": windows}, "config")
+    return config.build(Quality, merged | {"fidelity": windows}, "config")
 
 
 def rows(setting: Setting) -> list[Row]:
-    """One per method; raises UserError for what does not fit, before long work."""
+    """Returns one row per method.
+
+    Raises:
+      UserError: a method does not fit in memory. Raised before long work starts.
+    """
     experiment, model = setting.experiment, setting.model
     if model.tokenizer is None:
         raise UserError(
-            f"model {experiment.model} has no tokenizer, and quality is that of texts: "
-            "name a folder with one, or measure throughput"
+            f"model {experiment.model} has no tokenizer, and tasks are texts: name a "
+            "folder with a tokenizer, or measure throughput"
         )
     tasks = [samples_of(experiment, each, model) for each in experiment.tasks]
     windows = _windows(setting)
@@ -124,56 +132,57 @@ def rows(setting: Setting) -> list[Row]:
     }
     methods = configs.values()
     engine = _layers(setting, methods) if experiment.layerwise else _whole(model)
-    _kept_reference(setting, windows)  # raises if it is damaged
-    made = []
+    _saved_reference(setting, windows)  # raises if it is damaged
+    found = []
     for method in experiment.methods:
-        kept = configs[method.name]
-        jobs = [(each, _job(setting, kept, each)) for each in tasks]
+        spec = configs[method.name]
+        jobs = [(each, _job(setting, spec, each)) for each in tasks]
         for _, job in jobs:
             engine.check(job, setting.memory)
-        run = _Run(setting, engine, method, kept, jobs, windows)
+        run = _Run(setting, engine, method, spec, jobs, windows)
         measure = functools.partial(_measured, run)
-        made.append(Row(method.name, None, experiment.units_per_method, measure))
-    return made
+        found.append(Row(method.name, None, experiment.units_per_method, measure))
+    return found
 
 
 def needed(line: Record) -> tuple[str, ...]:
-    """The fields of a line of `batches.jsonl`."""
-    told = _OF_FIDELITY if line.get("task") == "fidelity" else _OF_TASK
-    return "method", "task", *told
+    """Returns the names of the fields that a line of `batches.jsonl` must have."""
+    fields = _OF_FIDELITY if line.get("task") == "fidelity" else _OF_TASK
+    return "method", "task", *fields
 
 
 def _windows(setting: Setting) -> list[fidelity.Window]:
-    asked = setting.experiment.fidelity
-    if not asked.num_windows:
+    sizes = setting.experiment.fidelity
+    if not sizes.num_windows:
         return []
     return fidelity.windows(
         setting.model.tokenizer,
-        asked.num_windows,
-        asked.prompt_tokens,
-        asked.continuation_tokens,
+        sizes.num_windows,
+        sizes.prompt_tokens,
+        sizes.continuation_tokens,
         setting.experiment.seed,
         text.haystack(setting.experiment.haystack),
     )
 
 
-def _job(setting: Setting, kept: CacheSpec, task: Samples) -> Job:
-    model, asked = setting.model, setting.experiment.fidelity
-    bucket = functools.partial(jobs.bucket, model.spec, kept)
-    bucket(asked.prompt_tokens, asked.continuation_tokens)  # raises if they do not fit
+def _job(setting: Setting, spec: CacheSpec, task: Samples) -> Job:
+    model, windows = setting.model, setting.experiment.fidelity
+    bucket = functools.partial(jobs.bucket, model.spec, spec)
+    bucket(windows.prompt_tokens, windows.continuation_tokens)  # raises if too long
     eos = NO_EOS if task.run.ignore_eos else api.end_tokens(model)
     prompt = bucket(task.longest, task.new)
-    job = jobs.job_of(model, kept, prompt, task.new, eos=eos)
-    return dataclasses.replace(job, decode_chunk=_LOOK if _stop_texts(task) else None)
+    job = jobs.job_of(model, spec, prompt, task.new, eos=eos)
+    interval = _STOP_INTERVAL if _stop_texts(task) else None
+    return dataclasses.replace(job, decode_chunk=interval)
 
 
 def _stop_texts(task: Samples) -> tuple[str, ...]:
-    """Texts that end an answer while it is generated."""
+    """Returns the texts that end an answer while it is generated."""
     return () if task.run.ignore_eos else task.task.stop
 
 
 class _Run(NamedTuple):
-    """All that a method is measured by: tasks with their jobs, and windows."""
+    """The inputs of one method's measurement: tasks with their jobs, and windows."""
 
     setting: Setting
     engine: "_Engine"
@@ -183,12 +192,12 @@ class _Run(NamedTuple):
     windows: list[fidelity.Window]
 
     def lines(self, task: str) -> list[Record]:
-        """Of the batches that are finished."""
+        """Returns the lines of a task's finished batches."""
         return self.setting.batches.where(method=self.method.name, task=task)
 
 
 def _measured(run: _Run, say: Progress) -> Record:
-    """A method's record."""
+    """Measures a method and returns its record."""
     plans = []
     for task, job in run.tasks:
         count = len(task.examples)
@@ -200,9 +209,9 @@ def _measured(run: _Run, say: Progress) -> Record:
 
 
 class _Engine(NamedTuple):
-    """How prompts are run: by whole compiled programs, or layer by layer."""
+    """Runs prompts, either by whole compiled programs or layer by layer."""
 
-    check: Callable[[Job, int], Any]  # raises where not even one row fits; instant
+    check: Callable[[Job, int], Any]  # raises if one row does not fit; instant
     plan: Callable[[Job, int, int, Progress], Plan]
     runner: Callable[[Job], runner.Runner]
 
@@ -220,10 +229,10 @@ def _layers(setting: Setting, methods: Iterable[CacheSpec]) -> _Engine:
 
 
 def _answers(run: _Run, task: Samples, plan: Plan, say: Progress) -> None:
-    """Runs the examples that no finished batch holds, and grades them."""
+    """Runs and grades the examples that no finished batch holds."""
     done = {i for batch in run.lines(task.name) for i in batch["examples"]}
     if done:
-        say(f"{task.name}, taken up again", len(done))
+        say(f"{task.name}, resumed", len(done))
     left = [i for i in range(len(task.examples)) if i not in done]
     for rows in runner.batches(left, plan.batch):
         say(f"{task.name}, {len(rows)} prompts at once", 0)
@@ -233,7 +242,7 @@ def _answers(run: _Run, task: Samples, plan: Plan, say: Progress) -> None:
 
 
 def _batch(run: _Run, task: Samples, plan: Plan, rows: list[int]) -> Record:
-    """The line of one batch."""
+    """Runs one batch and returns its line of `batches.jsonl`."""
     model, seed = run.setting.model, run.setting.experiment.seed
     prompts = task.tokens(rows)
     stop = functools.partial(stop_texts.stops, model.tokenizer, _stop_texts(task))
@@ -243,9 +252,10 @@ def _batch(run: _Run, task: Samples, plan: Plan, rows: list[int]) -> Record:
         if timed:
             probe = around.enter_context(roofline.probed(plan.job.dtype))
             peak = peak_memory(plan.weights_bytes, plan.host_bytes)
-            measured = around.enter_context(peak)  # costs its time
-        chosen = run.engine.runner(plan.job)
-        result = runner.run_batch(chosen, prompts, rows, seed, stop)
+            measured = around.enter_context(peak)  # slows the batch down
+        result = runner.run_batch(
+            run.engine.runner(plan.job), prompts, rows, seed, stop
+        )
     live, allocated = cache.stored_bytes(result.state)
     line = {
         "task": task.name,
@@ -268,9 +278,9 @@ def _batch(run: _Run, task: Samples, plan: Plan, rows: list[int]) -> Record:
 
 
 def _fidelity(run: _Run, say: Progress) -> None:
-    """Compares the method's next-token distributions to the full cache's."""
+    """Compares the method's next-token distributions with the full cache's."""
     if run.lines("fidelity"):
-        say("fidelity, taken up again", len(run.windows))
+        say("fidelity, resumed", len(run.windows))
         return
     reference = _reference(run, say)
     say(f"fidelity, {len(run.windows)} texts", 0)
@@ -286,15 +296,16 @@ def _fidelity(run: _Run, say: Progress) -> None:
 
 
 def _is_full_cache(run: _Run) -> bool:
-    """Whether the method is the reference itself, but for the size of its chunks."""
-    spec, kept = run.setting.model.spec, run.config
-    return not kept.policy and kept == make_spec(spec, None, None, kept.schedule)
+    """Returns whether the method equals the reference, except for its chunk size."""
+    spec, own = run.setting.model.spec, run.config
+    return not own.policy and own == make_spec(spec, None, None, own.schedule)
 
 
 def _reference(run: _Run, say: Progress) -> np.ndarray:
-    kept = _kept_reference(run.setting, run.windows)
-    if kept is not None:
-        return kept
+    """Returns the full cache's logits, f32[windows, continuation, V]."""
+    saved = _saved_reference(run.setting, run.windows)
+    if saved is not None:
+        return saved
     say("the full cache's predictions", 0)
     logits = _forced(run, make_spec(run.setting.model.spec, None, None))
     with files.written(run.setting.workdir / "reference.npy") as partial:
@@ -302,31 +313,34 @@ def _reference(run: _Run, say: Progress) -> np.ndarray:
     return logits
 
 
-def _kept_reference(
+def _saved_reference(
     setting: Setting, windows: Sequence[fidelity.Window]
 ) -> np.ndarray | None:
-    """The full cache's predictions, if an earlier run has written them down.
+    """Returns the full cache's logits that an earlier run saved, or None.
 
     Raises:
-      UserError: the file holds something else.
+      UserError: the file is damaged, or of other windows.
     """
     path = setting.workdir / "reference.npy"
     if not (windows and path.exists()):
         return None
     new, vocab = len(windows[0].continuation), setting.model.spec.vocab_size
-    wanted, found = (len(windows), new, vocab), None
-    with contextlib.suppress(ValueError, EOFError, SyntaxError):  # as NumPy has it
-        found = np.load(path, mmap_mode="r")
-    if found is None or (found.shape, found.dtype) != (wanted, np.float32):
-        raise UserError(f"{path} is damaged: delete it, and it is made again")
-    return found
+    shape, logits = (len(windows), new, vocab), None
+    with contextlib.suppress(ValueError, EOFError, SyntaxError):  # of damaged files
+        logits = np.load(path, mmap_mode="r")
+    if logits is None or (logits.shape, logits.dtype) != (shape, np.float32):
+        raise UserError(f"{path} is damaged: delete it, and it is computed again")
+    return logits
 
 
-def _forced(run: _Run, kept: CacheSpec) -> np.ndarray:
-    """Teacher-forced logits f32[windows, continuation, V], as many as fit at a time."""
+def _forced(run: _Run, spec: CacheSpec) -> np.ndarray:
+    """Returns teacher-forced logits f32[windows, continuation, V].
+
+    Windows run in batches, each as large as the memory allows.
+    """
     setting, windows = run.setting, run.windows
-    job = _window_job(setting.model, kept, windows)
-    row = 2 * max(state_bytes(job).values())  # and as much again for temporaries
+    job = _window_job(setting.model, spec, windows)
+    row = 2 * max(state_bytes(job).values())  # factor 2: room for temporaries
     rows = max(1, (setting.memory - weights_bytes(job)) // row * job.data_parallel)
     parts = [
         _forced_batch(run.engine, job, [windows[i] for i in part])
@@ -335,29 +349,29 @@ def _forced(run: _Run, kept: CacheSpec) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _window_job(model: Model, kept: CacheSpec, windows) -> Job:
+def _window_job(model: Model, spec: CacheSpec, windows) -> Job:
     prompt, new = len(windows[0].prompt), len(windows[0].continuation)
-    bucket = jobs.bucket(model.spec, kept, prompt, new)
-    job = jobs.job_of(model, kept, bucket, new)
+    bucket = jobs.bucket(model.spec, spec, prompt, new)
+    job = jobs.job_of(model, spec, bucket, new)
     return dataclasses.replace(job, scored=True, keep_logits=True)
 
 
 def _forced_batch(engine: _Engine, job: Job, windows) -> np.ndarray:
-    """Teacher-forced logits of one batch."""
+    """Returns the teacher-forced logits of one batch."""
     job = dataclasses.replace(
         job, batch=-(-len(windows) // job.data_parallel) * job.data_parallel
     )
     run = engine.runner(job)
-    read = run.prefill([window.prompt for window in windows])
-    given = np.zeros((job.batch, job.max_new_tokens), np.int32)
-    given[: len(windows)] = [window.continuation for window in windows]
+    state = run.prefill([window.prompt for window in windows])
+    targets = np.zeros((job.batch, job.max_new_tokens), np.int32)
+    targets[: len(windows)] = [window.continuation for window in windows]
     lengths = np.where(np.arange(job.batch) < len(windows), job.max_new_tokens, 0)
-    scores = run.score(read, given, lengths.astype(np.int32))
+    scores = run.score(state, targets, lengths.astype(np.int32))
     return np.swapaxes(scores.logits, 0, 1)[: len(windows)]
 
 
 def _record(run: _Run, plans: list[Plan]) -> Record:
-    """A method's line, from the lines of its batches."""
+    """Computes a method's record from the lines of its batches."""
     samples = [task for task, _ in run.tasks]
     tasks = {task.name: summary(task, run.lines(task.name)) for task in samples}
     batches = [batch for task in samples for batch in run.lines(task.name)]
@@ -375,7 +389,7 @@ def _record(run: _Run, plans: list[Plan]) -> Record:
     def rate(key, seconds):
         return None if seconds is None else total(key) / seconds
 
-    decoded = total("new_tokens") > count  # the first of an answer comes from prefill
+    decoded = total("new_tokens") > count  # prefill yields an answer's first token
     measured = [b["measured_bytes"] for b in batches if b["measured_bytes"]]
     decoding = [
         state_bytes(plan.job)["decode"] * plan.job.data_parallel // plan.batch

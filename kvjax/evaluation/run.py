@@ -1,16 +1,16 @@
-"""Experiments, of quality or of throughput, that go on where they were interrupted.
+"""Runs quality and throughput experiments, and resumes interrupted ones.
 
-Everything finished is written down at once, so that a run that was interrupted, or
-killed, loses at most the batch in flight::
+Every result is written to disk as soon as it is finished, so that a run that is
+interrupted or killed loses at most the current batch::
 
-    WORKDIR/experiment.json   what was asked, and of which devices; others want a folder
-                              of their own
+    WORKDIR/experiment.json   the configuration and the devices; a run with another
+                              configuration needs another workdir
     WORKDIR/batches.jsonl     one line per finished batch
-    WORKDIR/records.jsonl     one line per finished method, made from its batches
-    WORKDIR/lock              whose run it is, while it lasts
+    WORKDIR/records.jsonl     one line per finished method, computed from its batches
+    WORKDIR/lock              the process that uses the workdir
 
-`quality` and `throughput` say what a record is and how it is measured; this is the loop
-that has them made.
+`quality` and `throughput` define the records and measure them; this module runs the
+loop over methods and owns the workdir.
 """
 
 import contextlib
@@ -38,19 +38,19 @@ from kvjax.models.weights.pack import check_room
 from kvjax.types import UserError
 
 MEASUREMENTS = {"quality": quality, "throughput": throughput}
-_RESULTS = ("records.jsonl", "batches.jsonl", "reference.npy")  # that runs leave
+_RESULTS = ("records.jsonl", "batches.jsonl", "reference.npy")  # files of a run
 
 
 def from_config(fields: Fields, overrides: Fields) -> Experiment:
-    """The experiment that a config's fields describe.
+    """Builds an experiment from the fields of a config.
 
     Args:
-      fields: `experiment`, "quality" where it is left out, and those of
-        `quality.Quality` or `throughput.Throughput`.
-      overrides: fields to replace where the value is not None.
+      fields: `experiment` ("quality" by default) and the fields of `quality.Quality`
+        or `throughput.Throughput`.
+      overrides: fields to replace; None leaves a field as it is.
 
     Raises:
-      UserError: a field that is missing or unknown.
+      UserError: a field is missing or unknown.
     """
     name = fields.get("experiment", "quality")
     if name not in MEASUREMENTS:
@@ -65,20 +65,25 @@ def run(
     progress: Progress,
     baselines: Mapping[str, Baseline] | None = None,
 ) -> list[Record]:
-    """Measures what is not yet in `workdir`; one record per method and new tokens.
+    """Runs an experiment, and measures only what `workdir` does not hold yet.
 
     Args:
-      experiment: what to measure.
-      workdir: where results go, and are found again.
-      progress: told what runs, and how many units of work are finished.
-      baselines: for throughput, methods of other libraries by the name in their
-        records, each called with `(prompts, new_tokens, memory_bytes,
-        min_timed_batches, progress)` for a record in our format: the same prompts, as
-        token ids, in the same memory; `progress` counts nothing. If the record has
-        `tokens`, the answers, they are graded and taken out.
+      experiment: the experiment.
+      workdir: folder of the results, new ones and those of earlier runs.
+      progress: receives a message and the number of units of work just finished.
+      baselines: for throughput, methods of other libraries, keyed by the name in their
+        records. Each is called as `(prompts, new_tokens, memory_bytes,
+        min_timed_batches, progress)`, with the same prompts (token ids) and the same
+        memory limit, and returns a record in this format. It reports 0 units to
+        `progress`. If the record has `tokens` (the answers), they are graded and
+        removed.
+
+    Returns:
+      One record per method and number of new tokens.
 
     Raises:
-      UserError: anything that does not fit, before long work starts.
+      UserError: the configuration is not valid or does not fit in memory. Raised
+        before long work starts.
     """
     experiment.check()
     baselines = baselines or {}
@@ -99,7 +104,7 @@ def run(
 
 
 def _check_weights(experiment: Experiment, memory: int) -> None:
-    """Raises UserError where random weights, which take minutes, would be too many."""
+    """Raises UserError if random weights, which take minutes to draw, do not fit."""
     name = experiment.model.removeprefix(presets.RANDOM)
     if name == experiment.model or experiment.mesh:
         return
@@ -107,15 +112,15 @@ def _check_weights(experiment: Experiment, memory: int) -> None:
 
 
 def _records(setting: Setting, progress: Progress) -> list[Record]:
-    """Of all rows, those that are not there yet measured now."""
+    """Returns the records of all rows, and measures those that are missing."""
     rows = MEASUREMENTS[setting.experiment.experiment].rows(setting)
     for row in sorted(rows, key=lambda row: row.rank):
         if setting.records.where(**row.key):
             progress(row.title, row.units)
             continue
         record = row.measure(functools.partial(_say, progress, row.title))
-        setting.records.add(_made(setting.experiment, record))
-        _forget()
+        setting.records.add(_complete(setting.experiment, record))
+        compiled.clear()  # programs of many methods exhaust a process's memory maps
     return [setting.records.where(**row.key)[0] for row in rows]
 
 
@@ -123,8 +128,8 @@ def _say(progress: Progress, title: str, what: str, units: int) -> None:
     progress(f"{title}: {what}", units)
 
 
-def _made(experiment: Experiment, record: Record) -> Record:
-    """A whole record; what a baseline says of its own making goes before ours."""
+def _complete(experiment: Experiment, record: Record) -> Record:
+    """Adds the experiment and the provenance; fields that a baseline set win."""
     about = {
         "format": FORMAT,
         "experiment": experiment.experiment,
@@ -133,111 +138,108 @@ def _made(experiment: Experiment, record: Record) -> Record:
         "mesh": experiment.mesh,
         "device": jax.devices()[0].device_kind,
     }
-    made = provenance()["provenance"] | record.get("provenance", {})
-    return about | record | {"provenance": made}
-
-
-def _forget() -> None:
-    """Compiled programs go: those of many methods exhaust a process's memory maps."""
-    compiled.clear()
+    versions = provenance()["provenance"] | record.get("provenance", {})
+    return about | record | {"provenance": versions}
 
 
 @contextlib.contextmanager
 def opened(experiment: Experiment, workdir: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Lends the folder, locked, if what lies in it answers the same question.
+    """Locks a workdir for one experiment, and yields this process's folder in it.
 
-    What this made is gone afterwards, if nothing was measured.
+    On exit, files and folders that this created are removed if nothing was measured.
 
     Args:
-      experiment: the question, kept in `experiment.json`.
-      workdir: made if it is not there.
+      experiment: written to `experiment.json`.
+      workdir: created if missing.
 
     Raises:
-      UserError: another process is at work in it, it holds results of another
-        configuration or of other devices, or it cannot be made.
+      UserError: another process uses the workdir, it holds results of another
+        configuration or of other devices, or it cannot be created.
     """
     index = jax.process_index()
     own = workdir / f"process-{index}" if index else workdir
-    made = [folder for folder in (own, *own.parents) if not folder.exists()]
+    created = [folder for folder in (own, *own.parents) if not folder.exists()]
     try:
         own.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"workdir {workdir}: {error.strerror}; name another") from None
     try:
         with files.locked(own):
-            _share(workdir, own)
-            _ask(experiment, own)
+            _copy_from_process_0(workdir, own)
+            _write_or_compare(experiment, own)
             try:
                 yield own
             finally:
-                if not _found(own):
+                if not _results_in(own):
                     (own / "experiment.json").unlink(missing_ok=True)
     finally:
-        with contextlib.suppress(OSError):  # those that something lies in stay
-            for folder in made:
+        with contextlib.suppress(OSError):  # rmdir refuses folders that are not empty
+            for folder in created:
                 folder.rmdir()
 
 
-def _found(folder: pathlib.Path) -> list[str]:
+def _results_in(folder: pathlib.Path) -> list[str]:
     return [name for name in _RESULTS if (folder / name).exists()]
 
 
-def _ask(experiment: Experiment, workdir: pathlib.Path) -> None:
-    """Writes the question down, and which devices answer it.
+def _write_or_compare(experiment: Experiment, workdir: pathlib.Path) -> None:
+    """Writes `experiment.json`, or compares it if the workdir holds results.
 
     Raises:
-      UserError: results answer another question, or are of other devices.
+      UserError: the results are of another configuration or of other devices.
     """
-    asked = json.loads(json.dumps(dataclasses.asdict(experiment)))
-    path, found, devices = workdir / "experiment.json", _found(workdir), _devices()
-    if not found:
+    fields = json.loads(json.dumps(dataclasses.asdict(experiment)))
+    path, devices = workdir / "experiment.json", _devices()
+    results = _results_in(workdir)
+    if not results:
         with files.written(path) as partial:
-            told = json.dumps(asked | {"devices": devices}, indent=2)
-            partial.write_text(told + "\n")
+            content = json.dumps(fields | {"devices": devices}, indent=2)
+            partial.write_text(content + "\n")
         return
     if not path.exists():
         raise UserError(
-            f"workdir {workdir} holds {found[0]} of a run that nothing tells about: "
-            "name another folder or delete it"
+            f"workdir {workdir} holds {results[0]} without the experiment.json that "
+            "describes its run: name another folder or delete it"
         )
-    before = _asked_before(path)
-    changed = sorted(key for key in asked if asked[key] != before.get(key))
+    before = _read_experiment(path)
+    changed = sorted(key for key in fields if fields[key] != before.get(key))
     if changed:
         raise UserError(
             f"workdir {workdir} holds results of another configuration ({changed[0]} "
             f"was {before.get(changed[0])!r:.80}): name another folder or delete it"
         )
-    ran_on = before.get("devices", devices)  # earlier versions did not say
+    ran_on = before.get("devices", devices)  # earlier versions did not write them
     if ran_on != devices:
         raise UserError(
-            f"workdir {workdir} holds results of {ran_on}, and here is {devices}: go "
-            "on there, name another folder or delete it"
+            f"workdir {workdir} holds results of {ran_on}, and this is {devices}: "
+            "resume it there, name another folder or delete it"
         )
 
 
 def _devices() -> str:
-    """How many of which kind, as in "8 x TPU v5 lite"."""
+    """Returns the number and kind of the devices, as in "8 x TPU v5 lite"."""
     return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
 
 
-def _asked_before(path: pathlib.Path) -> dict[str, Any]:
+def _read_experiment(path: pathlib.Path) -> dict[str, Any]:
     try:
         before = json.loads(path.read_bytes())
     except ValueError:
         before = None
     if not isinstance(before, dict):
         raise UserError(
-            f"{path} is damaged, and nothing else tells what the results beside it "
-            "answer: name another folder or delete it"
+            f"{path} is damaged, so the configuration of the results beside it is "
+            "unknown: name another folder or delete it"
         )
     return before
 
 
-def _share(workdir: pathlib.Path, own: pathlib.Path) -> None:
-    """Has all processes begin with what process 0 has, on a disk that they share.
+def _copy_from_process_0(workdir: pathlib.Path, own: pathlib.Path) -> None:
+    """Replaces this process's files by those of process 0, on a shared disk.
 
-    Of a run on several hosts every process writes the same results, process 0 into the
-    workdir itself; so all take the same steps.
+    In a run on several hosts every process writes the same results, process 0 into the
+    workdir itself. All processes must start from the same files: otherwise one would
+    skip a batch that the others run, and their collectives would not match.
     """
     if jax.process_count() == 1:
         return

@@ -1,4 +1,4 @@
-"""A task's examples as tokens that a model can read, and what its answers are worth."""
+"""Encodes the examples of tasks, grades answers, and averages scores."""
 
 import functools
 import itertools
@@ -20,14 +20,14 @@ _Z = 1.959964  # the normal distribution's quantile of 97.5%
 
 
 class Samples(NamedTuple):
-    """A task's examples, encoded.
+    """The encoded examples of one task.
 
     Attributes:
-      run: what was asked.
-      task: the task; None for random tokens, which nobody can grade.
-      examples: its questions.
-      prompts: their tokens, and how many were cut out.
-      new: most tokens of an answer.
+      run: the task's settings.
+      task: the task; None for random tokens, which cannot be graded.
+      examples: its examples, with their references.
+      prompts: their tokens, and the number of tokens that were cut out.
+      new: maximal number of tokens of an answer.
     """
 
     run: TaskRun
@@ -57,12 +57,12 @@ class Samples(NamedTuple):
 
 
 class Mixed(NamedTuple):
-    """Examples of several tasks, which may run in one batch.
+    """Examples of several tasks, interleaved so that one batch can hold all tasks.
 
     Attributes:
-      parts: the tasks' samples.
-      rows: of every example the part, and which of its examples: the first of each
-        task, the second of each, and so on, so that few rows show all tasks.
+      parts: the samples of each task.
+      rows: (index in `parts`, index in its examples) of every row: the first example of
+        each task, then the second of each, and so on.
     """
 
     parts: tuple[Samples, ...]
@@ -85,12 +85,12 @@ class Mixed(NamedTuple):
         return sum(self.lengths) / len(self.rows)
 
     def answered_in(self, new: int) -> "Mixed":
-        """The same prompts, with answers of so many tokens."""
+        """Returns the same prompts with answers of `new` tokens."""
         return self._replace(parts=tuple(p._replace(new=new) for p in self.parts))
 
     @property
     def graded(self) -> bool:
-        """Whether answers are worth something: not those to random tokens."""
+        """Returns whether answers can be graded: those to random tokens cannot."""
         return None not in [part.task for part in self.parts]
 
     def tokens(self, rows: Iterable[int]) -> list[Sequence[int]]:
@@ -101,13 +101,13 @@ class Mixed(NamedTuple):
 def mixed_of(
     experiment: Experiment, model: Model, new: int, even: bool = False
 ) -> Mixed:
-    """The examples of all tasks; random tokens for a model without a tokenizer.
+    """Returns the examples of all tasks; random tokens if the model has no tokenizer.
 
     Args:
-      experiment: with the tasks.
-      model: which reads them.
-      new: most tokens of an answer.
-      even: whether a task's prompts are all made as long as its shortest.
+      experiment: defines the tasks.
+      model: encodes the prompts.
+      new: maximal number of tokens of an answer.
+      even: whether all prompts of a task are shortened to its shortest.
 
     Raises:
       UserError: see `samples_of`.
@@ -119,7 +119,7 @@ def mixed_of(
 
 
 def mixed(parts: Sequence[Samples]) -> Mixed:
-    """The examples of all of them, by turns."""
+    """Interleaves the examples of several tasks."""
     rows = [(n, i) for n, part in enumerate(parts) for i in range(len(part.prompts))]
     return Mixed(tuple(parts), tuple(sorted(rows, key=lambda row: row[1])))
 
@@ -127,16 +127,18 @@ def mixed(parts: Sequence[Samples]) -> Mixed:
 def samples_of(
     experiment: Experiment, run: TaskRun, model: Model, new: int | None = None
 ) -> Samples:
-    """The examples, the same for all methods.
+    """Returns a task's encoded examples, which are the same for all methods.
 
     Args:
-      experiment: with the seed and the folders.
-      run: the task, and how much of it.
-      model: with a tokenizer.
-      new: most tokens of an answer; None is what the run or the task says.
+      experiment: its seed and data folders are used.
+      run: the task's settings.
+      model: has a tokenizer.
+      new: maximal number of tokens of an answer; None takes it from the run or the
+        task.
 
     Raises:
-      UserError: an unknown task, data that is not there, no room.
+      UserError: the task is unknown, its data is missing, or a prompt does not fit the
+        model's context.
     """
     task = tasks.get(run.name)
     new = new or run.max_new_tokens or task.max_new_tokens
@@ -161,7 +163,7 @@ def samples_of(
 
 
 def _random(experiment: Experiment, run: TaskRun, model: Model, new: int) -> Samples:
-    """Tokens that nobody can grade, as long as asked."""
+    """Returns prompts of random tokens, which cannot be graded."""
     size = run.num_examples, run.prompt_tokens or model.spec.context_length - new
     rng = np.random.default_rng(experiment.seed)
     drawn = rng.integers(model.spec.vocab_size, size=size).tolist()
@@ -169,10 +171,10 @@ def _random(experiment: Experiment, run: TaskRun, model: Model, new: int) -> Sam
 
 
 def _of_one_length(samples: Samples) -> Samples:
-    """All as long as the shortest: a few tokens go from the text, far from the key.
+    """Shortens all prompts to the shortest one, by tokens far from the hidden key.
 
-    Libraries that pad are not to pay for padding. Where examples do not say at what
-    depth the key is, they stay as they are.
+    Libraries that pad their prompts are then compared without the cost of padding.
+    Samples are returned unchanged if an example has no `depth`.
     """
     depths = [dict(example.details).get("depth") for example in samples.examples]
     if None in depths:
@@ -191,10 +193,10 @@ def _of_one_length(samples: Samples) -> Samples:
 def graded(
     samples: Samples, model: Model, rows: Sequence[int], new: Sequence[Sequence[int]]
 ) -> Record:
-    """The texts of some examples' answers, and their scores; none without a task.
+    """Returns the texts and scores of some examples' answers; None without a task.
 
-    An answer ends at its first end token, though more may have been generated. Its
-    score is of what is before the first stop text.
+    An answer ends at its first end token, even if generation continued. It is graded up
+    to its first stop text.
     """
     if samples.task is None:
         return {"texts": None, "scores": None}
@@ -209,35 +211,35 @@ def graded(
 
 
 def _until_end(model: Model, answers: Sequence[Sequence[int]]) -> list[list[int]]:
-    """What the model would have written if its end tokens had counted."""
+    """Returns the answers up to their first end tokens."""
     ends = api.end_tokens(model)
-    going = lambda token: token not in ends
-    return [list(itertools.takewhile(going, tokens)) for tokens in answers]
+    before_end = lambda token: token not in ends
+    return [list(itertools.takewhile(before_end, tokens)) for tokens in answers]
 
 
 def mixed_graded(
     samples: Mixed, model: Model, rows: Sequence[int], new: Sequence[Sequence[int]]
 ) -> Record:
-    """`graded`, each answer by its own task."""
+    """Returns `graded` for mixed samples, each answer graded by its own task."""
     if not samples.graded:
         return {"texts": None, "scores": None}
-    told = [
+    answers = [
         graded(samples.parts[part], model, [i], [tokens])
         for (part, i), tokens in zip([samples.rows[r] for r in rows], new, strict=True)
     ]
-    return {key: [each[key][0] for each in told] for key in ("texts", "scores")}
+    return {key: [each[key][0] for each in answers] for key in ("texts", "scores")}
 
 
 def interval(scores: Sequence[float]) -> Record:
-    """How far the mean of all such prompts may be from that of these, at 95%.
+    """Returns the 95% confidence interval of the mean score over prompts.
 
-    Wilson's interval where every score is 0 or 1, and their mean a share; otherwise
-    Student's, of the mean's standard error, between 0 and 1. (Earlier records have the
-    normal distribution's, "normal", which is too narrow for few prompts.)
+    Wilson's interval if every score is 0 or 1, so that their mean is a proportion;
+    otherwise Student's t interval of the mean, clipped to [0, 1]. (Earlier records have
+    the normal distribution's, "normal", which is too narrow for few prompts.)
 
     Returns:
-      `interval`: its two ends, None where scores are all alike and no share, from which
-      nothing follows; and `interval_method`: "wilson" or "student".
+      `interval`: its two ends, or None if all scores are equal and not 0 or 1, since
+      their spread cannot be estimated; and `interval_method`: "wilson" or "student".
     """
     n, mean, z = len(scores), float(np.mean(scores)), _Z
     if set(scores) <= {0, 1}:
@@ -256,15 +258,15 @@ def _ends(middle: float, half: float) -> list[float]:
 
 
 def summary(samples: Samples, batches: Sequence[Record]) -> Record | None:
-    """A task's means, and its headline metric for every depth, length and the like.
+    """Returns a task's mean scores, also by the details of its examples (depth, ...).
 
     Args:
       samples: the task's examples.
-      batches: lines with the fields of `graded` and the `examples` that they ran, all
-        of them once or more often; the first time counts.
+      batches: lines with the fields of `graded` and the `examples` that they ran. If an
+        example ran several times, its first score counts.
 
     Returns:
-      What records hold under `tasks`; None if nothing was graded.
+      A record's entry under `tasks`; None if nothing was graded.
     """
     if samples.task is None:
         return None
@@ -302,7 +304,7 @@ def summary(samples: Samples, batches: Sequence[Record]) -> Record | None:
 
 
 def summaries(samples: Mixed, batches: Sequence[Record]) -> dict[str, Record]:
-    """`summary` of every task of which some examples ran; nothing without grades."""
+    """Returns the `summary` of every task that ran; empty if nothing was graded."""
     if not samples.graded:
         return {}
     lines: list[list[Record]] = [[] for _ in samples.parts]

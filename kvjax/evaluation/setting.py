@@ -1,4 +1,4 @@
-"""What a run hands to its measurements, and what they hand back."""
+"""Inputs and outputs that the measurements of an experiment run share."""
 
 import dataclasses
 import os
@@ -20,14 +20,14 @@ from kvjax.evaluation.report.records import (
 )
 from kvjax.types import Model
 
-Progress = Callable[[str, int], None]  # what runs now, and units of work just finished
+Progress = Callable[[str, int], None]  # (message, units of work just finished)
 Baseline = Callable[..., Record]  # see `kvjax.evaluation.run.run`
 
 
 class Lines:
-    """A JSON-lines file, parsed once; what is added is on disk when `add` returns.
+    """A JSON-lines file in memory; `add` returns after its line is on disk.
 
-    Args, raises: see `read_records`.
+    See `read_records` for the arguments and the errors.
     """
 
     def __init__(self, path: str | os.PathLike, needed: Needed = lambda line: ()):
@@ -41,22 +41,25 @@ class Lines:
         self._lines.append(line)
 
     def where(self, **fields: Any) -> list[Record]:
-        """The lines that hold all of these values, None for what is not there."""
-        wanted = fields.items()
-        return [x for x in self if all(x.get(key) == value for key, value in wanted)]
+        """Returns the lines with these values; None matches a field that is missing."""
+        return [
+            line
+            for line in self
+            if all(line.get(key) == value for key, value in fields.items())
+        ]
 
 
 class Setting(NamedTuple):
-    """What all measurements of a run share.
+    """Inputs that all measurements of a run share.
 
     Attributes:
-      experiment: what was asked.
-      model: loaded.
-      memory: bytes that a measurement may take.
-      workdir: where a measurement may keep more than lines.
-      batches: `batches.jsonl`: what was run so far.
-      records: `records.jsonl`: what was finished so far.
-      baselines: other libraries' methods, see `kvjax.evaluation.run.run`.
+      experiment: the experiment.
+      model: the loaded model.
+      memory: bytes that a measurement may use.
+      workdir: folder for files of a measurement.
+      batches: `batches.jsonl`, the batches finished so far.
+      records: `records.jsonl`, the methods finished so far.
+      baselines: methods of other libraries, see `kvjax.evaluation.run.run`.
     """
 
     experiment: Experiment
@@ -69,13 +72,13 @@ class Setting(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A record to be made.
+    """A row of the results, to be measured unless its record exists.
 
     Attributes:
-      method, new_tokens: which tell it from the others; `new_tokens` is None where the
-        tasks say how many.
-      units: of work, see `Experiment.units_per_method`.
-      measure: makes the record, and says what runs.
+      method, new_tokens: identify the row; `new_tokens` is None where the tasks set the
+        number.
+      units: units of work, see `Experiment.units_per_method`.
+      measure: measures and returns the record, and reports progress.
       rank: rows of a lower rank are measured first.
     """
 
@@ -97,7 +100,7 @@ class Row(NamedTuple):
 
 
 def described(method: Method, planned: Plan) -> Record:
-    """What a record says of a method and its batch."""
+    """Returns the fields of a record that describe a method and its batch."""
     config = planned.job.config
     return {
         "method": method.name,
@@ -121,9 +124,9 @@ def described(method: Method, planned: Plan) -> Record:
 
 
 def mean_probe(batches: Sequence[Record]) -> Record:
-    """What was left of the machine beside batches, see `roofline.probed`.
+    """Returns the mean of the batches' probes of the machine, see `roofline.probed`.
 
-    None where a batch has no probe, as those of earlier versions.
+    None if a batch has no probe (earlier versions wrote none).
     """
     known = all(key in batch for batch in batches for key in PROBES)
     return {
@@ -133,22 +136,25 @@ def mean_probe(batches: Sequence[Record]) -> Record:
 
 
 def _sizes(method: Method, job: Job) -> Record:
-    """How many pairs heads keep, as the rule has them before a prompt is read."""
+    """Returns the fields of a record about the budget and the sizes of heads.
+
+    Rules that look at a prompt change the sizes later; these are the planned ones.
+    """
     config, heads = job.config, job.spec.num_kv_heads
-    told = {
+    fields = {
         "budget": method.budget,
         "budget_share": method.share,
         "budget_rule": method.rule,
     }
     if config.budget is None:
-        return told
+        return fields
     each = np.array(
         [head_groups.sizes_per_head(sizes, heads) for sizes in config.budget]
     )
     if isinstance(method.budget, str):
-        told["budget"] = round(each.mean())
-        told["budget_rule"] = method.rule or config.budget_rule.name
-    return told | {
+        fields["budget"] = round(each.mean())
+        fields["budget_rule"] = method.rule or config.budget_rule.name
+    return fields | {
         "mean_slots": float(each.mean()),
         "smallest_slots": int(each.min()),
         "largest_slots": int(each.max()),

@@ -1,11 +1,13 @@
-"""Tokens per second at one memory limit: the protocol of Batch-Max, and a new rival.
+"""Measures tokens per second of methods at one memory limit, as Batch-Max does.
 
 Source: Metel et al. 2024, arXiv 2412.05693, section 4.1. Every method generates a fixed
-number of tokens for the same prompts, whatever ends a text. What differs is the batch,
-see `batch_rules`: whether one fits is read off its compiled programs, and confirmed by
-running it. A device that runs out of memory all the same sends the method one batch
-back. The prompts are of tasks, so the very tokens that are timed are graded too, up to
-the one that ends the text.
+number of tokens for the same prompts; end tokens do not stop it. Methods differ in
+their batch, see `batch_rules`: the compiled programs show whether a batch fits, and
+running it confirms it. If the device still runs out of memory, the method continues
+with the next smaller batch. Prompts come from tasks, so the tokens that are timed are
+also graded, up to the first end token.
+
+`METHODS` has the paper's methods, and staggered prefill with SnapKV.
 """
 
 import dataclasses
@@ -35,14 +37,14 @@ from kvjax.evaluation.setting import (
 )
 from kvjax.types import Model, UserError
 
-METHODS: dict[str, dict[str, Any]] = {  # that a config asks for by name
+METHODS: dict[str, dict[str, Any]] = {  # fields of methods that a config names
     "FKV": {"batch_rule": "full"},
     "ED": {"batch_rule": "ed"},
     "Batch-Max": {"batch_rule": "batch_max", "policy": "average_attention"},
     "Batch-Max, KeyDiff": {"batch_rule": "batch_max", "policy": "key_diff"},
     "Staggered SnapKV": {"batch_rule": "staggered", "policy": "snapkv"},
 }
-_COMMON: dict[str, dict[str, Any]] = {
+_COMMON: dict[str, dict[str, Any]] = {  # fields that a batch rule sets
     "full": {},
     "ed": {
         "policy": "recency",
@@ -55,9 +57,10 @@ _COMMON: dict[str, dict[str, Any]] = {
     "search": {"schedule": "prefill_and_decode", "budget": None},
     "staggered": {"schedule": "after_prefill"},
 }
-# Which is measured first: ED's batch bounds the full cache's, whose score is sought.
+# ED is measured first, as its batch bounds the full cache's, and `search` last, as it
+# compares with the full cache's score.
 _RANKS = {"ed": 0, "full": 1, "search": 2}
-# What a line of batches.jsonl holds that a method's record is made of.
+# Fields of a line of batches.jsonl that a method's record is computed from.
 _PLACE = ("method", "max_new_tokens", "batch_size", "prefill_batch")
 _OF_BATCH = (
     "examples",
@@ -66,7 +69,7 @@ _OF_BATCH = (
     "decode_seconds",
     "measured_bytes",
 )
-_OF_TRIED = (  # of the record of a |kv| that was tried, for that of the method
+_OF_TRIED = (  # fields that a record keeps of each |kv| that the search tried
     "budget",
     "batch_size",
     "limited_by",
@@ -79,18 +82,19 @@ _OF_TRIED = (  # of the record of a |kv| that was tried, for that of the method
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Throughput(Experiment):
-    """See `configs/batch_max/smollm2_cpu.py` for the fields.
+    """A throughput experiment; `configs/batch_max/smollm2_cpu.py` shows the fields.
 
     Attributes:
-      tasks: whose prompts every method works through, those of several by turns.
-      max_new_tokens: generated per prompt; each number is a measurement of its own.
-      min_timed_batches: batches that are timed, at least; see `batch_rules.turns`.
-      tolerance: how far below the full cache's the score may be of methods whose |kv|
-        is sought (`batch_rule` "search"): 0.02 is two points of 100.
-      budget_steps: |kv| is sought among the multiples of the first, then between two
-        of these among the multiples of the next; see `search.fewest`.
-      baselines: fields of other libraries' methods, for whoever can run them. Where
-        there are any, prompts that hide something are all made as long as the shortest.
+      tasks: provide the prompts; those of several tasks are interleaved.
+      max_new_tokens: tokens generated per prompt; each number is measured separately.
+      min_timed_batches: minimal number of timed batches, see `batch_rules.turns`.
+      tolerance: for batch rule "search", how far below the full cache's score a
+        method's score may be: 0.02 is two points of 100.
+      budget_steps: for batch rule "search", |kv| is searched among multiples of the
+        first step, then between two of them among multiples of the next; see
+        `search.fewest`.
+      baselines: fields of other libraries' methods, read by `experiments/baselines`. If
+        there are any, prompts that hide a key are all shortened to the shortest.
     """
 
     experiment: str = "throughput"
@@ -102,7 +106,7 @@ class Throughput(Experiment):
 
     @property
     def units_per_method(self) -> int:
-        """Measurements."""
+        """Returns the number of measurements per method."""
         return len(self.max_new_tokens)
 
     def check(self) -> None:
@@ -110,8 +114,9 @@ class Throughput(Experiment):
         for task in self.tasks:
             if task.max_new_tokens:
                 raise UserError(
-                    f"task {task.name}: max_new_tokens {task.max_new_tokens} of its "
-                    "own: in throughput give the experiment's, one number or more"
+                    f"task {task.name}: max_new_tokens {task.max_new_tokens}: in "
+                    "throughput give the experiment's max_new_tokens, one number or "
+                    "more"
                 )
         if not self.max_new_tokens:
             raise UserError("max_new_tokens is empty: give one number or more")
@@ -128,51 +133,51 @@ class Throughput(Experiment):
 
 
 def from_config(fields: config.Fields, overrides: config.Fields) -> Throughput:
-    """The experiment that a config's fields describe.
+    """Builds a throughput experiment from the fields of a config.
 
     Args:
-      fields: of `Throughput`; `prefill_chunk`, `budget` and `codec` for the methods,
-        `num_examples` and `prompt_tokens` for the task, that do not set their own. A
-        method is a name of `METHODS`, or fields; its `batch_rule` also sets what all
-        its methods have in common, such as ED's policy and budget. Without `tasks` it
-        is the needle. See `config.flattened` for what else.
-      overrides: fields to replace where the value is not None.
+      fields: of `Throughput`; also `prefill_chunk`, `budget` and `codec`, the defaults
+        of methods, and `num_examples` and `prompt_tokens`, the defaults of tasks. A
+        method is a name in `METHODS`, or its fields; its `batch_rule` sets the fields
+        that all methods of this rule share, such as ED's policy and budget. `tasks` is
+        the needle by default. `config.flattened` describes the rest.
+      overrides: fields to replace; None leaves a field as it is.
 
     Raises:
-      UserError: a field that is missing or unknown.
+      UserError: a field is missing or unknown.
     """
-    given = config.flattened(fields, overrides)
-    of_methods = config.taken(given, ("prefill_chunk", "budget", "codec"))
-    of_tasks = config.taken(given, ("num_examples", "prompt_tokens"))
-    asked = config.each_of(given, "tasks", ({"name": "needle"},))
-    given["tasks"] = tuple(config.task(each, of_tasks) for each in asked)
-    given["methods"] = tuple(
-        _method(each, of_methods) for each in config.each_of(given, "methods")
+    merged = config.flattened(fields, overrides)
+    of_methods = config.taken(merged, ("prefill_chunk", "budget", "codec"))
+    of_tasks = config.taken(merged, ("num_examples", "prompt_tokens"))
+    tasks = config.each_of(merged, "tasks", ({"name": "needle"},))
+    merged["tasks"] = tuple(config.task(each, of_tasks) for each in tasks)
+    merged["methods"] = tuple(
+        _method(each, of_methods) for each in config.each_of(merged, "methods")
     )
-    if isinstance(given.get("max_new_tokens"), int):
-        given["max_new_tokens"] = (given["max_new_tokens"],)
-    return config.build(Throughput, given, "config")
+    if isinstance(merged.get("max_new_tokens"), int):
+        merged["max_new_tokens"] = (merged["max_new_tokens"],)
+    return config.build(Throughput, merged, "config")
 
 
-def _method(asked: str | Mapping[str, Any], shared: dict[str, Any]) -> Method:
-    if isinstance(asked, str):
-        if asked not in METHODS:
+def _method(fields: str | Mapping[str, Any], shared: dict[str, Any]) -> Method:
+    if isinstance(fields, str):
+        if fields not in METHODS:
             raise UserError(
-                f"method {asked!r} is unknown: give its fields, or one of "
+                f"method {fields!r} is unknown: give its fields, or one of "
                 + ", ".join(map(repr, METHODS))
             )
-        asked = {"name": asked} | METHODS[asked]
-    rule = config.as_dict(asked, "method").get("batch_rule")
+        fields = {"name": fields} | METHODS[fields]
+    rule = config.as_dict(fields, "method").get("batch_rule")
     if rule not in batch_rules.BATCH_RULES:
         raise UserError(
-            f"method {asked.get('name')!r}: batch_rule {rule!r} is unknown, use one of "
-            + ", ".join(batch_rules.BATCH_RULES)
+            f"method {fields.get('name')!r}: batch_rule {rule!r} is unknown, use one "
+            "of " + ", ".join(batch_rules.BATCH_RULES)
         )
-    return config.method(_COMMON[rule] | dict(asked), shared)
+    return config.method(_COMMON[rule] | dict(fields), shared)
 
 
 def _check_batch_size(method: Method, prompts: int) -> None:
-    """Raises UserError for a batch size that is missing, unasked for or too large."""
+    """Raises UserError if a batch size is missing, not used, or too large."""
     size = method.batch_size
     if size is not None:
         config.at_least(1, batch_size=size)
@@ -189,10 +194,10 @@ def _check_batch_size(method: Method, prompts: int) -> None:
 
 
 def rows(setting: Setting) -> list[Row]:
-    """One per method and number of new tokens, in the order of `_RANKS`.
+    """Returns one row per method and number of new tokens, ranked by `_RANKS`.
 
     Raises:
-      UserError: what does not fit, before long work.
+      UserError: a method does not fit in memory. Raised before long work starts.
     """
     experiment, model = setting.experiment, setting.model
     most = max(experiment.max_new_tokens)
@@ -201,7 +206,7 @@ def rows(setting: Setting) -> list[Row]:
     if setting.baselines and len(set(longest.lengths)) > 1:
         raise UserError(
             f"baselines read prompts of one length, and those of {longest.name} "
-            "differ: take another task, or do without baselines"
+            "differ: use another task, or leave out the baselines"
         )
     for place, new in enumerate(experiment.max_new_tokens):
         samples = longest.answered_in(new)
@@ -216,26 +221,27 @@ def rows(setting: Setting) -> list[Row]:
 
 
 def needed(line: Record) -> tuple[str, ...]:
-    """The fields of a line of `batches.jsonl`."""
+    """Returns the names of the fields that a line of `batches.jsonl` must have."""
     ran = not line.get("out_of_memory")
     return (*_PLACE, *(_OF_BATCH if ran else ()))
 
 
 def _job(model: Model, method: Method, longest: int, new: int) -> Job:
-    """Without an end token: all rows generate `new` tokens."""
-    kept = checked(model.spec, method.cache, longest)
-    prompt = jobs.bucket(model.spec, kept, longest, new)
-    job = jobs.job_of(model, kept, prompt, new)
+    """Returns a method's job. It has no end token: all rows generate `new` tokens."""
+    spec = checked(model.spec, method.cache, longest)
+    prompt = jobs.bucket(model.spec, spec, longest, new)
+    job = jobs.job_of(model, spec, prompt, new)
     return dataclasses.replace(job, batch=method.batch_size or job.batch)
 
 
 class _Trial(NamedTuple):
-    """A method at work.
+    """The inputs of one method's measurement.
 
     Attributes:
-      setting, samples, method: who works, and on what.
-      least: batches that are timed, at least.
-      gives_up: whether batches tell enough before all prompts were run.
+      setting, samples, method: shared inputs, prompts and the method.
+      least: minimal number of timed batches.
+      gives_up: decides from the finished batches whether to stop before all prompts
+        have run.
     """
 
     setting: Setting
@@ -248,7 +254,7 @@ class _Trial(NamedTuple):
         return _job(self.setting.model, self.method, self.samples.longest, new)
 
     def check(self, new: int) -> None:
-        """Raises UserError where no batch can be found; instant."""
+        """Raises UserError if no batch can fit; instant."""
         rule = self.method.batch_rule
         batch_rules.check(rule, self.job(new), self.setting.memory)
 
@@ -256,22 +262,22 @@ class _Trial(NamedTuple):
 def _measure(
     setting: Setting, samples: Mixed, method: Method, new: int
 ) -> Callable[[Progress], Record]:
-    """What makes a method's record.
+    """Returns the function that measures a method and returns its record.
 
     Raises:
-      UserError: what does not fit, before long work.
+      UserError: the method does not fit in memory.
     """
-    asked = setting.experiment
-    trial = _Trial(setting, samples, method, asked.min_timed_batches)
+    experiment = setting.experiment
+    trial = _Trial(setting, samples, method, experiment.min_timed_batches)
     if method.batch_rule != "search":
         trial.check(new)
         return functools.partial(_measured, trial, new)
     if not samples.graded:
         raise UserError(
             f"method {method.name!r}: batch_rule 'search' needs scores, and "
-            f"{asked.model} cannot read: name a folder of real weights"
+            f"{experiment.model} has no tokenizer: name a folder of real weights"
         )
-    steps, spec = asked.budget_steps, setting.model.spec
+    steps, spec = experiment.budget_steps, setting.model.spec
     least, most = search.bounds(method, spec, samples.longest, steps)
     trial._replace(method=search.at(method, most)).check(new)
     return functools.partial(_searched, trial, new, least, most)
@@ -284,7 +290,10 @@ def _measured(trial: _Trial, new: int, say: Progress) -> Record:
 
 
 def _ran(trial: _Trial, new: int, say: Progress) -> Record:
-    """One method's record: its batch found, run, and stepped back from if need be."""
+    """Finds a method's batch, runs it, and returns the record.
+
+    After running out of memory, continues with the next smaller batch.
+    """
     setting, samples, method = trial[:3]
     rule, count, stepped_back = method.batch_rule, len(samples.rows), []
     most = _most(setting, method, new, count)
@@ -301,41 +310,42 @@ def _ran(trial: _Trial, new: int, say: Progress) -> Record:
 
 
 def _searched(trial: _Trial, new: int, least: int, most: int, say: Progress) -> Record:
-    """The record of the smallest |kv| that does, and what all that were tried came to.
+    """Returns the record of the smallest |kv| that keeps the score, and of those tried.
 
-    Of those, prompts run once, and no further than they may still do. Where none does,
-    the largest stands, and `chosen` of none is true.
+    A trial runs each prompt once, and stops as soon as it can no longer reach the
+    score. If no |kv| keeps the score, the record is the largest one's, and none of
+    `tried` has `chosen` true.
     """
     setting, samples, method = trial[:3]
-    asked, tried = setting.experiment, {}
+    experiment, tried = setting.experiment, {}
     full, *_ = setting.records.where(batch_rule="full", new_tokens=new)
-    wanted = search.lowest_score(full, asked.tolerance)
+    target = search.lowest_score(full, experiment.tolerance)
 
     def ran(size: int, trial: _Trial) -> Record:
-        compiled.clear()  # of the last one
+        compiled.clear()  # programs of the previous size
         at = trial._replace(method=search.at(method, size))
         return _ran(at, new, lambda what, units: say(f"|kv| {size}, {what}", units))
 
     def hopeless(lines: list[Record]) -> bool:
-        return search.best_score(samples, lines) < wanted
+        return search.best_score(samples, lines) < target
 
     def keeps(size: int) -> bool:
         tried[size] = ran(size, trial._replace(least=1, gives_up=hopeless))
         whole = tried[size]["num_examples"] == len(samples.rows)
-        return whole and tried[size]["score"] >= wanted
+        return whole and tried[size]["score"] >= target
 
-    found = search.fewest(least, most, asked.budget_steps, keeps)
+    found = search.fewest(least, most, experiment.budget_steps, keeps)
     record = ran(found or max(tried), trial)
-    told = [
+    by_size = [
         {key: each[key] for key in _OF_TRIED} | {"chosen": size == found}
         for size, each in sorted((tried | {record["budget"]: record}).items())
     ]
     say("finished", 1)
-    return record | {"tolerance": asked.tolerance, "tried": told[::-1]}
+    return record | {"tolerance": experiment.tolerance, "tried": by_size[::-1]}
 
 
 def _most(setting: Setting, method: Method, new: int, count: int) -> int:
-    """Prompts there are; for the full cache, ED's batch where ED is measured too."""
+    """Returns the limit of a batch: all prompts; for the full cache, ED's batch."""
     if method.batch_rule != "full":
         return count
     eds = setting.records.where(batch_rule="ed", new_tokens=new)
@@ -343,10 +353,13 @@ def _most(setting: Setting, method: Method, new: int, count: int) -> int:
 
 
 def _timed(trial: _Trial, planned: Plan, say: Progress) -> list[Record] | None:
-    """The lines of its batches, see `batch_rules.turns`; None where memory ran out.
+    """Runs the batches of `batch_rules.turns` and returns their lines.
 
-    None is thrown away: programs are compiled by then, and medians of three or more
-    forgive the first. Those of an earlier run count.
+    Lines of an earlier run count. No warm-up batch is dropped: the programs are already
+    compiled, and a median of three or more batches is robust to a slow first one.
+
+    Returns:
+      None if the device ran out of memory.
     """
     setting, samples, method = trial[:3]
     place = {
@@ -377,7 +390,7 @@ def _timed(trial: _Trial, planned: Plan, say: Progress) -> list[Record] | None:
 
 
 def _left(turns: list[list[int]], done: list[list[int]]) -> Iterator[list[int]]:
-    """The turns that are not done, whichever these are; some come more than once."""
+    """Yields the turns that have not run; a turn may occur several times."""
     for rows in turns:
         if rows in done:
             done.remove(rows)
@@ -386,7 +399,10 @@ def _left(turns: list[list[int]], done: list[list[int]]) -> Iterator[list[int]]:
 
 
 def _batch(setting: Setting, samples: Mixed, planned: Plan, rows: list[int]) -> Record:
-    """The line of one batch; its state is gone by then: the next one needs the room."""
+    """Runs one batch and returns its line of `batches.jsonl`.
+
+    Its KV state must not outlive this call: the next batch needs the memory.
+    """
     model, prompts = setting.model, samples.tokens(rows)
     probed = roofline.probed(planned.job.dtype)
     peak = peak_memory(planned.weights_bytes, planned.host_bytes)
@@ -409,7 +425,7 @@ def _batch(setting: Setting, samples: Mixed, planned: Plan, rows: list[int]) -> 
 def _figures(
     setting: Setting, samples: Mixed, planned: Plan, batches: list[Record]
 ) -> Record:
-    """What the batches come to; seconds are their medians."""
+    """Returns the measured fields of a record; seconds are medians over batches."""
     new, length = planned.job.max_new_tokens, samples.mean_length
     read, written = planned.batch * length, planned.batch * new
     reading = [batch["prefill_seconds"] for batch in batches]
@@ -439,7 +455,7 @@ def _figures(
 
 
 def _scores(samples: Mixed, batches: list[Record]) -> Record:
-    """Of the examples that ran: the mean over tasks, as quality has it."""
+    """Returns scores of the examples that ran; `score` is the mean over tasks."""
     found = summaries(samples, batches)
     scores = [each["score"] for each in found.values()]
     return {
@@ -452,13 +468,14 @@ def _scores(samples: Mixed, batches: list[Record]) -> Record:
 def _roofline(
     dtype: str, planned: Plan, length: int, reading: float, writing: float | None
 ) -> Record:
-    """What a full batch has to do, what the devices could, and the share reached.
+    """Returns a batch's work, the devices' rates, and the share of them it reached.
 
     Args:
       dtype: of the run.
-      planned: the batch.
-      length: of its prompts, in tokens.
-      reading, writing: tokens per second that were measured; None, nothing was decoded.
+      planned: the plan of the batch.
+      length: tokens per prompt.
+      reading, writing: measured tokens per second of prefill and of decode; `writing`
+        is None if nothing was decoded.
     """
     devices = planned.job.mesh.size if planned.job.mesh else 1
     rates = roofline.measured_rates(dtype)
@@ -483,7 +500,7 @@ def _roofline(
 def _baseline(
     setting: Setting, samples: Mixed, measure: Baseline, new: int, say: Progress
 ) -> Record:
-    """A baseline's record, with what its answers are worth in their place."""
+    """Runs a baseline and returns its record, with its answers replaced by scores."""
     prompts = samples.tokens(range(len(samples.rows)))
     least = setting.experiment.min_timed_batches
     with roofline.probed(setting.experiment.dtype) as probe:

@@ -212,7 +212,7 @@ def test_answers_go_on_past_stop_texts_if_asked_to(
     """Any text ends an answer, at the first look for one."""
     task, passkey = experiment.tasks[1], tasks.get("passkey")
     monkeypatch.setattr(tasks, "get", lambda name: passkey._replace(stop=("",)))
-    monkeypatch.setattr(quality, "_LOOK", 1)
+    monkeypatch.setattr(quality, "_STOP_INTERVAL", 1)
     run_of = dataclasses.replace(task, ignore_eos=ignore_eos)
     one = {"methods": experiment.methods[:1], "fidelity": Fidelity()}
     asked = dataclasses.replace(experiment, **one, tasks=(run_of,))

@@ -195,7 +195,9 @@ def test_other_devices_want_another_folder(experiment, tmp_path, monkeypatch):
         pass
     here, path = run._devices(), tmp_path / "experiment.json"
     monkeypatch.setattr(run, "_devices", lambda: "2 x H100")
-    words = f"holds results of {here}, and here is 2 x H100: go on there, name another"
+    words = (
+        f"holds results of {here}, and this is 2 x H100: resume it there, name another"
+    )
     with pytest.raises(UserError, match=words), run.opened(experiment, tmp_path):
         pass
     path.write_text(json.dumps(dataclasses.asdict(experiment)))  # as it used to be
@@ -258,10 +260,10 @@ def test_a_damaged_reference_is_told(experiment, tmp_path, tiny, kind):
     setting = run.Setting(experiment, tiny, 0, tmp_path, [], [], {})
     windows = [quality.fidelity.Window((1, 2), (3, 4, 5))] * 2
     if kind == "none":
-        assert quality._kept_reference(setting, windows).shape == (2, 3, 50)
+        assert quality._saved_reference(setting, windows).shape == (2, 3, 50)
         return
     with pytest.raises(UserError, match=r"reference.npy is damaged: delete it"):
-        quality._kept_reference(setting, windows)
+        quality._saved_reference(setting, windows)
 
 
 # --- writing --------------------------------------------------------------------------
