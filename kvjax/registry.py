@@ -1,6 +1,6 @@
-"""Names that configs and callers may use for what the package, or its user, has made.
+"""Registries of factories by name, for configs and callers.
 
-A name is one that was registered, or `module:function` of the user's own, which is
+A name is a registered one, or `module:function` for a user's own function, which is
 imported from the Python path or the folder that the process was started in.
 """
 
@@ -54,7 +54,7 @@ def option_pairs(what: str, options: Mapping[str, Any]) -> tuple[tuple[str, Any]
 
 
 def make(factory: Callable[..., Any], value: Any) -> Any:
-    """Calls `factory(name, **options)` for a `Named`, and for others `factory(value)`.
+    """Calls `factory(name, **options)` for a `Named`, `factory(value)` for the rest.
 
     Options that are `Named` are made first, by the same factory.
     """
@@ -66,11 +66,11 @@ def make(factory: Callable[..., Any], value: Any) -> Any:
 
 
 class Registry:
-    """Factories by name.
+    """A table of factories by name.
 
     Attributes:
-      kind: what is made, for error messages: "policy", "codec".
-      product: its type, which is asked of the user's own factories as well.
+      kind: name of the products in error messages: "policy", "codec".
+      product: their type, which users' own factories have to return as well.
     """
 
     def __init__(self, kind: str, product: type = object):
@@ -78,10 +78,10 @@ class Registry:
         self._factories: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str, factory: Callable[..., Any]) -> Callable[..., Any]:
-        """Lets `name` stand for what `factory(**options)` makes; returns the factory.
+        """Registers a factory, called as `factory(**options)`, and returns it.
 
         Raises:
-          UserError: the name is taken, by another factory, or is none.
+          UserError: the name is empty, has a colon, or is another factory's.
         """
         if not name or ":" in name:
             raise UserError(
@@ -96,11 +96,11 @@ class Registry:
         return factory
 
     def names(self) -> tuple[str, ...]:
-        """The registered names, in alphabetical order."""
+        """Returns the registered names, in alphabetical order."""
         return tuple(sorted(self._factories))
 
     def factory(self, name: str) -> Callable[..., Any]:
-        """The factory of this name.
+        """Returns the factory of this name.
 
         Raises:
           UserError: an unknown name, or a `module:function` that cannot be imported.
@@ -122,16 +122,16 @@ class Registry:
         return self._factories[name]
 
     def make(self, name: str, **options: Any) -> Any:
-        """What the factory of this name makes, e.g. `make("streaming", sinks=8)`.
+        """Returns the product of the named factory, e.g. `make("streaming", sinks=8)`.
 
         Raises:
           UserError: an unknown name, options that the factory does not take, or a
-            factory that makes something else.
+            factory that returns another type.
         """
         factory = self.factory(name)
         try:
             signature = inspect.signature(factory)
-        except (TypeError, ValueError) as error:  # it has none
+        except (TypeError, ValueError) as error:  # some builtins have none
             raise UserError(f"{self.kind} {name!r}: {error}") from None
         bound(f"{self.kind} {name!r}", signature, **options)
         made = factory(**options)
@@ -146,10 +146,11 @@ class Registry:
 def bound(
     what: str, signature: inspect.Signature, /, *args: Any, **options: Any
 ) -> inspect.BoundArguments:
-    """The arguments of a factory by name.
+    """Returns the arguments bound to a factory's signature.
 
     Raises:
-      UserError: the factory does not take them; says which it takes, and of `what`.
+      UserError: the factory does not take them; the message lists those that it takes
+        and begins with `what`.
     """
     try:
         return signature.bind(*args, **options)
@@ -159,11 +160,11 @@ def bound(
 
 
 def _imported(where: str, name: str) -> Callable[..., Any]:
-    """The function that `module:function` names."""
+    """Imports and returns the function that `module:function` names."""
     module, _, function = name.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), function)):
         raise UserError(f"{where} is not a name: write it as module:function")
-    importlib.invalidate_caches()  # the file may be younger than the process
+    importlib.invalidate_caches()  # the file may have been written after the start
     added = "" not in sys.path  # the folder that the process was started in
     if added:
         sys.path.append("")

@@ -1,4 +1,4 @@
-"""The shared vocabulary: axis letters, specs, and what the parts hand each other.
+"""Shared types: specs, models, and arrays between models, caches and policies.
 
 Axis letters, used in every signature and comment of the package:
 
@@ -6,7 +6,7 @@ Axis letters, used in every signature and comment of the package:
     T new tokens    G query heads per KV head     M model dim
     L layers        D head dim                    F feed-forward dim, V vocabulary
 
-A *slot* is a place for one key-value pair. It is empty when its position is -1.
+A *slot* is a place for one KV pair. It is empty when its position is -1.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ PyTree = Any
 EMPTY = -1  # the position of an empty slot
 
 
-# A field of a `Struct` that jit compiles for: a hashable value, and no leaf.
+# A static field of a `Struct`: hashable, part of the tree's structure, not a leaf.
 static_field = functools.partial(dataclasses.field, metadata={"static": True})
 
 
@@ -32,7 +32,7 @@ static_field = functools.partial(dataclasses.field, metadata={"static": True})
     frozen_default=True, field_specifiers=(dataclasses.field, static_field)
 )
 class Struct:
-    """Makes every subclass a frozen dataclass that JAX flattens into its fields."""
+    """Base class of frozen dataclasses that are JAX pytrees of their fields."""
 
     def __init_subclass__(cls) -> None:
         jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
@@ -43,15 +43,19 @@ class Struct:
 
 
 class UserError(ValueError):
-    """A mistake in what was asked for: the message names the value and the remedy."""
+    """An error in the user's input; its message names the value and the remedy."""
 
 
 def build(cls: type, fields: Mapping[str, Any], what: str) -> Any:
-    """Returns a dataclass made from its fields by name.
+    """Returns an instance of a dataclass made from a mapping of its fields.
+
+    Args:
+      cls: the dataclass.
+      fields: its fields by name.
+      what: the name of the object in error messages.
 
     Raises:
-      UserError: a field that the class lacks, or one that is missing; says which, and
-        of `what`.
+      UserError: a field that the class does not have, or one that is missing.
     """
     known = [field.name for field in dataclasses.fields(cls)]
     if unknown := sorted(set(fields) - set(known)):
@@ -68,7 +72,7 @@ def build(cls: type, fields: Mapping[str, Any], what: str) -> Any:
 def whole_number(
     name: str, value: Any, least: int | None = None, most: int | None = None
 ) -> int:
-    """`value` as an int, be it NumPy's; UserError for another type or out of range."""
+    """Returns an integer, NumPy's too, as int; UserError for others or out of range."""
     try:
         found = operator.index(value)
     except TypeError:
@@ -82,7 +86,7 @@ def whole_number(
 def real_number(
     name: str, value: Any, least: float | None = None, most: float | None = None
 ) -> float:
-    """`value` as a float; UserError for text, NaN or what is out of range."""
+    """Returns a number as float; UserError for text, NaN or one out of range."""
     try:
         found = math.nan if isinstance(value, str | bytes | bool) else float(value)
     except (TypeError, ValueError):
@@ -112,19 +116,19 @@ def require_extra(extra: str, *packages: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than those trained on.
+    """A scaling of rotary frequencies for contexts longer than the trained one.
 
     Attributes:
-      kind: none; `linear`, all by `factor`; `llama3`, the slow ones by `factor`, those
-        between `low` and `high` turns per `original` tokens partly; `yarn`, likewise
-        between `high` and `low` turns, on a line; `longrope`, each by its own of
-        `factors`.
-      factor: by how much.
-      original: tokens of the context trained on.
-      low, high: turns in that context, see `kind`.
+      kind: `none`; `linear`, which divides all frequencies by `factor`; `llama3`, which
+        divides those below `low` rotations per `original` tokens, and interpolates up
+        to `high`; `yarn`, the same, interpolating linearly over channels; `longrope`,
+        which divides each by its own of `factors`.
+      factor: the divisor.
+      original: tokens of the trained context.
+      low, high: rotations in that context, see `kind`.
       factors: one per frequency.
-      scale: what cosine and sine are multiplied by.
-      rounded: whether yarn's line begins and ends at whole channels.
+      scale: multiplies cosine and sine.
+      rounded: whether the ends of YaRN's interpolation are rounded to whole channels.
     """
 
     kind: str = "none"
@@ -141,39 +145,38 @@ class RopeScaling:
 class ModelSpec:
     """The shape of a decoder-only transformer; hashable, so jit can take it static.
 
-    The policies need only `num_kv_heads`, `queries_per_kv_head` and `head_dim` of it.
-    The defaults are Llama's.
+    Policies use only `num_kv_heads`, `queries_per_kv_head` and `head_dim`. The defaults
+    are Llama's.
 
     Attributes:
-      positions: `rotary`, or `learned`, added to the embeddings.
-      rotary_dim: leading channels of a head that rotate; None for all. Of an odd number
-        one more does, by that number's frequencies, as in transformers.
+      positions: `rotary`, or `learned` embeddings added to the tokens'.
+      rotary_dim: leading channels of a head that rotate; None for all. An odd number n
+        rotates n + 1 channels with the frequencies of n, as in transformers.
       rope: scaling of the rotary frequencies.
-      sliding_windows: tokens that each layer's queries see, themselves included; 0
-        for all, empty for all in all layers.
-      local_rope_theta: base of the frequencies, unscaled, of layers with a window;
-        None for the same as the others'.
+      sliding_windows: for each layer, the number of tokens that a query sees, itself
+        included; 0 is unlimited. Empty is unlimited in all layers.
+      local_rope_theta: base of the unscaled frequencies of layers with a window; None
+        for those of the other layers.
       norm: `rms`; `rms_offset`, whose weights are added to 1; `layer`, with biases.
-      norm_placement: where the norms stand: `pre` and `post` attention and MLP,
-        `sandwich` for both, `parallel` for one norm before both at once,
-        `parallel_two` for one each.
+      norm_placement: norms `pre` or `post` attention and MLP; `sandwich` for both;
+        `parallel` for attention and MLP side by side behind one norm, `parallel_two`
+        behind one norm each.
       final_norm: whether a norm follows the last layer.
       activation: `silu`, `gelu`, `gelu_tanh` or `relu`.
       gated: whether the activation multiplies a second projection.
-      biases: of `qkv`, `out`, `mlp`.
-      qk_norm: whether queries and keys are normalised head by head.
-      query_scale: what products of queries and keys are scaled by; None for
-        head_dim ** -0.5.
+      biases: projections that have one: of `qkv`, `out`, `mlp`.
+      qk_norm: whether queries and keys are normalised per head.
+      query_scale: scale of the products of queries and keys; None for head_dim ** -0.5.
       attention_softcap, logit_softcap: c of c tanh(x / c); 0 for none.
-      embed_scale: of the embeddings.
-      embed_dim: of the embeddings; None for the model's.
-      experts, experts_per_token: of the MLP, and how many a token goes to; 0 for one
-        dense.
-      ff_groups: equal parts that the 2 F of `gate_up` come in, each its gate's and
-        then its up's; as many as devices split them.
-      fingerprint: of the weights that were loaded with it, see
-        `kvjax.models.fingerprints`; empty for a shape alone. Not part of the shape:
-        specs that differ in it are equal, and share programs.
+      embed_scale: scale of the embeddings.
+      embed_dim: width of the embeddings; None for the model's.
+      experts, experts_per_token: experts of the MLP, and the number that each token
+        uses; 0 for a dense MLP.
+      ff_groups: number of equal groups of the 2 F of `gate_up`, each its gate channels
+        followed by its up channels; as many as devices split them.
+      fingerprint: identifies the loaded weights, see `kvjax.models.fingerprints`; empty
+        for a shape alone. It is no part of the shape: specs that differ only in it are
+        equal, and share compiled programs.
     """
 
     name: str
@@ -211,29 +214,29 @@ class ModelSpec:
     fingerprint: str = dataclasses.field(default="", compare=False)
 
     def sliding_window(self, layer: int) -> int:
-        """Tokens that a layer's queries see; 0 for all."""
+        """Returns the number of tokens that a layer's queries see; 0 for all."""
         return self.sliding_windows[layer] if self.sliding_windows else 0
 
     def scoring(self, layer: int) -> "Scoring":
-        """What happens to a layer's scaled products of queries and keys."""
+        """Returns the soft cap and the window of a layer's attention logits."""
         return Scoring(self.attention_softcap, self.sliding_window(layer))
 
     @property
     def queries_per_kv_head(self) -> int:
-        """G, the query heads that share one KV head."""
+        """The number G of query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
 
 class Model(NamedTuple):
-    """A loaded model: what `kvjax.load` returns.
+    """A loaded model, as `kvjax.load` returns it.
 
     Attributes:
       spec: the shape.
       params: weights, see `kvjax.models.decoder`.
       tokenizer: a `transformers.PreTrainedTokenizerFast` with its chat template,
         or None for a model that has none (random weights).
-      end_tokens: ids that end a completion, as far as the checkpoint says; the
-        tokenizer's own end token does besides.
+      end_tokens: ids that end a completion according to the checkpoint; the tokenizer's
+        own end token ends one too.
     """
 
     spec: ModelSpec
@@ -256,14 +259,14 @@ class Model(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Attention over one segment of the keys, before the division.
+    """Attention over one segment of the keys, before the softmax's division.
 
-    `out / denominator` is the segment's attention output; segments merge associatively,
+    `out / denominator` is the segment's attention output. Segments merge associatively,
     see `kvjax.attention.merge`.
 
     Attributes:
       out: sum of exp(logit - max_logit) * value, float32.
-      max_logit: the largest, -inf where no key is visible.
+      max_logit: the largest logit, -inf where no key is visible.
       denominator: sum of exp(logit - max_logit).
     """
 
@@ -273,13 +276,13 @@ class Partial(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Whole numbers, and the scales of N groups of neighbouring channels.
+    """Quantised keys or values: integers, and scales of N groups of adjacent channels.
 
     Attributes:
-      codes: int8[B, K, C, D]; of fewer bits uint8[B, K, C, D bits / 8], the first
-        channels in the lowest bits, 2^(bits - 1) above the number that is meant.
-      scale: the step of every group; NaN if it held anything that is no number.
-      centre: the middle of every group; None on a grid around 0.
+      codes: int8[B, K, C, D]; below 8 bits uint8[B, K, C, D bits / 8], the first
+        channels in the lowest bits, offset by 2^(bits - 1) to be unsigned.
+      scale: the step of every group; NaN if the group held a NaN or an infinity.
+      centre: the centre of every group; None for a grid around 0.
     """
 
     codes: Integer[Array, "B K C P"]
@@ -288,12 +291,12 @@ class Codes(NamedTuple):
 
 
 def numbers_of(pairs: Array | Codes) -> Array:
-    """What a slot holds of keys or values: the numbers themselves, or their codes."""
+    """Returns the stored array of keys or values; the codes of quantised ones."""
     return pairs.codes if isinstance(pairs, Codes) else pairs
 
 
 class Scoring(NamedTuple):
-    """What a layer does to its scaled products before the softmax; static.
+    """The soft cap and window of a layer's attention logits; static.
 
     Attributes:
       logits_soft_cap: c of c tanh(x / c); 0 for none.
@@ -305,17 +308,17 @@ class Scoring(NamedTuple):
 
 
 class LayerOps(NamedTuple):
-    """What a model lends the cache for one layer.
+    """A layer's functions and arrays that the model passes to the cache.
 
     Attributes:
       apply_rope: (x, positions=None) -> x with the layer's rotary angles applied. x is
         [B, ..., T, D]; positions are [B, ..., T] with any of x's leading axes, None for
-        those of the tokens being read.
-      value_contribution: values [B, K, T, D] -> [B, K, G, T, M], what each would add to
-        the residual stream under a weight of 1: the head's part of the output
-        projection.
-      scoring: what happens to the products of queries and keys.
-      hidden: what attention reads, after the input norm.
+        the positions of the new tokens.
+      value_contribution: values [B, K, T, D] -> [B, K, G, T, M], the vectors that they
+        add to the residual stream at an attention weight of 1, by each query head's
+        columns of the output projection.
+      scoring: soft cap and window of the attention logits.
+      hidden: input of attention, after the norm.
     """
 
     apply_rope: Callable[..., Float[Array, "B *H T D"]]
@@ -325,32 +328,29 @@ class LayerOps(NamedTuple):
 
 
 class View(NamedTuple):
-    """What a policy may see of one layer.
+    """A policy's view of one layer of the cache.
 
-    The functions cost nothing until they are called, and a rule that never calls one
-    does without it.
+    Its functions compute nothing until a policy calls them.
 
     Attributes:
       positions: position of the pair in each slot, -1 where the slot is empty.
-      query_position: position of the newest token that the row has seen.
-      num_keep: pairs per head that stay after the choice that `score` is asked for; in
-        `observe`, where nothing is chosen, all that are live.
-      keys: returns the keys as attention sees them (stored keys may have to be decoded
-        first).
+      query_position: position of the newest token of each row.
+      num_keep: pairs per head that are kept by the eviction that `score` is called for;
+        in `observe`, all live pairs.
+      keys: returns the keys as attention sees them, dequantised if necessary.
       values: the same for the values.
-      apply_rope: see `LayerOps`; positions have to be given.
-      layer: the layer's index; may be traced, where layers share a program.
+      apply_rope: see `LayerOps`; positions are required here.
+      layer: the layer's index; traced where layers share a program.
       params: this layer's part of `Policy.params`, traced.
-      gather_heads: x [B, K, ...] of the heads that this view has -> [B, H, ...] of all
-        heads of the layer. Where heads are split over devices it is a collective: a
-        rule that calls it says so in `Policy.needs_all_heads`.
-      heads: the numbers, in the whole layer, of the heads that this view has; None is
-        all of them.
-      budget: pairs that each of these heads may hold, |kv|, one static number; None
-        where nobody says.
-      mean_budget: the same on average over all heads of the model, where they differ.
-      scoring: what the layer does to products before the softmax, for rules that make
-        attention weights themselves.
+      gather_heads: x [B, K, ...] of this view's heads -> [B, H, ...] of all heads of
+        the layer. Where heads are split over devices it is a collective, and a policy
+        that calls it must set `Policy.needs_all_heads`.
+      heads: indices of this view's heads in the whole layer; None for all heads.
+      budget: pairs that each of these heads may hold, |kv|, a static number; None if
+        unknown.
+      mean_budget: mean budget over all heads of the model, where they differ.
+      scoring: soft cap and window, for policies that compute attention weights
+        themselves.
     """
 
     positions: Int[Array, "B K C"]
@@ -369,31 +369,29 @@ class View(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What one attention call over T queries saw.
+    """Statistics of one attention call over T queries.
 
-    `num_tokens`, `positions` and `is_prefill` are always there; of the others only what
-    is among a policy's `required_stats`, the rest None. Each row's first `num_tokens`
-    queries are real; padding counts nowhere in the sums and holds anything in the
-    arrays with a T axis.
+    `num_tokens`, `positions` and `is_prefill` are always set. The other fields are set
+    only if a policy names them in `required_stats`, else None. Each row's first
+    `num_tokens` queries are real. The sums leave out padding; arrays with a T axis hold
+    arbitrary values there.
 
     Attributes:
       num_tokens: real queries per row.
       positions: position of each query.
-      is_prefill: whether these are a prompt's tokens, rather than generated ones; a
-        Python bool.
+      is_prefill: whether the tokens are a prompt's, not generated ones; a Python bool.
       attn_sum: attention weights summed over the queries, averaged over G.
-      attn_sq_sum: squares of the weights summed over the queries; the weights averaged
-        over G first.
+      attn_sq_sum: weights averaged over G, squared, and summed over the queries.
       last_attn: the last real query's weights, averaged over G; zero in rows without
         one.
-      attn_weights: all the weights. No fused kernel can hand them over: the price is an
-        array of T times the size of `attn_sum` times G.
+      attn_weights: all the weights. No fused kernel returns them, and they take T * G
+        times the memory of `attn_sum`.
       queries: the queries as attention sees them.
       pre_rope_queries: the queries before rotary positions are applied.
-      output_norm: of each new pair, the mean over G of the L1 norm of what its value
-        adds to the residual stream (`LayerOps.value_contribution`).
+      output_norm: for each new pair, the L1 norm of its value's contribution to the
+        residual stream (`LayerOps.value_contribution`), mean over G.
       tokens: the ids of the new tokens.
-      hidden: what attention reads, after the input norm (`LayerOps.hidden`).
+      hidden: input of attention, after the norm (`LayerOps.hidden`).
     """
 
     num_tokens: Int[Array, "B"] | None = None
@@ -417,11 +415,11 @@ OBSERVABLE = ATTENTION_STATS | {
 
 
 class Stats(NamedTuple):
-    """What a policy remembers of one layer.
+    """A policy's statistics of one layer.
 
     Attributes:
-      per_slot: a pytree of arrays [B, K, C, ...] that belong to slots: they are zero
-        for a fresh pair and move with their pairs.
+      per_slot: a pytree of arrays [B, K, C, ...] that belong to slots: zero for a new
+        pair, and moved with their pairs.
       per_row: a pytree of arrays [B, ...] that belong to rows.
     """
 

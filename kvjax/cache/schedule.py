@@ -1,4 +1,4 @@
-"""When pairs go."""
+"""Schedules: at which steps of prefill and decode KV pairs are evicted."""
 
 import dataclasses
 
@@ -17,31 +17,32 @@ FIRST_CHUNKS = "remainder", "budget"
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When pairs are evicted.
+    """Decides at which steps pairs are evicted, and how many at a time.
 
     phases:
-      `none`  never: the full cache (FKV).
+      `none`  never evicts: the full cache (FKV).
       `prefill_and_decode`  Batch-Max, Algorithm 1: the first |kv| tokens fill the
-        budget; from then on, whenever a row's pairs and the incoming tokens would
-        exceed it, all but |kv| - `evict_size` pairs per head go first.
-      `prefill_only`  the same while the prompt is read, and never again: what is
-        decoded stays. EasyKV's way of encoding.
-      `after_prefill`  one compaction to the budget once the whole prompt is in; what is
-        decoded stays. SnapKV's schedule.
-      `decode_only`  full prefill, one compaction to `budget - evict_size`, then
-        likewise whenever the budget is full. With a budget of 2,
-        `evict_size=1` and the recency policy this is Batch-Max's ED (Algorithm 2: only
-        the newest pair is kept).
+        budget. From then on, whenever a row's pairs and the incoming tokens would
+        exceed it, all but |kv| - `evict_size` pairs per head are evicted first.
+      `prefill_only`  the same during prefill, and no eviction in decode: generated
+        tokens are all kept. This is how EasyKV encodes a prompt.
+      `after_prefill`  one compaction to the budget once the whole prompt is read;
+        generated tokens are all kept. SnapKV's schedule.
+      `decode_only`  full prefill, one compaction to `budget - evict_size`, and the same
+        again whenever the budget is full. With a budget of 2, `evict_size=1` and the
+        recency policy this is Batch-Max's ED (Algorithm 2: only the newest pair is
+        kept).
 
-    prefill_chunk: prompt tokens per prefill step (p). None is `CHUNK`, or less where
-      prefill evicts under a small budget: the largest power of two in half of it.
+    prefill_chunk: prompt tokens per prefill step (p). None is `CHUNK`; where prefill
+      evicts, it is the largest power of two within half of the budget, but no more than
+      `CHUNK` or `evict_size`.
     evict_size: pairs per head that one eviction drops (p in Algorithm 1). None is
-      `prefill_chunk` where prefill evicts, and else what that would be.
-    first_chunk: how many tokens come first where prefill evicts. `remainder`: so many
-      that blocks of p fill |kv| exactly, |kv| mod p. `budget`: |kv| at once, as
+      `prefill_chunk` where prefill evicts, else the default of `prefill_chunk` under
+      eviction.
+    first_chunk: tokens of the first step where prefill evicts. `remainder` is
+      |kv| mod p, so that blocks of p then fill |kv| exactly. `budget` is |kv|, as
       Algorithm 1 is printed (min(s, |kv|) of s tokens). Both evict at the same tokens;
-      a long block takes temporaries of its own, and its program twice as long to
-      compile.
+      `budget` needs temporaries for a longer block, and takes twice as long to compile.
     """
 
     phases: str = "prefill_and_decode"
@@ -65,7 +66,10 @@ class Schedule:
                 whole_number(f"schedule {name}", size, 1)
 
     def of_budget(self, budget: int | None) -> "Schedule":
-        """The schedule with sizes chosen where it has none; |kv| None is all pairs."""
+        """Returns the schedule with its default sizes filled in for a budget of |kv|.
+
+        None is the full cache.
+        """
         if budget is not None:
             budget = whole_number("budget", budget)
         chosen = CHUNK if budget is None else min(CHUNK, _power_of_two(budget // 2))
@@ -79,27 +83,29 @@ class Schedule:
 
     @property
     def evicts_in_prefill(self) -> bool:
+        """True if pairs are evicted while the prompt is read."""
         return self.phases in ("prefill_and_decode", "prefill_only")
 
     @property
     def evicts_in_decode(self) -> bool:
+        """True if pairs are evicted while tokens are generated."""
         return self.phases in ("prefill_and_decode", "decode_only")
 
     def evicts(self, is_prefill: bool) -> bool:
-        """Whether it does so then: while a prompt is read, or while decoding."""
+        """Returns whether pairs are evicted in prefill, or else in decode."""
         return self.evicts_in_prefill if is_prefill else self.evicts_in_decode
 
     @property
     def evicts_again(self) -> bool:
-        """Whether evictions come as budgets fill, each leaving room for more."""
+        """True if pairs are evicted each time a budget is full, not only once."""
         return self.evicts_in_prefill or self.evicts_in_decode
 
     @property
     def compacts(self) -> bool:
-        """Whether the state changes its capacity between prefill and decode."""
+        """True if the cache changes its capacity between prefill and decode."""
         return self.phases in ("prefill_only", "after_prefill", "decode_only")
 
 
 def _power_of_two(most: int) -> int:
-    """The largest that is at most `most`; 1 below that."""
+    """Returns the largest power of two up to `most`, at least 1."""
     return 1 << max(most.bit_length() - 1, 0)

@@ -173,7 +173,14 @@ def fitted(
         append_record(path, {"asked": asked} | lists._asdict())
 
     found = training.fit_heads(
-        model, texts, start, ratios, rounds=rounds, known=arrays, told=keep, **options
+        model,
+        texts,
+        start,
+        ratios,
+        rounds=rounds,
+        known=arrays,
+        on_round=keep,
+        **options,
     )
     return found, [
         {

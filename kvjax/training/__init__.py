@@ -1,6 +1,7 @@
-"""What is learned by following a loss down its gradient: the sizes of heads.
+"""Learns the number of KV pairs of every head by gradient descent on a loss.
 
-`fit_heads` moves pairs of a calibration to the heads that miss them most.
+`fit_heads` starts from a calibration and moves its pairs to the heads whose loss of
+them costs most.
 """
 
 from kvjax.training.head_sizes import fit_heads as fit_heads

@@ -1,19 +1,19 @@
-"""Sizes by head from what evicting costs: `kvjax.training.fit_heads`.
+"""Fits the size of every head to the loss that eviction causes: `fit_heads`.
 
-A calibration (`kvjax.calibrate`) says what heads look at. What it costs that a head
-holds fewer pairs, under the rule that chooses them, is another thing: some that look
-everywhere are not missed, and some that look at little predict badly with less. So
-sizes are moved along the gradient of the loss::
+A calibration (`kvjax.calibrate`) measures where heads attend. The cost of giving a head
+fewer pairs under a policy is another matter: some heads attend everywhere and are not
+missed, and some attend to little and predict badly with less. So `fit_heads` moves the
+sizes along the gradient of a loss::
 
-    excerpt      a text, then some of its passages again
-      |   read      as eviction has it, every head at its size, and with all pairs
+    excerpt      a text, then some of its passages repeated
+      |   read      with eviction, every head at its size, and with the full cache
       v
-    loss         KL between both predictions: of the text, of the passages
-      |   gradient  by every head's size: what one more pair is worth to it
+    loss         KL between both predictions, of the text and of the passages
+      |   gradient  with respect to every head's size: the worth of one more pair
       v
     sizes        times (worth / price) ^ rate, where the price keeps the total
 
-so that one more pair comes to be worth the same in every head that is not at a bound.
+until one more pair is worth the same in every head whose size is not at a bound.
 """
 
 import dataclasses
@@ -32,43 +32,26 @@ from kvjax.cache.calibrations import NEWEST, SINKS, Calibration
 from kvjax.cache.calibrations.apportion import proportional
 from kvjax.engine import api, compiled
 from kvjax.models import decoder, fingerprints
-from kvjax.training import streaming
+from kvjax.training import excerpts, streaming
+from kvjax.training.excerpts import AT_ONCE, PASSAGE, PASSAGES, Excerpt
 from kvjax.training.streaming import Reader
 from kvjax.types import Model, ModelSpec, PyTree, UserError, real_number, whole_number
 
-PASSAGES, PASSAGE = 5, 48  # how many are repeated, and of how many tokens
-PROMPTING = 12  # a passage's first tokens, from which the rest has to follow
-INSTRUCTION = "\n\nRepeat parts of the previous context exactly.\n\n"
 ABOVE, FROM, TO = 1.2, 1.4, 1.1  # see `_bounds`
-RATE, STEP = 0.35, 1.7  # of a round: the first exponent, the most a size changes by
-_AT_ONCE = 84  # predictions compared at a time: their logits are all that is held
-
-
-class Excerpt(NamedTuple):
-    """A text to be read, and where its predictions are compared.
-
-    Attributes:
-      tokens: the text, an instruction and some of its passages; padding.
-      at: positions whose predictions count.
-      weights: what each counts for: of the text, of the passages.
-    """
-
-    tokens: Int[np.ndarray, "1 T"]
-    at: Int[np.ndarray, "N"]
-    weights: Float[np.ndarray, "N 2"]
+RATE, STEP = 0.35, 1.7  # first exponent; largest factor of a size in one round
 
 
 class Round(NamedTuple):
-    """What a round of `fit_heads` came to.
+    """The result of one round of `fit_heads`.
 
     Attributes:
       ratio: pairs kept of all pairs.
-      number: 0 is of the sizes that it began with.
-      text, passages: KL to the full cache's predictions, nats per token, mean over the
-        texts.
-      loss: what is made small, of both.
-      sizes: pairs per head that gave them.
-      worth: by how much one more pair of each head would lower the loss.
+      number: 0 for the initial sizes.
+      text, passages: KL from the full cache's predictions in nats per token, mean over
+        the texts.
+      loss: the weighted sum of both, which is minimised.
+      sizes: pairs per head in this round.
+      worth: decrease of the loss per additional pair of each head.
     """
 
     ratio: float
@@ -93,43 +76,49 @@ def fit_heads(
     passages: float = 0.02,
     seed: int = 0,
     known: Sequence[Round] = (),
-    told: Callable[[Round], None] | None = None,
+    on_round: Callable[[Round], None] | None = None,
     show_progress: bool | None = None,
+    told: Callable[[Round], None] | None = None,
 ) -> Calibration:
-    """Moves pairs to the heads that miss them most, at the same total.
+    """Moves pairs to the heads where they lower the loss most, at the same total.
 
-    The rule is `policies.retrieval_heads`, with sinks and newest pairs pinned, and
-    eviction while reading. Which heads retrieve is what the calibration's sizes say,
-    and stays: their sizes stay large, the others' small.
+    The policy is `policies.retrieval_heads`, with sinks and newest pairs pinned, and it
+    evicts during prefill. The calibration's sizes decide which heads retrieve. This
+    does not change: retrieval heads stay large, the others small.
 
-    Every round reads every text evicting, there and back. One that raises the loss is
-    taken back, and the next goes half as far.
+    Every round runs every text with eviction, forward and backward. A round that raises
+    the loss is undone, and the next one starts from the best sizes at half the rate.
 
     Args:
       model: from `kvjax.load`.
-      texts: texts or token ids, of as many tokens as the calibration's or more.
-      calibration: the sizes to begin with.
-      ratios: pairs kept of all pairs, falling, between 1 and 0; None for the
+      texts: texts or token ids, each of at least `calibration.tokens` tokens.
+      calibration: the initial sizes.
+      ratios: pairs kept of all pairs, descending, between 1 and 0; None for the
         calibration's.
-      rounds: how many times sizes are moved.
-      even: how far the first sizes lie between the calibration, 0, and all alike, 1.
-      chunk: tokens read, and pairs dropped, at a time.
-      floor: pairs that every head keeps; None for 24 beside a chunk.
-      passages: what their KL counts for, where the text's counts for 1.
-      seed: chooses passages and places.
+      rounds: number of times that sizes are moved.
+      even: interpolates the initial sizes from the calibrated ones, 0, to uniform
+        ones, 1.
+      chunk: tokens read, and pairs evicted, at a time.
+      floor: pairs that every head keeps; None is `chunk` + 24.
+      passages: weight of the passages' KL in the loss; the text's is 1.
+      seed: of the random choice of passages and compared positions.
       known: rounds of an earlier call with the same arguments, which are not run again.
-      told: called with every other round; None for nobody.
+      on_round: called with every round that is run.
       show_progress: see `kvjax.messages.progress`.
+      told: deprecated name of `on_round`.
 
     Returns:
-      A calibration whose target is `loss`: for every ratio the sizes of the round with
-      the least.
+      A calibration whose target is `loss`, with the sizes of the round of least loss
+      for every ratio.
 
     Raises:
-      UserError: another model's calibration, a text that is too short, or too long for
-        the model's context with the passages, an option out of range, a ratio or a
-        floor that leaves nothing to move; a model without a tokenizer.
+      UserError: another model's calibration; a text that is too short, or too long for
+        the model's context together with the passages; an option out of range; a ratio
+        whose mean size is below the floor; a model without a tokenizer.
     """
+    if told is not None:
+        messages.warn("fit_heads: write on_round for told", DeprecationWarning)
+        on_round = on_round or told
     spec = fingerprints.marked(model)
     calibration.check(spec)
     ratios = calibrations.checked_ratios(
@@ -141,21 +130,34 @@ def fit_heads(
     means = [_mean(calibration, ratio, chunk, floor) for ratio in ratios]
     whole_number("rounds", rounds, 1)
     length, shares = calibration.tokens, []
-    how = {"length": length, "floor": floor, "even": even}
-    sizes = (calibration.sizes(spec, mean, **how) for mean in means)
-    firsts = [found.astype(np.float64) for found in sizes]
-    read = excerpts(model, texts, length, seed, chunk)
+    firsts = [
+        calibration.sizes(spec, mean, length=length, floor=floor, even=even).astype(
+            np.float64
+        )
+        for mean in means
+    ]
+    read = excerpts.make(model, texts, length, seed, chunk)
     compiled.keep_compiled()
     units = (rounds + 1) * len(ratios) * len(read)
     with messages.progress(units, show_progress) as say:
-        say("fitting heads: reading with all pairs", 0)
-        whole = [predicting(model.params, *each[:2], spec=model.spec) for each in read]
+        say("fitting heads: reading with the full cache", 0)
+        whole = [
+            full_cache_hidden(model.params, each.tokens, each.at, spec=model.spec)
+            for each in read
+        ]
         for ratio, mean, first in zip(ratios, means, firsts, strict=True):
             reader = reader_of(first, mean, chunk)
-            runs = _Fit(model, read, whole, reader, passages, say)
-            earlier = [each for each in known if each.ratio == ratio]
-            bounds = _bounds(first, mean, floor, length)
-            sizes = _least(runs, ratio, first, bounds, mean, rounds, earlier, told)
+            fit = _Fit(model, read, whole, reader, passages, say)
+            sizes = _least_loss(
+                fit,
+                ratio,
+                first,
+                bounds=_bounds(first, mean, floor, length),
+                mean=mean,
+                rounds=rounds,
+                known=[each for each in known if each.ratio == ratio],
+                on_round=on_round,
+            )
             shares.append(
                 calibrations.whole_shares(sizes / length, ratio, floor, length)
             )
@@ -169,13 +171,14 @@ def fit_heads(
 
 
 class _Fit(NamedTuple):
-    """What the rounds of one ratio have in common.
+    """The inputs that all rounds of one ratio share.
 
     Attributes:
-      model, read: who reads, and what.
-      whole: what `predicting` says of each.
-      reader: who evicts.
-      passages: what their KL counts for.
+      model: from `kvjax.load`.
+      read: the excerpts.
+      whole: `full_cache_hidden` of each excerpt.
+      reader: the settings of eviction.
+      passages: weight of the passages' KL in the loss.
       say: see `kvjax.messages.progress`.
     """
 
@@ -187,116 +190,77 @@ class _Fit(NamedTuple):
     say: messages.Say
 
 
-def _least(
-    runs: _Fit,
+def _least_loss(
+    fit: _Fit,
     ratio: float,
     first: Float[np.ndarray, "L K"],
+    *,
     bounds: tuple[Float[np.ndarray, "L K"], Float[np.ndarray, "L K"]],
     mean: int,
     rounds: int,
     known: Sequence[Round],
-    told: Callable[[Round], None] | None,
+    on_round: Callable[[Round], None] | None,
 ) -> Float[np.ndarray, "L K"]:
-    """The sizes of the round with the least loss."""
+    """Runs the rounds of one ratio and returns the sizes of the one of least loss."""
     sizes, best, rate = _projected(first, mean, bounds), None, RATE
     for number in range(rounds + 1):
-        runs.say(f"fitting heads: {ratio:.4g}, round {number} of {rounds}", 0)
+        fit.say(f"fitting heads: {ratio:.4g}, round {number} of {rounds}", 0)
         if number < len(known):
             found = known[number]
-            runs.say("fitting heads", len(runs.read))
+            fit.say("fitting heads", len(fit.read))
         else:
-            (text, passages), worth = _round(runs, sizes)
-            loss = text + runs.passages * passages
+            (text, passages), worth = _round(fit, sizes)
+            loss = text + fit.passages * passages
             found = Round(ratio, number, text, passages, loss, sizes, worth)
-            if told is not None:
-                told(found)
+            if on_round is not None:
+                on_round(found)
         if best is None or found.loss < best.loss:
             best = found
-        else:  # too far: from the best sizes, half the way
+        else:  # the step was too long: from the best sizes again, at half the rate
             rate /= 2
         sizes = moved(best.sizes, best.worth, mean, bounds, rate)
     return best.sizes
 
 
 def reader_of(sizes: Float[np.ndarray, "L K"], mean: int, chunk: int) -> Reader:
-    """Retrieval heads by these sizes, sinks and newest pinned."""
+    """Returns the settings of `retrieval_heads` under these sizes, both ends pinned."""
     policy = policies.protect(policies.retrieval_heads(ABOVE), SINKS, NEWEST)
-    large = np.where(sizes > ABOVE * mean, 2 * mean, mean)  # all that the rule asks
+    # The policy only compares a budget with ABOVE * mean, so two budgets will do.
+    large = np.where(sizes > ABOVE * mean, 2 * mean, mean)
     kinds = tuple(head_groups.simplify(map(int, row)) for row in large)
     return Reader(policy, kinds, mean, chunk)
 
 
-def excerpts(
-    model: Model, texts: Sequence[api.Prompt], length: int, seed: int, chunk: int
-) -> list[Excerpt]:
-    """The first `length` tokens of every text, and passages of it, as they are read.
-
-    Padding makes whole chunks of them.
-
-    Raises:
-      UserError: a model without tokenizer, a text that is too short, excerpts that
-        exceed the model's context.
-    """
-    if model.tokenizer is None:
-        raise UserError(f"{model.spec.name} has no tokenizer to ask for passages with")
-    encode = functools.partial(model.tokenizer, add_special_tokens=False)
-    asking, ending = (encode(words)["input_ids"] for words in (INSTRUCTION, "\n\n"))
-    rng, found = np.random.default_rng(seed), []
-    longest = length + len(asking) + PASSAGES * (PASSAGE + len(ending))
-    if longest > model.spec.context_length:
-        raise UserError(
-            f"texts of {length} tokens and passages of them take {longest}, and the "
-            f"context of {model.spec.name} has {model.spec.context_length}: calibrate "
-            "on shorter texts"
-        )
-    for index, ids in enumerate(api.tokenize(model, texts)):
-        if len(ids) < length:
-            raise UserError(
-                f"text {index} has {len(ids)} tokens: give texts of {length} or more"
-            )
-        found.append(_excerpt(ids[:length], asking, ending, rng, chunk))
-    return found
-
-
-def _excerpt(ids, asking, ending, rng, chunk) -> Excerpt:
-    """One text's; of its last two thirds twice the places of its passages count."""
-    tokens, repeated = [*ids, *asking], []
-    starts = rng.choice(len(ids) // PASSAGE - 1, PASSAGES, replace=False) * PASSAGE
-    for start in starts + rng.integers(0, PASSAGE, PASSAGES):
-        here = len(tokens)
-        tokens += [*ids[start : start + PASSAGE], *ending]
-        repeated += range(here + PROMPTING - 1, here + PASSAGE - 1)
-    places = np.arange(len(ids) // 3, len(ids) - 1)
-    told = rng.choice(places, min(2 * len(repeated), len(places)), replace=False)
-    short = -(len(told) + len(repeated)) % _AT_ONCE  # padding counts for nothing
-    at = np.concatenate([told, repeated, np.zeros(short)]).astype(np.int32)
-    weights = np.zeros((len(at), 2), np.float32)
-    weights[: len(told), 0] = 1 / len(told)
-    weights[len(told) : len(told) + len(repeated), 1] = 1 / len(repeated)
-    tokens += [0] * (-len(tokens) % chunk)  # nothing real sees it
-    return Excerpt(np.asarray([tokens], np.int32), at, weights)
-
-
 def _round(
-    runs: _Fit, sizes: Float[np.ndarray, "L K"]
+    fit: _Fit, sizes: Float[np.ndarray, "L K"]
 ) -> tuple[list[float], Float[np.ndarray, "L K"]]:
-    """KL of text and of passages, and a pair's worth; means over the excerpts."""
-    losses, worth, model = [], [], runs.model
-    given = model.params, jnp.asarray(sizes, jnp.float32)
-    how = {"spec": model.spec, "reader": runs.reader}
-    for excerpt, hidden in zip(runs.read, runs.whole, strict=True):
-        found, slope = divergence(*given, *excerpt, hidden, runs.passages, **how)
+    """Returns the KL of texts and passages, and every head's worth of a pair.
+
+    All are means over the excerpts.
+    """
+    losses, worth, model = [], [], fit.model
+    sizes = jnp.asarray(sizes, jnp.float32)
+    for excerpt, hidden in zip(fit.read, fit.whole, strict=True):
+        found, slope = divergence(
+            model.params,
+            sizes,
+            *excerpt,
+            hidden,
+            fit.passages,
+            spec=model.spec,
+            reader=fit.reader,
+        )
         losses.append(np.asarray(found))
         worth.append(-np.asarray(slope, np.float64))
-        runs.say("fitting heads", 1)
+        fit.say("fitting heads", 1)
     return np.mean(losses, axis=0).tolist(), np.mean(worth, axis=0)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def predicting(
+def full_cache_hidden(
     params: PyTree, tokens: Int[Array, "1 T"], at: Int[Array, "N"], *, spec: ModelSpec
 ) -> Float[Array, "N M"]:
-    """The hidden states at some positions of a text of which all pairs stay."""
+    """Returns the hidden states [N, M] at `at` of a text read with the full cache."""
     return streaming.read_whole(params, spec, tokens)[0, at]
 
 
@@ -313,11 +277,19 @@ def divergence(
     spec: ModelSpec,
     reader: Reader,
 ) -> tuple[Float[Array, "2"], Float[Array, "L K"]]:
-    """KL(all pairs || sizes) of text and passages, and the gradient of the loss.
+    """Returns KL(full cache || these sizes) and the gradient of the loss by the sizes.
 
     Args:
-      whole: what `predicting` says.
-      passages: what their KL counts for.
+      params: weights.
+      sizes: pairs per head.
+      tokens, at, weights: see `Excerpt`.
+      whole: `full_cache_hidden` of the excerpt.
+      passages: weight of the passages' KL in the loss.
+      spec: the model's shape.
+      reader: the settings of eviction.
+
+    Returns:
+      The KL of the text and of the passages [2], and the gradient [L, K].
     """
 
     def loss(sizes):
@@ -330,14 +302,15 @@ def divergence(
 
 
 def _compared(params, spec, whole, some, weights) -> Float[Array, "2"]:
-    """KL of predictions from hidden states [N, M], weighted; some after the others."""
+    """Returns the weighted KL between predictions from hidden states [N, M]."""
 
-    @jax.checkpoint
-    def a_piece(given):
-        p, q = (jax.nn.log_softmax(decoder.logits(params, x, spec)) for x in given[:2])
-        return jnp.sum(jnp.exp(p) * (p - q), axis=-1) @ given[2]
+    @jax.checkpoint  # else the logits of every piece are kept for the gradient
+    def a_piece(piece):
+        *hidden, weights = piece
+        p, q = (jax.nn.log_softmax(decoder.logits(params, x, spec)) for x in hidden)
+        return jnp.sum(jnp.exp(p) * (p - q), axis=-1) @ weights
 
-    cut = lambda x: x.reshape(-1, _AT_ONCE, x.shape[-1])
+    cut = lambda x: x.reshape(-1, AT_ONCE, x.shape[-1])
     return jnp.sum(jax.lax.map(a_piece, tuple(map(cut, (whole, some, weights)))), 0)
 
 
@@ -348,9 +321,9 @@ def moved(
     bounds: tuple[Float[np.ndarray, "L K"], Float[np.ndarray, "L K"]],
     rate: float = RATE,
 ) -> Float[np.ndarray, "L K"]:
-    """Sizes after a round, their mean the same.
+    """Returns the sizes after a round, with the same mean.
 
-    Of heads between their bounds the price is the mean of what a pair is worth,
+    The price is the mean worth of a pair over the heads that are not at a bound,
     weighted by size.
     """
     low, high = bounds
@@ -363,18 +336,18 @@ def moved(
 
 
 def _projected(sizes, mean: int, bounds) -> Float[np.ndarray, "L K"]:
-    """Sizes within bounds that add up."""
+    """Scales sizes so that they lie within the bounds and have this mean."""
     low, high = (np.ravel(bound) for bound in bounds)
     found = proportional(sizes.ravel(), mean * sizes.size, low, high)
     return found.reshape(sizes.shape)
 
 
 def _bounds(sizes, mean: int, floor: int, length: int):
-    """The least and the most of every head [L, K] twice.
+    """Returns the lower and the upper bound of every head's size, [L, K] each.
 
-    Heads above `ABOVE` times the mean are those that the rule takes for retrieval
-    heads: they keep `FROM` times the mean at least, the others `TO` times it at most,
-    so that sizes rounded to multiples are still told apart.
+    The policy treats heads above `ABOVE` times the mean as retrieval heads. These keep
+    at least `FROM` times the mean and the others at most `TO` times it, so that sizes
+    rounded to multiples stay on their side of `ABOVE`.
     """
     retrieves = sizes > ABOVE * mean
     low = np.where(retrieves, min(FROM * mean, length), floor)
@@ -383,7 +356,7 @@ def _bounds(sizes, mean: int, floor: int, length: int):
 
 
 def _mean(calibration: Calibration, ratio: float, chunk: int, floor: int) -> int:
-    """Pairs per head on average.
+    """Returns the mean number of pairs per head.
 
     Raises:
       UserError: texts too short for passages, a floor out of range.

@@ -1,4 +1,4 @@
-"""Pairs move to the heads that miss them: by hand, on a tiny model, every slip told."""
+"""Tests of `fit_heads`: rounds worked out by hand, a tiny model, every user error."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from kvjax.cache.calibrations import Calibration
 from kvjax.engine import calibration as measuring
 from kvjax.models import placement
 from kvjax.parallel import meshes
-from kvjax.training import fit_heads, head_sizes
+from kvjax.training import excerpts, fit_heads, head_sizes
 from kvjax.types import Model
 
 TOKENS = 288
@@ -23,7 +23,7 @@ SHARES = ((0.7, 0.2), (0.3, 0.4))  # one head of four retrieves
 
 @pytest.fixture(scope="module")
 def model():
-    """Random weights whose loss two rounds do lower: not those of every seed."""
+    """Random weights, of a seed whose loss two rounds lower; not every seed's is."""
     spec = tiny_spec(
         vocab_size=len(prose.HAYSTACK_WORDS) + 2, name="reader", context_length=1024
     )
@@ -47,9 +47,9 @@ def start(model):
 
 
 def test_excerpts(model):
-    """The text, passages of it after an instruction, and what of them is asked."""
+    """An excerpt is a text, an instruction and passages; both parts are compared."""
     for text, found in zip(
-        TEXTS, head_sizes.excerpts(model, TEXTS, TOKENS, 0, 40), strict=True
+        TEXTS, excerpts.make(model, TEXTS, TOKENS, 0, 40), strict=True
     ):
         ids = model.tokenizer(text)["input_ids"][:TOKENS]
         tokens = found.tokens[0].tolist()
@@ -64,9 +64,7 @@ def test_excerpts(model):
             first = places[0] - 11
             passage = tokens[first : first + 48]
             assert any(ids[i : i + 48] == passage for i in range(TOKENS))
-    one, two = (
-        head_sizes.excerpts(model, TEXTS[:1], TOKENS, seed, 32) for seed in (0, 1)
-    )
+    one, two = (excerpts.make(model, TEXTS[:1], TOKENS, seed, 32) for seed in (0, 1))
     assert one[0].tokens.tolist() != two[0].tokens.tolist()
 
 
@@ -124,10 +122,11 @@ def test_no_worth_at_all_moves_nothing():
 
 
 def test_fitted(model, start):
-    """The sizes of least loss of all rounds come back, no more than the first's."""
+    """Returns the sizes of the round of least loss, which is not the first."""
     seen = []
-    given = {"rounds": 2, "even": 0.0, "floor": 56, "told": seen.append}
-    found = fit_heads(model, TEXTS, start, **given)
+    found = fit_heads(
+        model, TEXTS, start, rounds=2, even=0.0, floor=56, on_round=seen.append
+    )
     losses = [each.loss for each in seen]
     assert [each.number for each in seen] == [0, 1, 2] and min(losses) < losses[0]
     best = seen[int(np.argmin(losses))]
@@ -142,11 +141,16 @@ def test_fitted(model, start):
 
 
 def test_passages_count_as_asked(model, start):
-    """Loss and slopes are linear in their weight; smaller chunks may keep less."""
+    """Loss and worth are linear in the weight; smaller chunks allow a lower floor."""
     seen = []
     for weight in (0.0, 1.0, 3.0):
-        how = {"chunk": 16, "passages": weight, "rounds": 1, "told": seen.append}
-        found = fit_heads(model, TEXTS[:1], start, **how)
+        found = fit_heads(
+            *(model, TEXTS[:1], start),
+            chunk=16,
+            passages=weight,
+            rounds=1,
+            on_round=seen.append,
+        )
         assert np.min(found.shares) * TOKENS >= 40 - 1e-6
     zero, one, three = seen[::2]
     assert zero.loss == pytest.approx(zero.text)
@@ -158,26 +162,24 @@ def test_passages_count_as_asked(model, start):
 
 @pytest.mark.e2e
 def test_over_a_mesh(model, start):
-    """The same losses and slopes of params that are split."""
+    """Split params have the same losses and worths."""
     over = meshes.mesh("data:4,model:2", model.spec.num_kv_heads)
     params = placement.split(model.spec, model.params, over)
     parted = model._replace(spec=placement.fitted(model.spec, over), params=params)
     one, two = [], []
     for each, rounds in ((model, one), (parted, two)):
-        fit_heads(each, TEXTS[:1], start, rounds=1, told=rounds.append)
+        fit_heads(each, TEXTS[:1], start, rounds=1, on_round=rounds.append)
     for a, b in zip(one, two, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-3)
         np.testing.assert_allclose(a.worth, b.worth, rtol=1e-2, atol=1e-7)
 
 
 def test_a_round_that_loses_is_taken_back(model, start, monkeypatch):
-    """From the best sizes again, at half the rate, each time that it is worse."""
+    """A round of higher loss is undone: the next starts from the best, at half rate."""
     losses = itertools.chain((1.0, 0.5), itertools.repeat(0.9))
     worth, seen = np.array([[1.0, 2.0], [0.5, 1.0]]), []
-    monkeypatch.setattr(
-        head_sizes, "_round", lambda *given: ([next(losses), 0.0], worth)
-    )
-    fit_heads(model, TEXTS[:1], start, rounds=4, even=0.0, told=seen.append)
+    monkeypatch.setattr(head_sizes, "_round", lambda *_: ([next(losses), 0.0], worth))
+    fit_heads(model, TEXTS[:1], start, rounds=4, even=0.0, on_round=seen.append)
     mean, length = 115, TOKENS
     bounds = head_sizes._bounds(seen[0].sizes, mean, 56, length)
     rates = 0.35, 0.35, 0.175, 0.0875
@@ -187,21 +189,21 @@ def test_a_round_that_loses_is_taken_back(model, start, monkeypatch):
 
 
 def test_known_rounds_are_not_run_again(model, start, monkeypatch):
-    """Interrupted after any of them, it goes on to the same sizes."""
-    given = {"ratios": (0.5, 0.4), "rounds": 1, "even": 0.0}
+    """A call resumed after any round returns the same sizes."""
+    options = {"ratios": (0.5, 0.4), "rounds": 1, "even": 0.0}
     every, counted = [], []
-    whole = fit_heads(model, TEXTS[:1], start, told=every.append, **given)
+    whole = fit_heads(model, TEXTS[:1], start, on_round=every.append, **options)
     assert [(each.ratio, each.number) for each in every] == [
         *((0.5, 0), (0.5, 1)),
         *((0.4, 0), (0.4, 1)),
     ]
     run = head_sizes._round
     monkeypatch.setattr(
-        head_sizes, "_round", lambda *given: counted.append(1) or run(*given)
+        head_sizes, "_round", lambda *args: counted.append(1) or run(*args)
     )
     for done in range(5):
         counted.clear()
-        again = fit_heads(model, TEXTS[:1], start, known=every[:done], **given)
+        again = fit_heads(model, TEXTS[:1], start, known=every[:done], **options)
         assert again == whole and len(counted) == 4 - done
 
 
@@ -226,9 +228,17 @@ def test_known_rounds_are_not_run_again(model, start, monkeypatch):
     ],
 )
 def test_slips(model, start, changes, words):
-    given = {"texts": TEXTS, "calibration": start} | changes
+    arguments = {"texts": TEXTS, "calibration": start} | changes
     with pytest.raises(UserError, match=words):
-        fit_heads(model, **given)
+        fit_heads(model, **arguments)
+
+
+def test_the_old_name_of_on_round(model, start, monkeypatch):
+    monkeypatch.setattr(head_sizes, "_round", lambda *_: ([1.0, 0.0], np.ones((2, 2))))
+    seen = []
+    with pytest.warns(DeprecationWarning, match="write on_round for told"):
+        fit_heads(model, TEXTS[:1], start, rounds=1, told=seen.append)
+    assert [each.number for each in seen] == [0, 1]
 
 
 def test_other_models(model, start, tiny):

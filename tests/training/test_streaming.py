@@ -1,4 +1,4 @@
-"""A text read with sizes as numbers: by the oracle, and what one more pair is worth."""
+"""Tests of differentiable eviction: the oracle's logits, the gradient by the sizes."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ ABOVE = 1.2  # times the mean, a head retrieves
 
 
 def retrieval_heads(heads, now, keep):
-    """The larger heads' rule and the others', told apart by what they keep."""
+    """One policy for the larger heads, another for the rest, chosen by their budget."""
     large, small = (
         rule(heads, now, keep)
         for rule in (oracle.key_diff(), oracle.average_attention())
@@ -44,14 +44,14 @@ def tokens(seed=0, count=TOKENS):
 
 def read(model, ids, sizes, policy, kinds=SIZES):
     reader = Reader(policy, kinds, MEAN, CHUNK)
-    given = jnp.asarray(ids, jnp.int32), jnp.asarray(sizes, jnp.float32)
-    hidden = streaming.read(model.params, model.spec, *given, reader)
+    ids, sizes = jnp.asarray(ids, jnp.int32), jnp.asarray(sizes, jnp.float32)
+    hidden = streaming.read(model.params, model.spec, ids, sizes, reader)
     return decoder.logits(model.params, hidden[0], model.spec)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_as_the_oracle_reads(tiny, name):
-    """Algorithm 1 with a size for every head, chunk after chunk."""
+    """Reads as Algorithm 1 does with a size for every head, chunk by chunk."""
     policy, rule = RULES[name]
     ids = tokens()
     found = read(tiny, ids, SIZES, policy)
@@ -59,7 +59,7 @@ def test_as_the_oracle_reads(tiny, name):
     chunks = ids[0].reshape(-1, CHUNK)
     expected = np.stack([by_hand.step(chunk) for chunk in chunks])
     np.testing.assert_allclose(found[CHUNK - 1 :: CHUNK], expected, atol=2e-4)
-    assert max(map(len, by_hand.kept()[0])) == 48  # and so pairs have gone
+    assert max(map(len, by_hand.kept()[0])) == 48  # so pairs were evicted
 
 
 def test_sizes_of_whole_texts_are_the_full_cache(tiny):
@@ -75,7 +75,7 @@ def test_sizes_of_whole_texts_are_the_full_cache(tiny):
 
 
 def test_sizes_are_no_shapes(tiny):
-    """One program for all of them."""
+    """One program reads with all sizes."""
     reader = Reader(policies.key_diff(), SIZES, MEAN, CHUNK)
     program = jax.jit(
         lambda ids, sizes: streaming.read(tiny.params, tiny.spec, ids, sizes, reader)
@@ -86,21 +86,21 @@ def test_sizes_are_no_shapes(tiny):
 
 
 def test_order_of_staying():
-    """Those that were there by score, then what has gone, the last first."""
+    """Ranks live pairs by score, then evicted ones, the latest eviction first."""
     scores = jnp.asarray([[[0.3, 9.0, jnp.inf, 0.1, 9.0, 0.7, 0.0]]])
     live = jnp.asarray([[[True, False, True, True, False, True, False]]])
-    gone = jnp.asarray([[[streaming._LATER, 2, streaming._LATER, 5, 4, 5, -1]]])
-    found = streaming._order(scores, live, gone.astype(jnp.int32))
+    evicted_at = jnp.asarray([[[streaming._LATER, 2, streaming._LATER, 5, 4, 5, -1]]])
+    found = streaming._order(scores, live, evicted_at.astype(jnp.int32))
     assert found.ravel().tolist() == [2, 5, 0, 3, 4, 1, 6]
 
 
 @pytest.mark.parametrize("head", often([(0, 0), (0, 1), (1, 1)], [(0, 1)], "e2e"))
 def test_slopes_add_up_to_what_sizes_do(head):
-    """Between two sizes of a head, the mean slope is the loss's change per pair.
+    """The gradient summed from one size of a head to another is the loss's change.
 
-    A loss that is smooth over many chunks and queries: the squared distance to the full
-    cache's hidden states. Slopes are of the first order, and of pairs about the cut, so
-    their sum is near, not equal: 1.0 to 1.45 times the change here.
+    The loss is the squared distance to the full cache's hidden states, which is smooth
+    over many chunks and queries. The gradient is first-order and smoothed over ranks,
+    so the sum is only near the change: 1.0 to 1.45 times it here.
     """
     model = tiny_model(context_length=1024)
     ids = jnp.asarray(tokens(2, 512), jnp.int32)
@@ -119,8 +119,8 @@ def test_slopes_add_up_to_what_sizes_do(head):
     values = np.array([float(value) for value, _ in found])
     slopes = np.array([float(slope[head]) for _, slope in found])
     assert values[0] > 2 * values[-1] > 0
-    told = np.trapezoid(slopes, steps)
-    assert 0.8 < told / (values[-1] - values[0]) < 1.6
+    integral = np.trapezoid(slopes, steps)
+    assert 0.8 < integral / (values[-1] - values[0]) < 1.6
 
 
 @pytest.mark.e2e
