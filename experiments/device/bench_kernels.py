@@ -1,17 +1,18 @@
-"""How fast the attention kernels are, against a memory copy and against their rivals.
+"""Times the attention kernels beside a memory copy and other implementations.
 
     python experiments/device/bench_kernels.py                     # on a GPU or TPU
     python experiments/device/bench_kernels.py --target=tpu:v5e          # by libtpu
     python experiments/device/bench_kernels.py --target=cuda:h200.txtpb  # compiles only
 
-On the device, every shape is timed for our kernel with and without scores, for
-`jax.nn.dot_product_attention` (XLA, cuDNN) and tokamax where installed, and put beside
-the copy bandwidth measured in the same run; then one decode step of an 8B-shaped model
-with random weights. No network, no files, under ten minutes.
+On the device, times every shape with our kernel, with and without scores, and with
+`jax.nn.dot_product_attention` (XLA, cuDNN) and tokamax if installed, as shares of the
+copy bandwidth measured in the same run; then one decode step of an 8B model with random
+weights. No network, no input files, under ten minutes.
 
-Without the device nothing can be timed: for a TPU the table shows the compiler's cycles
-beside those that the bytes take at the chip's bandwidth, and a kernel counts as the
-larger of the two. On a CPU without --target, all TPUs of the table are taken.
+Without a device nothing is timed: for a TPU the table shows the cycles that the
+compiler schedules beside those of the bytes at the chip's bandwidth, and a kernel takes
+the larger of the two. On a CPU without --target, all TPUs in `targets.CHIPS` are
+compiled for.
 
 Prints a table, writes it and a plot to --workdir, and ends with one JSON line.
 """
@@ -38,13 +39,13 @@ from kvjax.pallas import tpu, tpu_call
 from kvjax.types import UserError
 
 FLAGS = flags.FLAGS
-SCORED = frozenset({"attn_sum"})  # what a policy usually asks for
+SCORED = frozenset({"attn_sum"})  # the statistic that most policies require
 REPEATS = 30  # timed runs per kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One call: T = 1 is decode, more a prefill block. bfloat16, or codes of it."""
+    """One call: T = 1 is decode, T > 1 a prefill chunk. bfloat16, or codes of it."""
 
     B: int = 64
     K: int = 8
@@ -63,7 +64,7 @@ class Shape:
 
     @property
     def arrays(self):
-        """Shapes of q, k, v, pos, q_pos, n; k and v may be stored."""
+        """Shapes of q, k, v, pos, q_pos, n; k and v may be codes."""
         pairs = (self.B, self.K, self.C, self.D)
         array = jax.ShapeDtypeStruct
         kv = array(pairs, jnp.bfloat16)
@@ -76,7 +77,7 @@ class Shape:
         )
 
     def stored(self, k, v):
-        """Keys and values as attention is given them."""
+        """Returns keys and values as attention takes them."""
         if not self.codec:
             return k, v
         codec = codecs.make(self.codec)
@@ -84,7 +85,7 @@ class Shape:
         return tuple(Stored(t.encode(x), t, x.shape, x.dtype) for x, t in pairs)
 
     def bytes(self, stats=()) -> int:
-        """What has to cross the memory bus at least once."""
+        """Returns the bytes that a call must read or write at least once."""
         moved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.arrays))
         queries = self.B * self.K * self.G * self.T
         return moved + 4 * queries * (self.D + 2) + 4 * len(stats) * self.arrays[3].size
@@ -139,7 +140,7 @@ def main(_):
 
 
 def bench(target, shapes):
-    """Rows of figures for one target."""
+    """Returns rows of figures for one target."""
     if target == "here":
         step = {"decode step, 8B": whole_step()} if FLAGS.step else {}
         return timed(shapes, FLAGS.repeats) | step
@@ -153,10 +154,10 @@ def bench(target, shapes):
 
 
 def predicted(target, shape):
-    """Cycles that a TPU's compiler schedules, and those that the bytes take.
+    """Returns the cycles that a TPU's compiler schedules, and those of the bytes.
 
-    Below 1, `/ floor` says that the schedule hides behind the memory; the last ratio
-    and the time take the larger of the two.
+    Where `/ floor` is below 1, memory hides the schedule; the last ratio and the time
+    use the larger of the two.
     """
     chip = targets.CHIPS[target.partition(":")[2]]
     row, *whole = {}, 0.0, 0.0
@@ -185,7 +186,7 @@ def predicted(target, shape):
 
 
 def compiled(target, shape):
-    """What a compiler says of a kernel that cannot be run: its temporary memory."""
+    """Returns the temporary memory of a kernel that is compiled but cannot run."""
     kernel = "pallas_gpu" if target.startswith("cuda") else "pallas_tpu"
     row = {}
     for name, stats in (("plain", frozenset()), ("scored", SCORED)):
@@ -198,12 +199,12 @@ def compiled(target, shape):
 
 
 def as_read(pairs):
-    """Codes out of what is stored; whatever else there is, as it is."""
+    """Returns the codes of stored pairs, and plain arrays unchanged."""
     return pairs.codes if isinstance(pairs, Stored) else pairs
 
 
 def _tiles(kind):
-    """The table's tiles for a kind of device, with what the flags ask for."""
+    """Returns the tiles of a device kind, with the sizes that the flags set."""
     usual = tpu.TILES[kind]
     asked = {"pairs": FLAGS.tile_kib << 10, "rows": FLAGS.tile_rows}
     return usual._replace(**{name: size for name, size in asked.items() if size})
@@ -213,7 +214,7 @@ def _tiles(kind):
 
 
 def timed(shapes, repeats=REPEATS):
-    """Microseconds of every way at every shape, beside the measured copy bandwidth."""
+    """Times every implementation at every shape, with the measured copy bandwidth."""
     bandwidth = roofline.measured_bandwidth()
     rows = {}
     for shape in shapes:
@@ -222,7 +223,7 @@ def timed(shapes, repeats=REPEATS):
         for name, way in ways().items():
             try:
                 seconds = median_seconds(repeats, jax.jit(way), *arguments)
-            except Exception as error:  # a rival that cannot run this shape
+            except Exception as error:  # an implementation that cannot run this shape
                 row[f"{name} failed"] = str(error).splitlines()[0][:120]
                 continue
             row[f"{name} us"] = seconds * 1e6
@@ -237,7 +238,7 @@ def timed(shapes, repeats=REPEATS):
 
 
 def ways():
-    """Ours and the rivals, as functions of q, k, v, pos, q_pos, n."""
+    """Returns our kernels and others, as functions of q, k, v, pos, q_pos, n."""
     ours = f"pallas_{'gpu' if jax.default_backend() == 'gpu' else 'tpu'}"
     found = {"plain": by(ours), "scored": by(ours, SCORED)}
     found |= {"reference": by("reference"), "reference scored": by("reference", SCORED)}
@@ -250,17 +251,17 @@ def ways():
 
 
 def by(name, stats=frozenset()):
-    """An implementation as a function of a shape's arrays."""
+    """Returns an implementation as a function of a shape's arrays."""
 
     def way(*arrays):
-        partial, seen = attention.attend(*arrays, stats, name)
-        return attention.normalize(partial), seen.attn_sum
+        partial, stats_found = attention.attend(*arrays, stats, name)
+        return attention.normalize(partial), stats_found.attn_sum
 
     return way
 
 
 def tokamax(q, k, v, pos, q_pos, n):
-    """tokamax's attention with our mask; it wants heads after slots."""
+    """Runs tokamax's attention with our mask; its layout has heads after slots."""
     import tokamax as library
 
     del n
@@ -268,13 +269,13 @@ def tokamax(q, k, v, pos, q_pos, n):
     k, v = decoded(k), decoded(v)
     q = jnp.moveaxis(q, 3, 1).reshape(b, length, heads * group, depth)
     k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    seen = (pos[:, :, None] >= 0) & (pos[:, :, None] <= q_pos[:, None, :, None])
-    mask = jnp.repeat(seen, group, axis=1)
+    visible = (pos[:, :, None] >= 0) & (pos[:, :, None] <= q_pos[:, None, :, None])
+    mask = jnp.repeat(visible, group, axis=1)
     return library.dot_product_attention(q, k, v, mask=mask)
 
 
 def random_arguments(shape):
-    """A full cache of random pairs, made on the device."""
+    """Returns a full cache of random KV pairs, made on the device."""
 
     @jax.jit
     def make():
@@ -296,10 +297,10 @@ def random_arguments(shape):
 
 
 def median_seconds(repeats, function, q, *rest):
-    """The median of single calls, after compiling; several calls per program.
+    """Returns the median seconds of a call, with several calls per program.
 
-    Started one by one from Python, a call takes 60 to 100 us on a fast GPU whatever it
-    does. Every call waits for the one before it.
+    A call started from Python takes at least 60 to 100 us on a fast GPU. The barrier
+    makes each call wait for the one before it.
     """
     calls = 10
 
@@ -321,7 +322,7 @@ def median_seconds(repeats, function, q, *rest):
 
 
 def whole_step():
-    """A decode step of an 8B-shaped model: its share of what its bytes would take."""
+    """Times a decode step of an 8B model, as a share of the time of its bytes."""
     import model_step
 
     spec, bandwidth = model_step.SPECS["llama-3.1-8b"], roofline.measured_bandwidth()
@@ -341,7 +342,7 @@ def whole_step():
 
 
 def table(target, rows):
-    """A Markdown table of one target's figures."""
+    """Returns a Markdown table of one target's figures."""
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))
     note = {
         "here": f"measured on {jax.devices()[0].device_kind}",
@@ -365,7 +366,7 @@ def _cell(value):
 
 
 def plot(figures, path):
-    """Per target and shape: measured share of the bandwidth, or schedule over floor."""
+    """Plots shares of the bandwidth, or scheduled cycles over those of the bytes."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -413,7 +414,7 @@ def _shares(row):
 
 
 def run(argv):
-    """Schedules have to be asked for before a TPU's compiler is loaded."""
+    """Runs `main`; requests schedules first, before a TPU's compiler is loaded."""
     if FLAGS.target.startswith("tpu") or not (FLAGS.target or targets.accelerators()):
         targets.want_schedules()
     try:

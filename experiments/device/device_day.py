@@ -1,20 +1,21 @@
-r"""Everything that only a GPU or TPU can tell, in parts of at most 8 minutes.
+r"""Measures everything that needs a GPU or TPU, in parts of at most 8 minutes.
 
     python experiments/device/device_day.py --workdir=runs/h100 [--part=3] [--gguf=FILE]
     python experiments/device/device_day.py --list
 
-Kernels against NumPy and against their rivals, steps of a whole model as a share of
-their roofline, peaks of memory against plans, bfloat16 against float32, transformers
-and kvpress, and Batch-Max's comparison at shapes of 8B and 13B with random weights.
+The parts: kernels against NumPy and other implementations, steps of a whole model as a
+share of their roofline, peak memory against plans, bfloat16 against float32,
+transformers and kvpress, and Batch-Max's comparison at the shapes of 8B and 13B models
+with random weights.
 
-Without --part, all parts run that are not done; interrupted or out of time, the next
-call goes on from there, and what failed is tried again. A part that finds nothing to do
-(no PyTorch, too little memory) says why, is done, and is tried again if it is asked for
-by its number. Every step runs in a process of its own. Nothing is fetched.
+Without --part, every part runs that is not done. A later call resumes after an
+interruption or a timeout, and retries failed steps. A part that cannot run here (no
+PyTorch, too little memory) is recorded as absent with the reason; --part=N retries it.
+Each step runs in its own process. Nothing is downloaded.
 
-WORKDIR/device.md has the tables, device.jsonl what they are made of; the folders beside
-them hold the throughput runs. The last line on stdout is JSON. The exit code is 1 where
-something failed.
+WORKDIR/device.md holds the tables, device.jsonl their data, and the folders beside them
+the throughput runs. The last line on stdout is JSON. The exit code is 1 if a step
+failed.
 """
 
 import contextlib
@@ -44,31 +45,34 @@ from kvjax.types import UserError
 FLAGS = flags.FLAGS
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LINES, MACHINE = "device.jsonl", "machine.json"
-ENVIRONMENT = {  # of all steps, where the caller's does not say otherwise
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",  # of a GPU; JAX takes 0.75 by itself
+ENVIRONMENT = {  # of every step; variables that the caller has set win
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",  # share of a GPU; JAX's default is 0.75
     "HF_HUB_OFFLINE": "1",
 }
 
 _ALONE = threading.Lock()
 
-# What runs a step: asked, a part's number (0 is the machine itself), its environment,
-# the step's name, and the seconds that it may take. None, or why nothing was written.
+# Runs a step, given the options, the part's number (0 describes the machine), its
+# environment, the step's name and a limit in seconds. Returns None, or why no line was
+# written.
 Execute = Callable[[Asked, int, Mapping[str, str], str, float], str | None]
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("workdir", None, "where results go, and are found again")
-    flags.DEFINE_integer("part", None, "the one part to run, see --list", 1)
-    flags.DEFINE_bool("list", False, "show the parts and their minutes, and end")
+    flags.DEFINE_string("workdir", None, "folder of the results, to resume from")
+    flags.DEFINE_integer("part", None, "the only part to run, see --list", 1)
+    flags.DEFINE_bool("list", False, "print the parts with their minutes")
     flags.DEFINE_bool("toy", False, "tiny sizes, on a CPU too")
     flags.DEFINE_string("gguf", "", "SmolLM2-135M-Instruct, if not in kvjax's cache")
     flags.DEFINE_string("baseline_python", "", "an interpreter with torch and kvpress")
-    flags.DEFINE_string("step", None, "for the command itself: the part's step to run")
+    flags.DEFINE_string("step", None, "internal: the step to run here")
 
 
 def main(_):
     logging.set_verbosity(logging.WARNING)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # so that SIGTERM ends as Ctrl-C
     asked = Asked(
         pathlib.Path(FLAGS.workdir or ""),
         *(FLAGS.toy, FLAGS.gguf, FLAGS.baseline_python),
@@ -79,28 +83,28 @@ def main(_):
         raise UserError("--workdir is missing: name the folder for the results")
     if FLAGS.step is not None:
         return measure(asked, FLAGS.part or 0, FLAGS.step)
-    told = day(asked, FLAGS.part, apart)
-    print(json.dumps(told))
-    sys.exit(1 if told["failed"] else 0)
+    result = day(asked, FLAGS.part, apart)
+    print(json.dumps(result))
+    sys.exit(1 if result["failed"] else 0)
 
 
 def listed(every: list[Part]) -> str:
-    """A line per part."""
+    """Returns a line per part."""
     lines = [f"{i:3}  {p.minutes:g} min  {p.title}" for i, p in enumerate(every, 1)]
     return "\n".join(lines)
 
 
 def day(asked: Asked, only: int | None, execute: Execute) -> Row:
-    """Runs what is not done, and writes the page; what the last line says.
+    """Runs the parts that are not done, writes the page, and returns the summary.
 
     Args:
-      asked: the flags.
-      only: the number of the one part to run; None for all.
+      asked: the options.
+      only: the number of the only part to run; None for all.
       execute: runs a step.
 
     Raises:
-      UserError: an unknown part, a file that is not there, no GPU or TPU, or a folder
-        that holds another device's results.
+      UserError: an unknown part, a missing file, no GPU or TPU, or a folder with the
+        results of another device.
     """
     every = parts(asked.sizes)
     if only is not None and only > len(every):
@@ -117,7 +121,7 @@ def day(asked: Asked, only: int | None, execute: Execute) -> Row:
 
 @contextlib.contextmanager
 def opened(folder: pathlib.Path) -> Iterator[None]:
-    """Makes and locks the folder; it is gone afterwards if nothing lies in it."""
+    """Creates and locks the folder; removes it afterwards if it is empty."""
     with files.on_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -129,7 +133,7 @@ def opened(folder: pathlib.Path) -> Iterator[None]:
 
 
 def summary(asked: Asked, here: Row, every: list[Part]) -> Row:
-    """The numbers of the parts by their status."""
+    """Returns the machine, and the numbers of the parts by status."""
     lines = lines_of(asked)
     found = {i: status(part, lines.get(i, {})) for i, part in enumerate(every, 1)}
     numbers = {
@@ -140,7 +144,7 @@ def summary(asked: Asked, here: Row, every: list[Part]) -> Row:
 
 
 def checked_machine(asked: Asked, execute: Execute) -> Row:
-    """What the device is, found out in a process that then lets go of it."""
+    """Describes the device, in a process that frees it again."""
     path = asked.workdir / MACHINE
     before = json.loads(path.read_bytes()) if path.exists() else None
     why = execute(asked, 0, {}, "machine", 60 * MINUTES)
@@ -164,14 +168,14 @@ def checked_machine(asked: Asked, execute: Execute) -> Row:
 def run_part(
     asked: Asked, every: list[Part], number: int, execute: Execute, again: bool
 ) -> None:
-    """Runs a part's steps that are not done, for as long as its minutes last.
+    """Runs the steps of a part that are not done, until its minutes are over.
 
     Args:
-      asked: the flags.
+      asked: the options.
       every: all parts.
       number: of the part.
       execute: runs a step.
-      again: whether steps that found nothing to do are tried again.
+      again: whether absent steps are retried.
     """
     part, end = every[number - 1], time.monotonic() + 60 * MINUTES
     lines = lines_of(asked).get(number, {})
@@ -196,10 +200,9 @@ def run_part(
 
 
 def lines_of(asked: Asked) -> dict[int, dict[str, Line]]:
-    """The newest line of every step, by the part's number and the step's name."""
-    needed = lambda line: ("part", "step")
+    """Returns the newest line of each step, by part number and step name."""
     found: dict[int, dict[str, Line]] = {}
-    for line in read_records(asked.workdir / LINES, needed):
+    for line in read_records(asked.workdir / LINES, lambda line: ("part", "step")):
         found.setdefault(line["part"], {})[line["step"]] = line
     return found
 
@@ -214,11 +217,11 @@ def _failed(line: Line) -> bool:
 def apart(
     asked: Asked, number: int, environment: Mapping[str, str], name: str, limit: float
 ) -> str | None:
-    """Runs a step in a process of its own; see `Execute`."""
+    """Runs a step in its own process; see `Execute`."""
     options = {"workdir": asked.workdir, "part": number or None, "step": name}
     options |= {"gguf": asked.gguf, "baseline_python": asked.baseline_python}
-    given = [f"--{key}={value}" for key, value in options.items() if value]
-    command = [sys.executable, __file__, *given, *(["--toy"] if asked.toy else [])]
+    arguments = [f"--{key}={value}" for key, value in options.items() if value]
+    command = [sys.executable, __file__, *arguments, *(["--toy"] if asked.toy else [])]
     folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = ENVIRONMENT | dict(environment) | os.environ
     env["PYTHONPATH"] = os.pathsep.join(folders)
@@ -241,7 +244,7 @@ def inside(
 
 
 def measure(asked: Asked, number: int, name: str) -> None:
-    """Runs a step and writes its line, whatever becomes of it."""
+    """Runs a step and writes its line, also if the step fails."""
     if number == 0:
         return _write(asked.workdir / MACHINE, machine())
     step, start = parts(asked.sizes)[number - 1].steps[name], time.monotonic()
@@ -250,7 +253,7 @@ def measure(asked: Asked, number: int, name: str) -> None:
         line = {"rows": step(asked)}
     except Absent as why:
         line = {"absent": str(why)}
-    except Exception as error:  # whatever a compiler or a device may say
+    except Exception as error:  # compilers and devices raise anything
         traceback.print_exc()
         said = " ".join(str(error).split())
         line = {"rows": [{"error": f"{type(error).__name__}: {said}"[:300]}]}

@@ -1,4 +1,4 @@
-"""The page of `device_day.py`: the machine, and every part's table."""
+"""Writes the page of `device_day.py`: the machine and a table per part."""
 
 import pathlib
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ def write_page(
     every: list[Part],
     lines: Mapping[int, Mapping[str, Line]],
 ) -> None:
-    """Writes `folder`/device.md anew.
+    """Writes `folder`/device.md.
 
     Args:
       folder: of the results.
@@ -35,17 +35,17 @@ def write_page(
     ]
     for number, part in enumerate(every, 1):
         blocks.append(f"## {number}. {part.title}")
-        blocks += _told(part, lines.get(number, {}))
+        blocks += _blocks(part, lines.get(number, {}))
     with files.written(folder / "device.md") as partial:
         partial.write_text("\n\n".join(blocks) + "\n")
 
 
 def status(part: Part, lines: Mapping[str, Line]) -> str:
-    """Whether a part is `done`, `absent`, `failed` or, where steps are to come, `left`.
+    """Returns the status of a part: done, absent, failed, or left if steps remain.
 
     Args:
       part: the part.
-      lines: of its steps that ran, by their names.
+      lines: of the steps that ran, by name.
     """
     found = [lines[name] for name in part.steps if name in lines]
     if any(_errors(line) for line in found):
@@ -55,8 +55,8 @@ def status(part: Part, lines: Mapping[str, Line]) -> str:
     return "absent" if all("absent" in line for line in found) else "done"
 
 
-def _told(part: Part, lines: Mapping[str, Line]) -> list[str]:
-    """A part's table, and in a list what is not in it."""
+def _blocks(part: Part, lines: Mapping[str, Line]) -> list[str]:
+    """Returns a part's table, and a list of absent, failed and remaining steps."""
     found = {name: lines[name] for name in part.steps if name in lines}
     rows = [row for line in found.values() for row in line.get("rows", ())]
     cells = [{k: v for k, v in row.items() if k != "error"} for row in rows]

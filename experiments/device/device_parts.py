@@ -1,8 +1,7 @@
-"""What `device_day.py` measures: parts of a few minutes, and the steps of each.
+"""The parts of `device_day.py`, a few minutes each, and their steps.
 
-A step runs in a process of its own, so that each finds the device empty, and none that
-dies or hangs takes another with it. It returns rows of its part's table; a row with
-`error` is a failure.
+Each step runs in its own process, so that it finds the device empty and cannot hang or
+kill another. It returns rows of its part's table; a row with `error` is a failure.
 """
 
 import dataclasses
@@ -38,7 +37,7 @@ from kvjax.evaluation import roofline
 from kvjax.models import presets
 
 Step = Callable[[Asked], list[Row]]
-MINUTES = 8.0  # a part's; what is left of it then is for another call
+MINUTES = 8.0  # per part and call; a later call runs the remaining steps
 
 
 class Part(NamedTuple):
@@ -46,11 +45,11 @@ class Part(NamedTuple):
 
     Attributes:
       title: its heading.
-      minutes: about how long it takes on a GPU of 80 GB, by reckoning.
+      minutes: estimated time on a GPU of 80 GB.
       steps: by name.
-      environment: of their processes.
-      together: whether its steps run at the same time: they compile more than they
-        compute, and time nothing.
+      environment: of the steps' processes.
+      together: whether the steps run concurrently, because they mostly compile and
+        time nothing.
     """
 
     title: str
@@ -61,7 +60,7 @@ class Part(NamedTuple):
 
 
 def parts(sizes: Sizes) -> list[Part]:
-    """All of them, in the order in which they run; the first one is number 1."""
+    """Returns all parts in the order in which they run, from number 1."""
     of = functools.partial
     timed = [{str(shape): of(kernels, shape) for shape in s} for s in sizes.shapes]
     steps = {
@@ -69,7 +68,9 @@ def parts(sizes: Sizes) -> list[Part]:
         for what in ADVANCES
         for name in (None, "reference")
     }
-    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # others want some of it
+    shared = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false"
+    }  # other processes need memory too
     groups = {group: of(proofs, group) for group in sizes.proofs}
     return [
         Part("Kernels against NumPy", 2, groups, shared, together=True),
@@ -90,7 +91,7 @@ def parts(sizes: Sizes) -> list[Part]:
 
 
 def machine() -> Row:
-    """The device, and what runs on it."""
+    """Describes the device, its host and the versions."""
     first = jax.devices()[0]
     limit = (first.memory_stats() or {}).get("bytes_limit")
     return {
@@ -107,7 +108,7 @@ def machine() -> Row:
 
 
 def _revision() -> str:
-    """The checkout's, if it is one and git is there."""
+    """Returns the commit of the checkout, or "" without git."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.check_output(command, cwd=ROOT, text=True).strip()
@@ -119,7 +120,7 @@ def _revision() -> str:
 
 
 def proofs(group: str, asked: Asked) -> list[Row]:
-    """The kernels' answers to a group of cases."""
+    """Compares the kernels with NumPy in a group of cases."""
     name = kernel_proofs.NAMES[jax.default_backend()]
     rows = [kernel_proofs.prove(case, name) for case in asked.sizes.proofs[group]]
     if all("not taken" in row for row in rows):
@@ -128,7 +129,7 @@ def proofs(group: str, asked: Asked) -> list[Row]:
 
 
 def kernels(shape: bench_kernels.Shape, asked: Asked) -> list[Row]:
-    """Every way to attend at one shape, beside the copy bandwidth at that time."""
+    """Times every implementation of attention at one shape."""
     rows = bench_kernels.timed([shape], asked.sizes.repeats)
     return [{"shape": name, **row} for name, row in rows.items()]
 
@@ -136,7 +137,7 @@ def kernels(shape: bench_kernels.Shape, asked: Asked) -> list[Row]:
 # --- steps of a whole model -----------------------------------------------------------
 
 ADVANCES = {"decode step": model_step.step, "prefill block": model_step.block}
-KINDS = {  # a device of JAX's: of `roofline.DEVICES`, and which share of that it is
+KINDS = {  # JAX's device kind: the name in `roofline.DEVICES`, and the share of it
     "NVIDIA A100-SXM4-80GB": ("a100-80gb", 1),
     "NVIDIA H100 80GB HBM3": ("h100-sxm", 1),
     "NVIDIA H200": ("h200", 1),
@@ -149,15 +150,16 @@ KINDS = {  # a device of JAX's: of `roofline.DEVICES`, and which share of that i
 
 
 def model(what: str, implementation: str | None, asked: Asked) -> list[Row]:
-    """A step of a model with random weights, as a share of its roofline."""
+    """Times a step of a model with random weights, as a share of its roofline."""
     sizes, spec = asked.sizes, presets.spec(asked.sizes.model)
     rows, slots, steps = sizes.step
     config = model_step.batch_max(spec, slots)
     job = Job(spec, config, rows, slots, steps, "bfloat16")
     pairs = footprint.state_bytes(job)["decode"]
     check_room(spec, job.dtype, memory.device_memory() / 1e9, pairs)
-    given = spec, rows, slots, steps, implementation, ADVANCES[what]
-    seconds, read = model_step.timed(*given)
+    seconds, read = model_step.timed(
+        spec, rows, slots, steps, implementation, advance=ADVANCES[what]
+    )
     decoding = what == "decode step"
     tokens = 1 if decoding else config.schedule.prefill_chunk
     held = (slots,) * (spec.num_layers * spec.num_kv_heads)
@@ -185,7 +187,7 @@ def model(what: str, implementation: str | None, asked: Asked) -> list[Row]:
 
 
 def published_rates(kind: str) -> roofline.Rates | None:
-    """What its maker says of a kind of device; None where nothing is known."""
+    """Returns the published rates of a kind of device; None if unknown."""
     if kind not in KINDS:
         return None
     name, share = KINDS[kind]
@@ -194,7 +196,7 @@ def published_rates(kind: str) -> roofline.Rates | None:
 
 # --- memory ---------------------------------------------------------------------------
 
-KEPT = {  # policy, phases, and of how many rows one is read at a time
+KEPT = {  # policy, schedule, and the number of prefill groups
     "FKV": (None, "none", 1),
     "Batch-Max": ("average_attention", "prefill_and_decode", 1),
     "SnapKV": ("snapkv", "after_prefill", 1),
@@ -203,7 +205,7 @@ KEPT = {  # policy, phases, and of how many rows one is read at a time
 
 
 def peak(method: str, asked: Asked) -> list[Row]:
-    """The device's own peak, in a process that did nothing else, and the plan's."""
+    """Compares the device's peak memory, in a fresh process, with the plan."""
     sizes, spec = asked.sizes, presets.spec(asked.sizes.model)
     limit = memory.device_memory()
     check_room(spec, sizes.dtype, limit / 1e9)
@@ -216,7 +218,7 @@ def peak(method: str, asked: Asked) -> list[Row]:
     prompts = np.random.default_rng(0).integers(spec.vocab_size, size=size).tolist()
     with memory.peak_memory(plan.weights_bytes) as measured:
         runner.run_batch(runner.of_plan(params, plan), prompts, range(plan.batch))
-    told = measured[0] if measured else None
+    peak_bytes = measured[0] if measured else None
     return [
         {
             "method": method,
@@ -225,15 +227,15 @@ def peak(method: str, asked: Asked) -> list[Row]:
             "prompt tokens": job.max_prompt_len,
             "new tokens": job.max_new_tokens,
             "planned GB": plan.peak_bytes / 1e9,
-            "measured GB": told and told / 1e9,
-            "measured / planned": told and told / plan.peak_bytes,
+            "measured GB": peak_bytes and peak_bytes / 1e9,
+            "measured / planned": peak_bytes and peak_bytes / plan.peak_bytes,
             "weights GB": plan.weights_bytes / 1e9,
         }
     ]
 
 
 def _job(method: str, sizes: Sizes) -> Job:
-    """The batch that a method's peak is measured of."""
+    """Returns the job whose peak memory is measured."""
     spec = presets.spec(sizes.model)
     rows, prompt, new, budget = sizes.planned
     policy, phases, times = KEPT[method]

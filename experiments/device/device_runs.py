@@ -1,7 +1,6 @@
-"""The parts of `device_day.py` that are runs of configs, at sizes of their own.
+"""The parts of `device_day.py` that run configs, with other sizes.
 
-A run goes on where it was stopped: it writes every batch down, see
-`kvjax.evaluation.run`.
+An interrupted run resumes from its last recorded batch (`kvjax.evaluation.run`).
 """
 
 import contextlib
@@ -31,12 +30,12 @@ sys.path.append(str(ROOT / "experiments"))
 
 from baselines.throughput import joined
 
-METHODS = {  # of a part, by the beginnings of their names
+METHODS = {  # of a part, by the prefixes of their names
     "full cache": ("FKV", "ED"),
     "Batch-Max": ("Batch-Max",),
     "staggered": ("Staggered",),
 }
-SHOWN = {  # of a record, and how the page calls it
+SHOWN = {  # a record's field, and its heading on the page
     "method": "method",
     "prompt_tokens": "prompt",
     "new_tokens": "new",
@@ -54,7 +53,7 @@ BYTES = "planned", "measured", "memory"
 
 
 def throughput(name: str, group: str, asked: Asked) -> list[Row]:
-    """Methods of a group at one memory limit."""
+    """Measures the methods of a group at one memory limit."""
     comparison = asked.sizes.comparisons[name]
     fields = fields_of(comparison, group)
     fields["memory_gb"] = memory_gb(comparison, fields["memory_gb"])
@@ -64,7 +63,7 @@ def throughput(name: str, group: str, asked: Asked) -> list[Row]:
 
 
 def fields_of(comparison: Comparison, group: str) -> Row:
-    """The config's fields with the methods of a group, and what is changed."""
+    """Returns the config's fields with the changes and the methods of a group."""
     fields = _config(*comparison.config) | comparison.changes
     named = lambda each: each if isinstance(each, str) else each["name"]
     methods = (*fields["methods"], *comparison.more)
@@ -73,25 +72,25 @@ def fields_of(comparison: Comparison, group: str) -> Row:
     return fields
 
 
-def memory_gb(comparison: Comparison, wanted: float) -> float:
-    """The limit, or all that the device has where that is less and will do."""
+def memory_gb(comparison: Comparison, limit: float) -> float:
+    """Returns the limit, or the whole device if the comparison allows less."""
     offered = memory.device_memory() // 10**8 / 10  # the same at every call
-    if wanted <= offered:
-        return wanted
+    if limit <= offered:
+        return limit
     if comparison.or_less:
         return offered
-    raise Absent(f"the device offers {offered:.3g} GB of the setting's {wanted:g}")
+    raise Absent(f"the device offers {offered:.3g} GB of the setting's {limit:g}")
 
 
 def check_room(spec: ModelSpec, dtype: str, gb: float, pairs: int = 0) -> None:
-    """Raises Absent where weights and bytes of pairs leave less than a tenth."""
+    """Raises Absent if weights and KV pairs leave less than a tenth of the memory."""
     weights = compiled.tree_bytes(decoder.param_shapes(spec, dtype))
     if (taken := (weights + pairs) / 1e9) > 0.9 * gb:
         raise Absent(f"{spec.name} in {dtype} takes {taken:.3g} GB of {gb:.3g}")
 
 
 def shown(records: list[Record]) -> list[Row]:
-    """What the page has of a throughput run's records."""
+    """Returns the page's rows for the records of a throughput run."""
     rows = [{told: each.get(key) for key, told in SHOWN.items()} for each in records]
     for row, record in zip(rows, records, strict=True):
         sizes = {key: record.get(f"{key}_bytes") for key in BYTES}
@@ -100,7 +99,7 @@ def shown(records: list[Record]) -> list[Row]:
 
 
 def _config(path: str, *which: str) -> Row:
-    """The fields of a config of the repository."""
+    """Returns the fields of a config of the repository."""
     return runpy.run_path(str(ROOT / path))["get_config"](*which).to_dict()
 
 
@@ -120,7 +119,7 @@ def _run(
 # --- a real model ---------------------------------------------------------------------
 
 SMALL = "smollm2-135m-instruct"
-PRECISIONS = {  # dtype, and how exactly products are taken
+PRECISIONS = {  # dtype, and JAX's matmul precision
     "float32, exact": ("float32", "highest"),
     "float32": ("float32", None),
     "bfloat16": ("bfloat16", None),
@@ -128,10 +127,10 @@ PRECISIONS = {  # dtype, and how exactly products are taken
 
 
 def real_model(asked: Asked) -> str:
-    """What `kvjax.load` is to load: the file that was given, or the one in its cache.
+    """Returns the model for `kvjax.load`: --gguf, or the name of a cached file.
 
     Raises:
-      Absent: neither is there.
+      Absent: neither exists.
     """
     cached = param_cache.cache_dir() / hub.NAMED[SMALL].file
     if asked.gguf or cached.exists():
@@ -140,7 +139,7 @@ def real_model(asked: Asked) -> str:
 
 
 def precision(name: str, asked: Asked) -> list[Row]:
-    """Needles found in one precision, and how far it is from exact float32."""
+    """Counts needles found in one precision, and compares it with exact float32."""
     dtype, products = PRECISIONS[name]
     fields = precision_fields(asked.sizes, real_model(asked), dtype)
     exactly = jax.default_matmul_precision(products) if products else None
@@ -162,7 +161,7 @@ def precision(name: str, asked: Asked) -> list[Row]:
 
 
 def precision_fields(sizes: Sizes, model: str, dtype: str) -> Row:
-    """The quickstart's fields, with some of its methods."""
+    """Returns the quickstart's fields with some of its methods."""
     known = _config("configs/quickstart.py")
     fields = known | sizes.precision | {"model": model, "dtype": dtype}
     names = fields["methods"]
@@ -171,7 +170,7 @@ def precision_fields(sizes: Sizes, model: str, dtype: str) -> Row:
 
 
 def divergence(fields: Row, exact: pathlib.Path, other: pathlib.Path) -> Row:
-    """How far two full caches' predictions on the same texts are apart.
+    """Compares the predictions of two full caches on the same texts.
 
     Args:
       fields: of the runs.
@@ -199,7 +198,7 @@ PACKAGES = "torch", "transformers", "gguf", "kvpress"
 
 
 def rivals(asked: Asked) -> list[Row]:
-    """transformers and kvpress at the prompts and in the memory that kvjax has."""
+    """Times transformers and kvpress with the prompts and memory of kvjax."""
     python = asked.baseline_python or sys.executable
     missing = lacking(python)
     if set(missing) - {"kvpress"}:
@@ -214,7 +213,7 @@ def rivals(asked: Asked) -> list[Row]:
 
 
 def rival_fields(sizes: Sizes, model: str, dtype: str, missing: list[str]) -> Row:
-    """The fields of the same comparison on a CPU; without kvpress, no press of it."""
+    """Returns the CPU comparison's fields, without presses if kvpress is missing."""
     fields = _config("configs/batch_max/smollm2_cpu.py") | sizes.rivals
     fields |= {"model": model, "dtype": dtype}
     if missing:
@@ -223,7 +222,7 @@ def rival_fields(sizes: Sizes, model: str, dtype: str, missing: list[str]) -> Ro
 
 
 def lacking(python: str) -> list[str]:
-    """Of `PACKAGES`, those that an interpreter does not have."""
+    """Returns those of `PACKAGES` that an interpreter lacks."""
     if python == sys.executable:
         return [name for name in PACKAGES if not importlib.util.find_spec(name)]
     code = "import importlib.util, sys; print(*(n for n in sys.argv[1:] if not "

@@ -1,4 +1,4 @@
-"""How large everything is that `device_day.py` measures, and what it was asked."""
+"""The sizes of everything that `device_day.py` measures, and its options."""
 
 import pathlib
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ Row = dict[str, Any]
 
 
 class Absent(Exception):
-    """There is nothing to measure here; one line."""
+    """Raised by a step that cannot run on this machine, with the reason in one line."""
 
 
 class Comparison(NamedTuple):
-    """A config of throughput, and what is changed of it.
+    """A throughput config with changes.
 
     Attributes:
-      config: the file, from the repository on, and what its `get_config` is given.
-      changes: fields in place of its own.
-      more: methods beside its own.
-      prompts: how many, for the full cache and for compressed ones.
-      or_less: whether a device with less memory is asked for all that it has.
+      config: its path in the repository, and the argument of its `get_config`.
+      changes: fields that replace the config's.
+      more: additional methods.
+      prompts: number of prompts for the full cache, and for compressed ones.
+      or_less: whether a device with less memory runs with all the memory it has.
     """
 
     config: tuple[str, ...]
@@ -35,19 +35,18 @@ class Comparison(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """`FULL`, or `TOY` for a test on a CPU.
+    """Sizes of all measurements: `FULL`, or `TOY` for a test on a CPU.
 
     Attributes:
       proofs: groups of cases for the kernels.
-      shapes: of decoding and of prefill blocks, which `bench_kernels` times, `repeats`
-        times each.
-      model, dtype: the large one, of `presets`.
-      step: rows, pairs per head, and steps that a timed call takes.
-      planned: rows, prompt tokens, new ones and |kv| where a peak is held against its
-        plan.
-      comparisons: by what their parts are called.
-      precision, rivals: fields in place of the configs' that SmolLM2 runs; of the
-        first one's methods, the names.
+      shapes: of decode steps and of prefill chunks, each timed `repeats` times.
+      model, dtype: the large model, of `presets`.
+      step: rows, slots per head, and steps per timed call.
+      planned: rows, prompt tokens, new tokens and budget of the batch whose peak memory
+        is compared with its plan.
+      comparisons: by the title of their parts.
+      precision, rivals: fields that replace those of SmolLM2's configs; `methods` of
+        the first are names.
     """
 
     proofs: dict[str, list[kernel_proofs.Case]]
@@ -63,7 +62,7 @@ class Sizes(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The command's flags."""
+    """The options of the command."""
 
     workdir: pathlib.Path
     toy: bool = False
@@ -79,7 +78,7 @@ class Asked(NamedTuple):
 
 
 def _staggered(budget: int) -> Row:
-    """Beside the paper's own methods, which it has not met."""
+    """Returns a method that the paper's config does not have."""
     method = {"name": "Staggered SnapKV", "batch_rule": "staggered"}
     return method | {"policy": "snapkv", "budget": budget}
 

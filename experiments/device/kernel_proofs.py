@@ -1,9 +1,9 @@
-"""Attention kernels on the device that is there, held against NumPy in float64.
+"""Compares the attention kernels on this device with NumPy in float64.
 
-What `kvjax.attention.kernels` tries before a kernel is used, more widely: group sizes,
-slots, head dims, prefill blocks, dtypes, statistics one by one, empty slots, windows
-and capped scores, segments under one softmax, repeated runs, writes fused into the
-attention, and pairs in the place of which their codes are read.
+Covers more cases than the check that kvjax runs before it uses a kernel: group sizes,
+numbers of slots, head dims, prefill chunks, dtypes, single statistics, empty slots,
+windows and capped scores, segments under one softmax, repeated runs, writes fused into
+attention, and keys and values stored as codes.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from kvjax.types import Scoring, UserError
 
 Row = dict[str, Any]
 NAMES = {"gpu": "pallas_gpu", "tpu": "pallas_tpu", "cpu": "pallas_tpu_interpret"}
-# Of the largest right answer, or of 1 where that is less. Weights are added up in
-# float32, of scores that a matrix unit has added up.
+# Largest error relative to max(1, largest exact value). Weights are summed in float32,
+# and their scores come from a matrix unit.
 ALLOWED = {"bfloat16": 2e-2, "float32": 1e-3}
 ALLOWED_STATISTICS = 1e-3
 FAR = 1e9  # JSON has no infinity
@@ -37,14 +37,14 @@ class Case:
     """One call of attention.
 
     Attributes:
-      B, K, G, T, C, D: its shape; T = 1 is decode, more a prefill block.
+      B, K, G, T, C, D: its shape; T = 1 is decode, T > 1 a prefill chunk.
       dtype: of queries, keys and values.
-      stats: that are asked for.
-      live: share of the slots that hold a pair; the others hold NaN.
-      real: of the T queries of a row; None is drawn, from none to all.
-      scoring: what is done to the scaled products.
-      codec: that stores keys and values; none for "".
-      way: how attention is called, of `WAYS`.
+      stats: the statistics to compute.
+      live: share of the slots that hold a KV pair; the others hold NaN.
+      real: number of real queries of the T of a row; None draws 0 to T.
+      scoring: cap and window of the scores.
+      codec: name of the codec that stores keys and values; "" for none.
+      way: how to call attention, a key of `WAYS`.
     """
 
     B: int = 2
@@ -67,7 +67,7 @@ class Case:
 
 
 class Arrays(NamedTuple):
-    """What `kvjax.attention.attend` takes, in NumPy or on the device."""
+    """The arrays that `kvjax.attention.attend` takes, in NumPy or on the device."""
 
     q: Any
     k: Any
@@ -78,7 +78,7 @@ class Arrays(NamedTuple):
 
 
 def drawn(case: Case, seed: int = 0) -> Arrays:
-    """Random pairs in slots in random order, and queries that see a part of them."""
+    """Draws KV pairs in slots in random order, and queries that see some of them."""
     rng = np.random.default_rng(seed)
     kv = case.B, case.K, case.C
     shapes = (case.B, case.K, case.G, case.T, case.D), (*kv, case.D), (*kv, case.D)
@@ -93,34 +93,34 @@ def drawn(case: Case, seed: int = 0) -> Arrays:
     return Arrays(q, k, v, *(x.astype(np.int32) for x in (pos, q_pos, n)))
 
 
-def stored(given: Arrays, codec: Codec) -> tuple[Arrays, Arrays]:
-    """Pairs as the codec stores them, on the device; and what they stand for."""
+def stored(arrays: Arrays, codec: Codec) -> tuple[Arrays, Arrays]:
+    """Returns the arrays as the codec stores them on the device, and their values."""
     tensors = codec.key, codec.value
-    pairs = [jnp.asarray(x) for x in given[1:3]]
+    pairs = [jnp.asarray(x) for x in arrays[1:3]]
     both = zip(tensors, pairs, strict=True)
     coded = [Stored(t.encode(x), t, x.shape, x.dtype) for t, x in both]
     exact = [np.asarray(x.codec.decode(x.arrays, jnp.dtype("float32"))) for x in coded]
-    return given._replace(k=coded[0], v=coded[1]), given._replace(
+    return arrays._replace(k=coded[0], v=coded[1]), arrays._replace(
         k=exact[0], v=exact[1]
     )
 
 
-def by_numpy(given: Arrays, scoring: Scoring = PLAIN) -> dict[str, np.ndarray]:
-    """The output and all statistics in float64; zeros where a query sees no pair."""
-    live = given.pos >= 0
-    k, v = (np.where(live[..., None], x, 0).astype(np.float64) for x in given[1:3])
-    logits = np.einsum("bkgtd,bkcd->bkgtc", given.q.astype(np.float64), k)
+def by_numpy(arrays: Arrays, scoring: Scoring = PLAIN) -> dict[str, np.ndarray]:
+    """Returns output and statistics in float64; zeros where a query sees no pair."""
+    live = arrays.pos >= 0
+    k, v = (np.where(live[..., None], x, 0).astype(np.float64) for x in arrays[1:3])
+    logits = np.einsum("bkgtd,bkcd->bkgtc", arrays.q.astype(np.float64), k)
     logits /= np.sqrt(k.shape[-1])
     if cap := scoring.logits_soft_cap:
         logits = cap * np.tanh(logits / cap)
-    back = given.q_pos[:, None, :, None] - given.pos[:, :, None]  # 0: its own
+    back = arrays.q_pos[:, None, :, None] - arrays.pos[:, :, None]  # 0: its own
     reach = scoring.local_window or np.inf
     seen = live[:, :, None] & (back >= 0) & (back < reach)
     logits = np.where(seen[:, :, None], logits, -np.inf)
     weights = np.exp(logits - logits.max(-1, keepdims=True, initial=-1e30))
     weights /= np.maximum(weights.sum(-1, keepdims=True), np.finfo(float).tiny)
     mean = weights.mean(2)  # [B, K, T, C]
-    query, count = np.arange(mean.shape[2])[:, None], given.n[:, None, None, None]
+    query, count = np.arange(mean.shape[2])[:, None], arrays.n[:, None, None, None]
     real = np.where(query < count, mean, 0)
     return {
         "out": np.einsum("bkgtc,bkcd->bkgtd", weights, v),
@@ -134,21 +134,21 @@ def by_numpy(given: Arrays, scoring: Scoring = PLAIN) -> dict[str, np.ndarray]:
 
 
 class Call(NamedTuple):
-    """What a call asks for besides its arrays: the last arguments of `ops`."""
+    """The arguments of a call after its arrays, in the order of `ops`."""
 
     stats: frozenset[str]
     name: str
     scoring: Scoring
 
 
-def _attend(given: Arrays, call: Call) -> Row:
-    run = jax.jit(lambda *arrays: ops.attend(*arrays, *call))
-    return _found(*run(*given), call.stats)
+def _attend(arrays: Arrays, call: Call) -> Row:
+    run = jax.jit(lambda *leaves: ops.attend(*leaves, *call))
+    return _found(*run(*arrays), call.stats)
 
 
-def _segments(given: Arrays, call: Call) -> Row:
-    """The slots in two places."""
-    half = given.pos.shape[2] // 2 // 8 * 8
+def _segments(arrays: Arrays, call: Call) -> Row:
+    """Attends to the slots in two segments."""
+    half = arrays.pos.shape[2] // 2 // 8 * 8
 
     @jax.jit
     def run(q, k, v, pos, q_pos, n):
@@ -158,34 +158,34 @@ def _segments(given: Arrays, call: Call) -> Row:
         ]
         return ops.attend_segments(q, cut, q_pos, n, *call)
 
-    whole, seen = run(*given)
+    whole, seen = run(*arrays)
     join = lambda stat: np.concatenate([getattr(each, stat) for each in seen], 2)
     return {"out": attention.normalize(whole), **{s: join(s) for s in call.stats}}
 
 
-def _twice(given: Arrays, call: Call) -> Row:
-    """The same call again, for the same bits."""
-    first, second = (_attend(given, call) for _ in range(2))
+def _twice(arrays: Arrays, call: Call) -> Row:
+    """Runs the same call twice; raises ArithmeticError unless all bits agree."""
+    first, second = (_attend(arrays, call) for _ in range(2))
     for what, value in first.items():
         if np.asarray(value).tobytes() != np.asarray(second[what]).tobytes():
             raise ArithmeticError(f"{what} of two equal calls differs")
     return first
 
 
-def _write(given: Arrays, call: Call) -> Row:
-    """Every head's pair of slot 5 goes there in the call; the last row's nowhere."""
-    q, k, v, pos, q_pos, n = given
+def _write(arrays: Arrays, call: Call) -> Row:
+    """Writes the pair of slot 5 in the call; drops it in the last row."""
+    q, k, v, pos, q_pos, n = arrays
     if not ops.fuses_write(q, k, v, *call):
         raise UserError(f"{call.name} leaves the write of these to the layout")
     slot = np.full(pos.shape[:2], 5, np.int32)
     slot[-1] = pos.shape[2]
     empty = [x.at[:-1, :, 5].set(0) for x in (k, v)]
-    run = jax.jit(lambda *arrays: ops.write_attend(*arrays, *call))
+    run = jax.jit(lambda *leaves: ops.write_attend(*leaves, *call))
     new = k[:, :, 5], v[:, :, 5], jnp.asarray(slot)
     partial, seen, *written = run(q, *new, *empty, pos, q_pos, n)
     for what, have, want in zip("kv", written, (k, v), strict=True):
         if np.asarray(have).tobytes() != np.asarray(want).tobytes():
-            raise ArithmeticError(f"{what} is not what was to be written")
+            raise ArithmeticError(f"{what} differs from the values to write")
     return _found(partial, seen, call.stats)
 
 
@@ -205,26 +205,26 @@ WAYS: dict[str, Callable[[Arrays, Call], Row]] = {
 
 
 def prove(case: Case, name: str) -> Row:
-    """A row of the table: how far a kernel is off; `error` where that is too far.
+    """Returns a row with a kernel's errors, and `error` if they are too large.
 
-    A case that the kernel does not take, by its own word, says so in `not taken`.
+    `not taken` holds the reason why the kernel declines a case.
     """
-    given, call = drawn(case), Call(frozenset(case.stats), name, case.scoring)
-    placed = given
+    arrays, call = drawn(case), Call(frozenset(case.stats), name, case.scoring)
+    placed = arrays
     if case.codec:
-        placed, given = stored(given, codecs.make(case.codec))
+        placed, arrays = stored(arrays, codecs.make(case.codec))
     placed = jax.tree.map(jnp.asarray, placed)
     row: Row = {"case": str(case), "dtype": case.dtype, "call": case.way}
     row |= {"statistics": len(case.stats), "live": case.live}
     row |= {"cap": case.scoring.logits_soft_cap, "window": case.scoring.local_window}
     try:
-        backends.select_backend(placed.q, placed.k, *call)  # it says what it refuses
+        backends.select_backend(placed.q, placed.k, *call)  # raises if it declines
         found = WAYS[case.way](placed, call)
     except UserError as error:
         return row | {"not taken": str(error)}
-    except Exception as error:  # whatever a compiler or a device may say
+    except Exception as error:  # compilers and devices raise anything
         return row | {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-    wanted = by_numpy(given, case.scoring)
+    wanted = by_numpy(arrays, case.scoring)
     off = {what: _off(found[what], wanted[what]) for what in found}
     row["output off"] = off.pop("out")
     row["statistics off"] = max(off.values(), default=None)
@@ -236,7 +236,7 @@ def prove(case: Case, name: str) -> Row:
 
 
 def _off(have: Any, want: np.ndarray) -> float:
-    """The largest difference, of the largest right answer; `FAR` where it is NaN."""
+    """Returns the largest error relative to the largest value; `FAR` for NaN."""
     difference = np.abs(np.asarray(have, np.float64) - want)
     scale = max(1.0, float(np.abs(want).max()))
     return min(float(np.nan_to_num(difference, nan=np.inf).max()) / scale, FAR)
@@ -252,7 +252,7 @@ _of = dataclasses.replace
 
 
 def _each(**changes) -> list[Case]:
-    """A decode step and a block with these changes."""
+    """Returns a decode step and a prefill chunk with these changes."""
     return [_of(base, **changes) for base in (Case(), BLOCK)]
 
 

@@ -1,4 +1,4 @@
-"""One decode step of a whole model under compression: to compile, and to time."""
+"""A decode step and a prefill chunk of a whole model with a compressed cache."""
 
 import functools
 import time
@@ -29,12 +29,14 @@ SPECS = {
         norm_eps=1e-5,
         tie_embeddings=True,
     ),
-    "llama-3.1-8b": presets.spec("llama-3-8b"),  # but for its longer context
+    "llama-3.1-8b": presets.spec(
+        "llama-3-8b"
+    ),  # the same shapes but for a longer context
 }
 
 
 def batch_max(spec, slots, implementation=None):
-    """The config of Batch-Max: average attention, 64 pairs at a time."""
+    """Returns the cache of Batch-Max: average attention, 64 evictions at a time."""
     return make_spec(
         spec,
         policies.average_attention(),
@@ -45,13 +47,13 @@ def batch_max(spec, slots, implementation=None):
 
 
 def shapes(spec, config, rows):
-    """What a step takes: weights, state, and the last tokens; bfloat16."""
+    """Returns shapes of weights, state and last tokens, in bfloat16."""
     state, tokens = jax.eval_shape(lambda: nearly_full(spec, config, rows, 0))
     return decoder.param_shapes(spec, jnp.bfloat16), state, tokens
 
 
 def step(params, state, tokens, *, spec, config):
-    """The next state and the next tokens, greedy."""
+    """Decodes one greedy token per row; returns the state and the tokens."""
     n = jnp.ones(tokens.shape, jnp.int32)
     hidden, state = forward(params, spec, tokens[:, None], n, state, config)
     return state, jnp.argmax(decoder.logits(params, hidden[:, 0], spec), -1).astype(
@@ -60,10 +62,10 @@ def step(params, state, tokens, *, spec, config):
 
 
 def block(params, state, last, *, spec, config):
-    """The next state once a whole block of a prompt is read, and its next tokens.
+    """Reads one prefill chunk; returns the state and the tokens of the next chunk.
 
-    Logits are for a prompt's end, so the largest of the last token's features stands
-    for the token that fills the next block.
+    Prefill computes no logits before the prompt's end, so the index of the largest
+    feature of the last token stands for the token that fills the next chunk.
     """
     tokens = jnp.tile(last[:, None], config.schedule.prefill_chunk)
     n = jnp.full(last.shape, tokens.shape[1], jnp.int32)
@@ -72,10 +74,10 @@ def block(params, state, last, *, spec, config):
 
 
 def timed(spec, rows, slots, steps, implementation, advance=step):
-    """Seconds of a step with full caches and random weights, and the bytes it reads.
+    """Returns the seconds of a step with full caches, and the bytes it reads.
 
-    The caches start `steps` pairs short of full and evict on the way. `advance` is
-    `step`, or `block` to read prompts.
+    Weights are random. The caches start with `steps` free slots and evict on the way.
+    `advance` is `step`, or `block` to prefill.
     """
     config = batch_max(spec, slots, implementation)
     params = decoder.random_params(spec, jax.random.key(0), jnp.bfloat16)
@@ -99,9 +101,9 @@ def timed(spec, rows, slots, steps, implementation, advance=step):
     return float(np.median(times)), read
 
 
-def nearly_full(spec, config, rows, room, dtype="bfloat16"):
-    """Caches whose slots, but for `room` of every head, hold random pairs."""
-    capacity = config.decode_capacity(spec, 0, room)
+def nearly_full(spec, config, rows, free, dtype="bfloat16"):
+    """Returns caches of random KV pairs with `free` empty slots per head."""
+    capacity = config.decode_capacity(spec, 0, free)
     state = cache.init(spec, config, rows, capacity, jnp.dtype(dtype))
 
     def fill(index, layer):
@@ -110,10 +112,10 @@ def nearly_full(spec, config, rows, room, dtype="bfloat16"):
         k, v = (jax.random.normal(key, shape, dtype) for key in keys)
         k, v = layer.codec.key.encode(k), layer.codec.value.encode(v)
         slot = jnp.arange(layer.positions.shape[2], dtype=jnp.int32)
-        held = jnp.where(slot < slot.size - room, slot, -1)[None, None]
+        held = jnp.where(slot < slot.size - free, slot, -1)[None, None]
         positions = jnp.broadcast_to(held, layer.positions.shape)
         return layer.replace(k=k, v=v, positions=positions)
 
     layers = tuple(fill(i, layer) for i, layer in enumerate(state.layers))
-    filled = jnp.full((rows,), max(capacity) - room, jnp.int32)
+    filled = jnp.full((rows,), max(capacity) - free, jnp.int32)
     return state.replace(layers=layers, next_pos=filled), jnp.zeros((rows,), jnp.int32)

@@ -1,4 +1,4 @@
-"""Compiling for an accelerator that is not there, and reading what the compiler says.
+"""Compiles for an accelerator that is absent, and reads the compiler's schedule.
 
 A target is `tpu:v5e` (libtpu, no TPU), `cuda:FILE` (jax-cuda13-plugin and NVIDIA's
 compiler packages, no GPU; FILE holds a GPU's target configuration as text), or `here`.
@@ -26,8 +26,8 @@ TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1", "v5p": "v5p:
 class Chip:
     """A TPU core's bandwidth (bytes/s) and clock (Hz).
 
-    The clock from its matrix rate: MXUs of 128 or 256 squared, one row per cycle on
-    v5e, two on later ones.
+    The clock follows from the matrix rate: MXUs of 128 or 256 squared take one row per
+    cycle on v5e, two on later chips.
     """
 
     bandwidth: float
@@ -35,7 +35,7 @@ class Chip:
 
 
 def _core(device: str, products: int, cores: int = 1) -> Chip:
-    """A core that multiplies so many pairs of numbers per cycle."""
+    """Returns a core that does `products` multiplications per cycle."""
     rates = roofline.device(device).rates
     return Chip(rates.bytes_per_s / cores, rates.flops_per_s / cores / (2 * products))
 
@@ -48,7 +48,7 @@ CHIPS = {
 
 
 def accelerators() -> list[str]:
-    """Device files of TPUs and GPUs; unlike JAX's devices, known before JAX starts."""
+    """Returns device files of TPUs and GPUs, which are known before JAX starts."""
     return [
         *glob.glob("/dev/accel*"),
         *glob.glob("/dev/vfio/[0-9]*"),
@@ -58,7 +58,7 @@ def accelerators() -> list[str]:
 
 @functools.cache
 def device(target: str):
-    """The device of a target.
+    """Returns the device of a target.
 
     Raises:
       RuntimeError: the packages that describe the target are missing.
@@ -86,9 +86,9 @@ def compile_for(target, function, *shapes, donate=()):
     Args:
       target: see the module.
       function: of arrays.
-      *shapes: pytrees of `jax.ShapeDtypeStruct`; those of `kvjax.parallel.host.like`
-        say what lies on the host.
-      donate: which arguments are donated.
+      *shapes: pytrees of `jax.ShapeDtypeStruct`; `kvjax.parallel.host.like` marks
+        those in host memory.
+      donate: the arguments to donate.
 
     Returns:
       A `jax.stages.Compiled`.
@@ -101,9 +101,9 @@ def compile_for(target, function, *shapes, donate=()):
         s.shape, s.dtype, sharding=there if host.nbytes(s) else here
     )
     shapes = jax.tree.map(put, shapes)
-    told = AbstractDevice(where.device_kind, None, _platform(target, where))
+    described = AbstractDevice(where.device_kind, None, _platform(target, where))
     mesh = AbstractMesh(
-        (1,), ("one",), axis_types=(AxisType.Auto,), abstract_device=told
+        (1,), ("one",), axis_types=(AxisType.Auto,), abstract_device=described
     )
     with jax.sharding.use_abstract_mesh(mesh):
         lowered = jax.jit(function, donate_argnums=donate).lower(*shapes)
@@ -117,27 +117,27 @@ def _platform(target, where) -> str:
 
 @functools.cache
 def _dump() -> str:
-    """The folder where libtpu writes its schedules; has to be named before it loads."""
+    """Returns the folder where libtpu writes schedules; set before libtpu loads."""
     return tempfile.mkdtemp(prefix="kvjax_schedules_")
 
 
 def want_schedules() -> None:
-    """Asks libtpu to write schedules. Call it before any TPU target is used."""
+    """Makes libtpu write schedules. Call it before any TPU target is used."""
     flags = f"--xla_jf_dump_to={_dump()} --xla_jf_dump_llo_text=true"
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}"
 
 
 def scheduled_cycles(target, name, function, *shapes, donate=()) -> tuple[int, int]:
-    """Cycles of one grid step of a Pallas kernel, as the compiler schedules them.
+    """Returns the scheduled cycles of one grid step of a Pallas kernel.
 
-    TPU cores issue one bundle of instructions per cycle, in order, and the schedule
-    counts the latencies in; waiting for memory is not in it.
+    TPU cores issue one bundle of instructions per cycle, in order. The schedule
+    includes latencies of instructions but not waits for memory.
 
     Returns:
       The bundles of every step, and those of branches that neither copy nor multiply
-      matrices: what the first and the last tile of a row do besides. Branches that
-      multiply do not count: the kernels' only such one takes a product again when an
-      empty slot held a NaN.
+      matrices, which only the first and the last tile of a row run. Branches that
+      multiply do not count: the only one recomputes a product after a NaN in an empty
+      slot.
 
     Args:
       target: a TPU.
@@ -158,7 +158,7 @@ def forget_schedules() -> None:
 
 
 def _executed(lines) -> tuple[int, int]:
-    """Bundles of a schedule: of every step, and of its first and last tiles."""
+    """Returns the bundles of every step, and those of first and last tiles."""
     bundles, ends = [], {}
     for line in lines:
         if not re.match(r"\s*0x[0-9a-f]+\s|\s*0\s+:", line):
