@@ -1,18 +1,19 @@
-"""Batch rules: the batch that a method of a throughput experiment runs at.
+"""Batch rules, which choose the batch of a method in a throughput experiment.
 
 Source: Metel et al. 2024, arXiv 2412.05693, section 4.1::
 
     ed          b0 - 1, where b0 is the smallest batch at which ED (full prefill, then
-                the newest pair only) no longer fits
-    full        ED's batch, or the largest that fits if that is less
+                only the newest KV pair) no longer fits
+    full        ED's batch, or the largest that fits if that is smaller
     batch_max   the largest of D that fits, see `divisors`
-    search      as batch_max, at the smallest |kv| that keeps the score, see
+    search      as batch_max, with the smallest |kv| that keeps the score, see
                 `kvjax.evaluation.search`
-    fixed       the method's `batch_size`, such as a paper's, which has to fit
-    staggered   the largest pool, then the largest groups, see `kvjax.engine.planner`
+    fixed       the method's `batch_size`, such as a paper's; it must fit
+    staggered   the largest pool, then the largest prefill groups, see
+                `kvjax.engine.planner`
 
-The compiled programs show whether a batch fits. `step_back` is for devices that run
-out of memory nevertheless. Over a mesh, batches are multiples of its data axis.
+The compiled programs show whether a batch fits. `step_back` handles devices that still
+run out of memory. On a mesh, batches are multiples of its data axis.
 """
 
 import dataclasses
@@ -36,15 +37,15 @@ BATCH_RULES = ("full", "ed", "batch_max", "search", "fixed", "staggered")
 
 
 def divisors(count: int) -> list[int]:
-    """Returns D of section 4.1: batch sizes that divide the prompts, ascending.
+    """Returns D of section 4.1: the divisors of the number of prompts, ascending.
 
-    With them all batches are full, and no row is computed for nothing.
+    With these batch sizes all batches are full, so no padding rows are computed.
     """
     return [size for size in range(1, count + 1) if count % size == 0]
 
 
 def check(rule: str, job: Job, memory_bytes: int) -> None:
-    """Raises UserError for a job that has no batch under the rule; instant."""
+    """Raises UserError if no batch of the job can fit under the rule; instant."""
     if rule == "staggered":
         check_staggered(job)
     check_one_row(job, memory_bytes)
@@ -60,15 +61,15 @@ def find_batch(
     """Returns the plan of a job under a batch rule.
 
     Args:
-      rule: of `BATCH_RULES`; for `full`, `most` is ED's batch.
-      job: its own batch matters only under `fixed`.
-      memory_bytes: the limit.
+      rule: one of `BATCH_RULES`.
+      job: its batch is used only under `fixed`.
+      memory_bytes: memory limit.
       count: number of prompts.
-      most: limit of the batch.
+      most: upper limit of the batch; for `full`, ED's batch.
       say: receives progress messages.
 
     Raises:
-      UserError: not even one row fits, or not the fixed batch.
+      UserError: one row does not fit, or the fixed batch does not.
     """
     if rule == "fixed":
         say(f"compiling for a batch of {job.batch}", 0)
@@ -96,7 +97,7 @@ def _too_large(job: Job, what: str) -> UserError:
 
 
 def _largest(planned: Plan, sizes: Sequence[int], say: Say) -> Plan:
-    """Returns the plan of the largest size that fits, beginning at `planned`."""
+    """Returns the plan of the largest size that fits, searching from `planned`."""
     below = [size for size in sizes if size <= planned.batch]
     tried = (_with_batch(planned, size, say) for size in reversed(below))
     found = next(filter(None, tried), planned)
@@ -118,7 +119,7 @@ def step_back(rule: str, planned: Plan, count: int, say: Say = silent) -> Plan:
     """Returns the next smaller plan after one that ran out of memory.
 
     Raises:
-      UserError: there is none.
+      UserError: there is no smaller batch.
     """
     if rule == "fixed":
         raise _too_large(
@@ -138,10 +139,10 @@ def step_back(rule: str, planned: Plan, count: int, say: Say = silent) -> Plan:
 
 
 def turns(count: int, batch: int, least: int) -> list[list[int]]:
-    """Returns the prompts of each timed batch: every prompt, in at least `least`.
+    """Returns the prompts of each timed batch: all prompts, in `least` batches or more.
 
-    All batches are full, since a row costs the same with or without a prompt: after the
-    last prompt, the first ones are repeated.
+    All batches are full, since an empty row costs as much as one with a prompt: after
+    the last prompt, the first ones are repeated.
     """
     rows = batch * max(-(-count // batch), least)
     return [

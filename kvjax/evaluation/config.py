@@ -1,4 +1,4 @@
-"""Methods, tasks and sizes of an experiment, made from a config's fields."""
+"""Builds the methods and tasks of an experiment from the fields of a config."""
 
 import abc
 import dataclasses
@@ -17,7 +17,7 @@ from kvjax.registry import Named, option_pairs
 from kvjax.types import UserError
 
 Fields = Mapping[str, Any]
-# Fields that methods share where they do not set their own, and tasks.
+# Fields of a config that are defaults for its methods, and for its tasks.
 OF_METHODS = ("pinned", "prefill_chunk", "evict_size", "budget", "codec")
 _OF_SCHEDULE = ("prefill_chunk", "evict_size", "first_chunk")
 OF_TASKS = ("num_examples", "prompt_tokens", "max_new_tokens")
@@ -25,20 +25,18 @@ OF_TASKS = ("num_examples", "prompt_tokens", "max_new_tokens")
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A row of the table: a cache configuration, and how it is measured and named.
+    """A method of an experiment: a named cache configuration and its batch rule.
 
     Attributes:
-      name: what tables and pictures call it.
-      cache: what the KV cache keeps, and how. Its policy is a name, so that a record
-        can say it; None for the full cache.
+      name: its name in tables and figures.
+      cache: the configuration of the KV cache. Its policy must be a name, so that
+        records can hold it; None is the full cache.
       budget_share: the share of a prompt that a budget in pairs stands for, such as
-        0.5, where tasks of other lengths have other budgets; for reports alone.
-      series: the name of the row in a sweep's tables, and of the mark in pictures, that
-        methods share which differ only in budget and schedule, and in throughput in the
-        batch. None is the name.
-      batch_rule: how its batch is chosen, one of `batch_rules.BATCH_RULES`; for
-        throughput alone.
-      batch_size: prompts at a time, where the batch rule is `fixed`.
+        0.5, if budgets differ between tasks of different lengths; used by reports only.
+      series: groups methods that differ only in budget, schedule and (in throughput)
+        batch: one row of a sweep's table, one marker in figures. None is the name.
+      batch_rule: chooses the batch, one of `batch_rules.BATCH_RULES`; throughput only.
+      batch_size: number of prompts per batch, under the batch rule `fixed`.
     """
 
     name: str
@@ -49,10 +47,10 @@ class Method:
     batch_size: int | None = None
 
     def check(self) -> None:
-        """Checks what can be checked without a model.
+        """Checks the method as far as possible without a model.
 
         Raises:
-          UserError: see `CacheConfig.check`; a policy that is not a name.
+          UserError: see `CacheConfig.check`; or the policy is not a name.
         """
         policy = self.cache.policy
         if policy is not None and not isinstance(policy, Named):
@@ -61,58 +59,59 @@ class Method:
 
     @property
     def policy(self) -> str | None:
-        """The policy's name."""
+        """Returns the policy's name; None for the full cache."""
         return self.cache.policy and self.cache.policy.name
 
     @property
     def options(self) -> tuple[tuple[str, Any], ...]:
-        """The policy's options."""
+        """Returns the policy's options."""
         return self.cache.policy.options if self.cache.policy else ()
 
     @property
     def schedule(self) -> Schedule:
-        """When pairs are evicted, with the default in its place."""
+        """Returns the schedule, or the default one."""
         if self.cache.policy is None:
             return self.cache.schedule or Schedule("none")
         return self.cache.schedule or Schedule()
 
     @property
     def budget(self) -> Any:
-        """Pairs per head, or a share; None for the full cache."""
+        """Returns KV pairs per head, or a share; None for the full cache."""
         return self.cache.budget if self.cache.policy else None
 
     @property
     def share(self) -> float | None:
-        """The share of a prompt that the budget is; None where it is none."""
+        """Returns the budget as a share of a prompt; None if it is not one."""
         budget = self.budget
         return sizing.share(budget) if isinstance(budget, str) else self.budget_share
 
     @property
     def rule(self) -> str | None:
-        """The budget rule as reports name it: `squeeze(p=0.3)`."""
+        """Returns the budget rule as reports write it: `squeeze(p=0.3)`."""
         return self.cache.budget_rule and str(self.cache.budget_rule)
 
     @property
     def stored(self) -> str:
-        """The codec as reports name it: `int4(group=16)`."""
+        """Returns the codec as reports write it: `int4(group=16)`."""
         return str(self.cache.codec)
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskRun:
-    """A task, and how much of it.
+    """The settings of one task in an experiment.
 
     Attributes:
-      name: of `kvjax.evaluation.tasks.names()`, or `module:function` of one's own.
-      num_examples: how many.
-      prompt_tokens: most tokens of a prompt: longer ones are cut in their middle, and
-        tasks that write prompts of any length write them that long. None is the task's
-        own length, or else all that the model can read.
-      max_new_tokens: most tokens of an answer; None is the task's own.
+      name: one of `kvjax.evaluation.tasks.names()`, or `module:function` for a task of
+        the user's.
+      num_examples: number of examples.
+      prompt_tokens: maximal tokens of a prompt. Longer prompts are cut in the middle;
+        tasks that generate prompts of any length generate this length. None is the
+        task's default length, or else the model's context.
+      max_new_tokens: maximal tokens of an answer; None is the task's default.
       options: of the task: `shots`, `depths`.
-      ignore_eos: whether answers go on to `max_new_tokens` whatever ends them, an end
-        token or a task's stop text, without which rates of methods that say more and
-        less do not compare. Graded is what comes before that end all the same.
+      ignore_eos: whether generation continues to `max_new_tokens` past end tokens and
+        stop texts, so that rates of methods with answers of different lengths can be
+        compared. Answers are still graded only up to their end.
     """
 
     name: str
@@ -125,16 +124,17 @@ class TaskRun:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment(abc.ABC):
-    """What every run depends on; `quality` and `throughput` add to it.
+    """The fields that quality and throughput experiments share.
 
     Attributes:
       experiment: "quality" or "throughput".
       model, dtype, mesh: of `kvjax.load`.
       memory_gb: see `kvjax.engine.memory.device_memory`.
-      seed: of all that is drawn.
-      haystack: a folder of texts for tasks that need prose; None is the built-in one.
+      seed: seeds all random draws.
+      haystack: a folder of texts for tasks that need prose; None is the built-in text.
       data_dir: a folder of data sets.
-      methods, tasks: what is compared, and on what.
+      methods: the methods to compare.
+      tasks: the tasks to compare them on.
     """
 
     experiment: str
@@ -151,10 +151,10 @@ class Experiment(abc.ABC):
     @property
     @abc.abstractmethod
     def units_per_method(self) -> int:
-        """Of work that progress is counted in."""
+        """Returns the units of work per method, for progress reports."""
 
     def check(self) -> None:
-        """Raises UserError for all that can be told wrong before a model is loaded."""
+        """Raises UserError for errors that can be found before a model is loaded."""
         for what in ("methods", "tasks"):
             names = [str(each.name) for each in getattr(self, what)]
             if not names or len(set(names)) < len(names):
@@ -176,34 +176,34 @@ class Experiment(abc.ABC):
             text.existing(self.haystack)
         for method in self.methods:
             method.check()
-        self._tell_apart()
+        self._check_distinct()
 
-    def _tell_apart(self) -> None:
-        """Raises UserError for methods that reports would take for one."""
-        seen: dict[tuple, Method] = {}
+    def _check_distinct(self) -> None:
+        """Raises UserError for two methods that reports could not tell apart."""
+        by_place: dict[tuple, Method] = {}
         for method in self.methods:
             place = self._place(method)
-            if (first := seen.setdefault(place, method)) is not method:
+            if (first := by_place.setdefault(place, method)) is not method:
                 raise UserError(
                     f"methods {first.name!r} and {method.name!r} share series "
-                    f"{place[0]!r}, schedule, budget, its rule and codec, so reports "
-                    "would take them for one: give each a series of its own"
+                    f"{place[0]!r}, schedule, budget, budget rule and codec, so "
+                    "reports cannot tell them apart: give each a series of its own"
                 )
 
     def _place(self, method: Method) -> tuple:
-        """Returns what tells methods of one series apart in reports."""
+        """Returns the fields by which reports distinguish methods of one series."""
         series, phases = method.series or method.name, method.schedule.phases
         return series, phases, method.budget, method.rule, method.stored
 
 
 def is_text(what: str, value: Any) -> None:
-    """Raises UserError for what is none."""
+    """Raises UserError if the value is not a text."""
     if not isinstance(value, str):
         raise UserError(f"{what} {value!r:.80}: give a text")
 
 
 def at_least(least: int, **numbers: Any) -> None:
-    """Raises UserError for the first that is smaller, or no number."""
+    """Raises UserError for the first value that is not an integer >= `least`."""
     for field, value in numbers.items():
         if not (isinstance(value, int) and value >= least):
             more = "0 or more" if least == 0 else f"at least {least}"
@@ -211,56 +211,57 @@ def at_least(least: int, **numbers: Any) -> None:
 
 
 def flattened(config: Fields, overrides: Fields) -> dict[str, Any]:
-    """A config's fields, the quick ones and the overrides in their places.
+    """Returns the fields of a config after its quick fields and the overrides.
 
-    If `quick` is there and true, the fields in `quick_fields` replace those of the same
-    name; of a dict, its own fields. A `memory_gb` of 0 is the device's limit, and an
-    empty text None. Overrides that are None change nothing.
+    If `quick` is true, the fields in `quick_fields` replace those of the same name; a
+    dict is merged into the dict of the same name. A `memory_gb` of 0 means the device's
+    limit, and an empty `haystack`, `data_dir` or `mesh` means None. Overrides that are
+    None change nothing.
     """
-    given = dict(config)
-    quick_fields = as_dict(given.pop("quick_fields", {}), "quick_fields")
-    if given.pop("quick", False):
+    fields = dict(config)
+    quick_fields = as_dict(fields.pop("quick_fields", {}), "quick_fields")
+    if fields.pop("quick", False):
         for key, value in quick_fields.items():
-            merges = isinstance(value, Mapping) and key in given
-            given[key] = dict(given[key]) | dict(value) if merges else value
-    given |= {key: v for key, v in overrides.items() if v is not None}
-    for field in ("haystack", "data_dir", "mesh"):
-        if field in given:
-            given[field] = given[field] or None
-    if given.get("memory_gb") == 0 and overrides.get("memory_gb") is None:
-        given["memory_gb"] = None
-    return given
+            merges = isinstance(value, Mapping) and key in fields
+            fields[key] = dict(fields[key]) | dict(value) if merges else value
+    fields |= {key: v for key, v in overrides.items() if v is not None}
+    for name in ("haystack", "data_dir", "mesh"):
+        if name in fields:
+            fields[name] = fields[name] or None
+    if fields.get("memory_gb") == 0 and overrides.get("memory_gb") is None:
+        fields["memory_gb"] = None
+    return fields
 
 
 def taken(fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of these names, which are no longer in `fields`."""
+    """Removes the fields of these names from `fields`, and returns them."""
     return {name: fields.pop(name) for name in names if name in fields}
 
 
-def each_of(given: dict[str, Any], what: str, otherwise: tuple = ()) -> Sequence[Any]:
-    """The `methods` or `tasks` of a config, which no longer holds them."""
-    found = given.pop(what, otherwise)
+def each_of(fields: dict[str, Any], what: str, default: tuple = ()) -> Sequence[Any]:
+    """Removes `methods` or `tasks` from a config's fields, and returns them."""
+    found = fields.pop(what, default)
     if not isinstance(found, list | tuple):
         raise UserError(f"{what} {found!r:.80}: give a tuple, of a dict for each")
     return found
 
 
 def as_dict(fields: Any, what: str) -> Fields:
-    """The fields, or a UserError for what has none."""
+    """Returns the fields; raises UserError if they are not a mapping."""
     if not isinstance(fields, Mapping):
         raise UserError(f"{what} {fields!r:.80}: give a dict of its fields")
     return fields
 
 
 def method(fields: Fields, shared: Fields) -> Method:
-    """Returns a method from its fields and those that it shares with others.
+    """Builds a method from its fields and the defaults of the config.
 
-    Fields of `CacheConfig` and of its `Schedule` stand beside the method's own, and
-    `options` are the policy's. The full cache is read in the same chunks; the shared
-    budget, eviction and codec are none of its.
+    Fields of `CacheConfig` and of its `Schedule` stand beside the method's own;
+    `options` are the policy's. The full cache takes only `prefill_chunk` from the
+    defaults.
 
     Raises:
-      UserError: an unknown field, or a budget for the full cache.
+      UserError: a field is unknown, or the full cache has a budget.
     """
     own = dict(as_dict(fields, "method"))
     what = f"method {own.get('name')!r}"
@@ -287,7 +288,7 @@ def method(fields: Fields, shared: Fields) -> Method:
 
 
 def _policy(name: Any, options: Any, what: str) -> Any:
-    """Returns a policy as `CacheConfig` takes it, from its name and its options."""
+    """Returns `CacheConfig.policy` for a policy's name and options."""
     options = dict(as_dict(options, f"{what}: options"))
     if isinstance(name, str) and options:
         return {"name": name, **options}
@@ -295,7 +296,7 @@ def _policy(name: Any, options: Any, what: str) -> Any:
 
 
 def _schedule(cache: Fields, sizes: Fields, what: str) -> Any:
-    """Returns a schedule as `CacheConfig` takes it, with sizes that stand beside it."""
+    """Returns `CacheConfig.schedule` for a schedule and the sizes beside it."""
     phases = cache.get("schedule")
     if not cache["policy"]:
         phases = "none"
@@ -307,7 +308,7 @@ def _schedule(cache: Fields, sizes: Fields, what: str) -> Any:
 
 
 def task(fields: Fields, shared: Fields) -> TaskRun:
-    """A task from its fields and those that it shares with others."""
+    """Builds a task's settings from its fields and the defaults of the config."""
     fields = {**shared, **as_dict(fields, "task")}
     what = f"task {fields.get('name')!r}"
     options = as_dict(fields.get("options", {}), f"{what}: options")
@@ -315,10 +316,10 @@ def task(fields: Fields, shared: Fields) -> TaskRun:
 
 
 def build(cls: type, fields: Fields, what: str) -> Any:
-    """Returns a dataclass from a config's fields, their lists made tuples.
+    """Builds a dataclass from a config's fields; lists become tuples.
 
     Raises:
-      UserError: no dict, or a field that is unknown or missing.
+      UserError: the fields are not a dict, or one is unknown or missing.
     """
     fields = as_dict(fields, what)
     plain = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}

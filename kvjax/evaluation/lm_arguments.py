@@ -8,7 +8,7 @@ from kvjax.types import UserError, whole_number
 
 
 def cache_config(fields: dict[str, Any], options: dict[str, Any]) -> CacheConfig:
-    """Returns the cache configuration that the model's arguments describe.
+    """Builds a cache configuration from the harness's model arguments.
 
     Args:
       fields: of `CacheConfig` and `Schedule`, by name; None is the default. The policy
@@ -17,7 +17,7 @@ def cache_config(fields: dict[str, Any], options: dict[str, Any]) -> CacheConfig
         offload.
 
     Raises:
-      UserError: an option of something else; see `CacheConfig.check`.
+      UserError: an option has no such prefix; see also `CacheConfig.check`.
     """
     each = _options(options)
     if fields["policy"] in (None, "full", "none"):
@@ -36,16 +36,16 @@ def cache_config(fields: dict[str, Any], options: dict[str, Any]) -> CacheConfig
     return config
 
 
-def _options(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the options of the policy, the budget rule, the codec and the offload."""
+def _options(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Groups options by the policy, budget rule, codec and offload they belong to."""
     found = {"policy": {}, "budget_rule": {}, "codec": {}, "offload": {}}
-    for name, value in sorted(given.items()):
+    for name, value in sorted(options.items()):
         where, _, option = name.partition(".")
         if where not in found or not option:
             raise UserError(
                 f"model_args: {name!r} is unknown; an option of the policy is written "
-                f"policy.{name.rpartition('.')[2]}=..., the rule's "
-                "budget_rule.NAME=..., the codec's codec.NAME=..., the offload's "
+                f"policy.{name.rpartition('.')[2]}=..., one of the budget rule "
+                "budget_rule.NAME=..., of the codec codec.NAME=..., of the offload "
                 "offload.NAME=..."
             )
         found[where][option] = value
@@ -53,7 +53,10 @@ def _options(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def check_length(config: CacheConfig, prompt_tokens: int | None) -> None:
-    """Raises UserError where it is needed, as the harness tells no lengths before."""
+    """Raises UserError if the budget needs `prompt_tokens` and it is missing.
+
+    The harness does not announce the lengths of its prompts.
+    """
     rule = config.made_rule()
     if prompt_tokens is not None:
         whole_number("prompt_tokens", prompt_tokens, 1)
@@ -63,12 +66,15 @@ def check_length(config: CacheConfig, prompt_tokens: int | None) -> None:
         name = config.budget_rule and str(config.budget_rule)
         raise UserError(
             f"budget {config.budget!r} (rule {name!r}) depends on the length of "
-            "prompts: give prompt_tokens, the longest's"
+            "prompts: give prompt_tokens, the length of the longest prompt"
         )
 
 
 def most(batch_size: int | str | None, max_batch_size: int | None) -> int | None:
-    """Rows at a time; None for as many as fit, which `auto` and 1, the default, are."""
+    """Returns the largest batch; None (as many rows as fit) for `auto` and 1.
+
+    1 is the harness's default, so it cannot be told from no choice.
+    """
     if max_batch_size:
         return int(max_batch_size)
     if batch_size is None or str(batch_size).startswith("auto"):
@@ -76,12 +82,12 @@ def most(batch_size: int | str | None, max_batch_size: int | None) -> int | None
     return int(batch_size) if int(batch_size) > 1 else None
 
 
-def sampling(given: dict[str, Any]) -> TokenSampler:
-    """Greedy unless a temperature is there and `do_sample` does not forbid it."""
-    temperature = float(given.get("temperature") or 0.0)
-    if given.get("do_sample") is False or temperature == 0:
+def sampling(gen_kwargs: dict[str, Any]) -> TokenSampler:
+    """Returns a request's sampler: greedy without a temperature or `do_sample`."""
+    temperature = float(gen_kwargs.get("temperature") or 0.0)
+    if gen_kwargs.get("do_sample") is False or temperature == 0:
         return TokenSampler()
-    top_k, top_p = given.get("top_k"), given.get("top_p")
+    top_k, top_p = gen_kwargs.get("top_k"), gen_kwargs.get("top_p")
     return TokenSampler(
         temperature, int(top_k or 0), 1.0 if top_p is None else float(top_p)
     )

@@ -1,12 +1,12 @@
-"""kvjax as a model of EleutherAI's lm-evaluation-harness.
+"""Registers kvjax as a model of EleutherAI's lm-evaluation-harness.
 
     pip install 'kvjax[harness]'
     python -m kvjax.evaluation.lm_harness --tasks gsm8k --model kvjax \\
         --model_args pretrained=smollm2-135m-instruct,policy=key_diff,budget=512
 
-What follows the module's name is for the harness's own command line, `lm_eval`, which
-knows the models of its own package alone: this one registers kvjax and then calls it.
-docs/harness.md lists the model's arguments.
+Arguments after the module's name are those of the harness's command line, `lm_eval`.
+`lm_eval` knows only the models of its own package, so this module registers kvjax and
+then calls it. docs/harness.md lists the model's arguments.
 """
 
 import dataclasses
@@ -28,46 +28,46 @@ from kvjax.messages import warn
 from kvjax.models.weights import load
 from kvjax.types import Model, UserError
 
-MAX_NEW = 256  # tokens to generate where a task does not say; the harness's own default
-_LOOK = 32  # tokens generated between two looks for a stop text
+MAX_NEW = 256  # tokens to generate if a task sets no number; the harness's default
+_STOP_INTERVAL = 32  # tokens generated between two searches for a stop text
 _NEW = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 
 
 class Requests:
-    """Answers the harness's requests; `model_class` makes it a model of the harness.
+    """Answers the harness's requests; `model_class` adds the harness's base class.
 
     Args:
-      pretrained: a model, or what `kvjax.load` takes.
-      policy: a name of `kvjax.policies.names()`, or `module:function` of one's own;
-        None or `full` is the full cache.
-      budget: pairs per head, or a list with one number, or one per head, for every
-        layer; or a share of `prompt_tokens`, as "25%".
-      budget_rule: shares out the budget, see `kvjax.cache.budgets`: a name, or
-        `module:function`.
-      prompt_tokens: of the longest prompts to come, for shares and for rules that ask.
+      pretrained: a model, or an argument of `kvjax.load`.
+      policy: one of `kvjax.policies.names()`, or `module:function` for a policy of the
+        user's; None or `full` is the full cache.
+      budget: KV pairs per head; or a list with one number, or one per head, for every
+        layer; or a share of `prompt_tokens`, such as "25%".
+      budget_rule: divides the budget between heads, see `kvjax.cache.budgets`: a name,
+        or `module:function`.
+      prompt_tokens: length of the longest prompt, for budgets that depend on it.
       schedule: the phases of `kvjax.Schedule`.
-      prefill_chunk, evict_size: as there.
+      prefill_chunk, evict_size: of `kvjax.Schedule`.
       dtype, context: of `kvjax.load`.
-      memory_gb: see `kvjax.engine.memory.device_memory`; batches are as large as it
-        allows.
+      memory_gb: see `kvjax.engine.memory.device_memory`; batches fill this memory.
       pinned, codec, layout, eviction, rope_positions, implementation: of
         `kvjax.CacheConfig`.
       offload: N of `kvjax.Offload`; None keeps values on the device.
       seed: of the sampling.
-      batch_size: the harness's; 1, its default, and `auto` are as many prompts as fit,
-        another number is the most at once.
-      max_batch_size: the most at once.
-      device: the harness's, `cuda:0` unless told; not looked at. JAX decides where it
-        runs, and the environment's JAX_PLATFORMS says otherwise.
-      **options: the policy's, `policy.NAME`, the rule's, `budget_rule.NAME`, the
-        codec's, `codec.NAME`, and other fields of the offload, `offload.NAME`.
+      batch_size: an argument of the harness. 1 (its default) and `auto` mean as many
+        prompts as fit; another number is the largest batch.
+      max_batch_size: the largest batch.
+      device: an argument of the harness, ignored. JAX chooses the device; set the
+        environment variable JAX_PLATFORMS to change it.
+      **options: of the policy (`policy.NAME`), the budget rule (`budget_rule.NAME`),
+        the codec (`codec.NAME`), and other fields of the offload (`offload.NAME`).
 
     Raises:
-      UserError: what does not fit, most of it before the model is loaded.
+      UserError: the arguments are not valid or do not fit. Most errors are raised
+        before the model is loaded.
     """
 
-    cache_hook: Any = None  # the harness puts its cache of answers here
+    cache_hook: Any = None  # the harness sets its cache of answers here
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Requests:
         self.most = lm_arguments.most(batch_size, max_batch_size)
         self.template: str | None = None
 
-    # --- what the harness asks of a model's tokenizer -------------------------------
+    # --- the harness's interface to the tokenizer -----------------------------------
 
     @property
     def tokenizer(self) -> Any:
@@ -141,7 +141,7 @@ class Requests:
 
     @property
     def tokenizer_name(self) -> str:
-        """Tells cached requests of different tokenizers apart."""
+        """Returns the name that separates cached requests of different tokenizers."""
         name = getattr(self.tokenizer, "name_or_path", "") or self.model.spec.name
         return name.replace("/", "__")
 
@@ -159,14 +159,17 @@ class Requests:
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is replaced by: BOS, or EOS where there is none."""
+        """Returns the token that stands for an empty context: BOS, or else EOS."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids. A text that begins with the prefix token does not get another."""
+        """Returns token ids; adds no special tokens if the text begins with the prefix.
+
+        The prefix is the text of `prefix_token_id`.
+        """
         if add_special_tokens is None:
             prefix = self.tokenizer.decode([self.prefix_token_id])
             add_special_tokens = not string.startswith(prefix)
@@ -176,10 +179,10 @@ class Requests:
         return list(encoded["input_ids"])
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template that `--apply_chat_template` names, used from here on.
+        """Sets and returns the template that `--apply_chat_template` names.
 
         Raises:
-          UserError: the tokenizer has none, or none of that name.
+          UserError: the tokenizer has no chat template, or none of that name.
         """
         if not chat_template:
             return None
@@ -200,7 +203,7 @@ class Requests:
         elif chat_template is not True:
             raise UserError(
                 f"chat template {chat_template!r}: {self.model.spec.name} has only "
-                "one, without a name; leave the name out"
+                "one, which has no name; leave the name out"
             )
         self.template = known
         return known
@@ -208,9 +211,11 @@ class Requests:
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The messages as one text; a system message goes if the template has no room.
+        """Returns the messages as one text.
 
-        Without a generation prompt, the last message is left open, to be continued.
+        If the template refuses a system message, the message is left out with a
+        warning. Without a generation prompt, the last message is left open, so that the
+        model continues it.
         """
         from jinja2.exceptions import TemplateError
 
@@ -224,7 +229,7 @@ class Requests:
         try:
             return write(chat_history)
         except TemplateError as error:
-            others = [said for said in chat_history if said["role"] != "system"]
+            others = [turn for turn in chat_history if turn["role"] != "system"]
             if len(others) == len(chat_history):
                 raise
             warn(f"the chat template refuses a system message, left out: {error}")
@@ -235,14 +240,14 @@ class Requests:
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """For (context, continuation): log-probability, and whether greedy writes it.
+        """Returns each continuation's log-probability, and whether greedy generates it.
 
-        Context and continuation are tokenized as one text. A context that is too long
-        loses its beginning.
+        Each request is (context, continuation), tokenized as one text. A context that
+        is too long loses its beginning.
 
         Raises:
-          UserError: a continuation that adds no token to its context's, or more than
-            the model's context holds.
+          UserError: a continuation adds no token to its context, or is longer than the
+            model's context.
         """
         texts = [request.args for request in requests]
         pairs, cut = [], []
@@ -250,7 +255,7 @@ class Requests:
             pair = self._encoded(context, continuation)
             pairs.append(self._shortened(*pair))
             cut.append(len(pair[0]) - len(pairs[-1][0]))
-        self._tell("contexts", cut)
+        self._warn_of_cuts("contexts", cut)
         found = self._likelihoods("loglikelihood", pairs, disable_tqdm)
         for args, answer in zip(texts, found, strict=True):
             self._remember("loglikelihood", args, answer)
@@ -259,20 +264,20 @@ class Requests:
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """For (text,): its log-probability, in windows of the model's whole context.
+        """Returns each text's log-probability, in windows of the model's context.
 
-        The prefix token stands in front of the text as the tokenizer gives it, so the
-        first window of a tokenizer that adds BOS begins with two, of which the second
-        is predicted too. An empty text has log-probability 0.
+        Each request is (text,). The prefix token precedes the text as the tokenizer
+        encodes it. If the tokenizer adds BOS, the first window therefore begins with
+        two of them, and the second is scored. An empty text has log-probability 0.
 
         Raises:
-          UserError: a text that is not empty, but has no tokens.
+          UserError: a text that is not empty has no tokens.
         """
         if self.config.policy and not self.config.schedule.evicts_in_decode:
             warn(
-                f"schedule {self.config.schedule.phases!r} compresses prompts, and "
-                "rolling windows are nearly all continuation: expect the full cache's "
-                "figures"
+                f"schedule {self.config.schedule.phases!r} compresses only prompts, "
+                "and rolling windows are nearly all continuation: expect the full "
+                "cache's results"
             )
         texts = [request.args for request in requests]
         pairs, owners = [], []
@@ -296,34 +301,35 @@ class Requests:
     def generate_until(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[str]:
-        """For (context, gen_kwargs): what the model writes before the first stop text.
+        """Returns the generated texts, each up to its first stop text.
 
-        Requests of the same sampling, length and stop texts run together, by batches
-        that fill the memory.
+        Each request is (context, gen_kwargs). Requests with the same sampling, length
+        and stop texts run together, in batches that fill the memory.
         """
         groups, prompts, cut = defaultdict(list), [], []
-        for index, (context, given) in enumerate(r.args for r in requests):
-            how, new, until = self._generation(given)
+        for index, (context, gen_kwargs) in enumerate(r.args for r in requests):
+            sampler, new, until = self._generation(gen_kwargs)
             whole = self.tok_encode(context) or [self.prefix_token_id]
             prompts.append(whole[-(self.max_length - new) :])
             cut.append(len(whole) - len(prompts[-1]))
             size = jobs.size_class(self.config, len(prompts[-1]))
-            groups[new, size, how, until].append(index)
-        self._tell("contexts", cut)
+            groups[new, size, sampler, until].append(index)
+        self._warn_of_cuts("contexts", cut)
         texts: dict[int, str] = {}
         with tqdm(
             total=len(prompts), desc="kvjax: generate_until", disable=disable_tqdm
         ) as bar:
-            # The longest first: what does not fit is told before long work.
+            # Longest first, so that prompts that do not fit fail before long work.
             order = sorted(groups.items(), key=lambda group: group[0][1], reverse=True)
-            for (new, _, how, until), rows in order:
-                for index, text in self._written(how, new, until, rows, prompts, bar):
+            for (new, _, sampler, until), rows in order:
+                written = self._generate(sampler, new, until, rows, prompts, bar)
+                for index, text in written:
                     texts[index] = text
                     self._remember("generate_until", requests[index].args, text)
         return [texts[index] for index in range(len(prompts))]
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes into its results besides the model's arguments."""
+        """Returns fields that the harness writes to its results."""
         schedule, rule = self.config.schedule, self.config.budget_rule
         offload = self.config.offload
         sizes = schedule.prefill_chunk, schedule.evict_size
@@ -341,36 +347,39 @@ class Requests:
         }
 
     def _encoded(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Both as token ids, split as the harness's own models split them.
+        """Returns both as token ids, split as the harness's own models split them.
 
         White space between them belongs to the continuation. A token that spans both
-        counts as the context's.
+        belongs to the context.
         """
         if context:
             head = self.tok_encode(context.rstrip())
-            given = self.tok_encode(context + continuation)[len(head) :]
+            tail = self.tok_encode(context + continuation)[len(head) :]
         else:
-            given = self.tok_encode(continuation, add_special_tokens=False)
-            has_prefix = given[:1] == [self.prefix_token_id]
-            head, given = given[:has_prefix], given[has_prefix:]
-        if not given:
+            tail = self.tok_encode(continuation, add_special_tokens=False)
+            has_prefix = tail[:1] == [self.prefix_token_id]
+            head, tail = tail[:has_prefix], tail[has_prefix:]
+        if not tail:
             raise UserError(
                 f"continuation {continuation!r:.80} of a context that ends in "
                 f"{context[-40:]!r} has no token of its own to score: it is empty, or "
                 "one token spans both; begin it with a space, or leave it out"
             )
-        return head or [self.prefix_token_id], given
+        return head or [self.prefix_token_id], tail
 
     def _shortened(
-        self, context: list[int], given: list[int]
+        self, context: list[int], continuation: list[int]
     ) -> tuple[list[int], list[int]]:
-        """The last tokens that fit; the very last is predicted and never read."""
-        if len(given) > self.max_length:
+        """Cuts the context's beginning so that both fit the model's context.
+
+        One token more than the context fits: the last one is predicted, but never read.
+        """
+        if len(continuation) > self.max_length:
             raise UserError(
-                f"a continuation of {len(given)} tokens exceeds the context of "
+                f"a continuation of {len(continuation)} tokens exceeds the context of "
                 f"{self.model.spec.name}, {self.max_length} tokens"
             )
-        return context[-(self.max_length + 1 - len(given)) :], given
+        return context[-(self.max_length + 1 - len(continuation)) :], continuation
 
     def _likelihoods(self, what: str, pairs, quiet: bool) -> list[tuple[float, bool]]:
         with tqdm(total=len(pairs), desc=f"kvjax: {what}", disable=quiet) as bar:
@@ -384,30 +393,32 @@ class Requests:
             )
         return [tuple(one) for one in found]
 
-    def _generation(self, given: dict[str, Any]) -> tuple[TokenSampler, int, tuple]:
-        """A request's sampling, most new tokens and stop texts."""
-        until = given.get("until") or ()
+    def _generation(
+        self, gen_kwargs: dict[str, Any]
+    ) -> tuple[TokenSampler, int, tuple]:
+        """Returns a request's sampler, maximal number of new tokens and stop texts."""
+        until = gen_kwargs.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
-        lengths = [given[name] for name in _NEW if given.get(name) is not None]
+        lengths = [gen_kwargs[k] for k in _NEW if gen_kwargs.get(k) is not None]
         new = int(lengths[0]) if lengths else MAX_NEW
         if not 1 <= new < self.max_length:
             raise UserError(
                 f"max_gen_toks {new}: 1 or more, and less than the {self.max_length} "
                 f"tokens of the context of {self.model.spec.name}"
             )
-        unknown = sorted(set(given) - {"until", *_NEW, *_SAMPLING})
+        unknown = sorted(set(gen_kwargs) - {"until", *_NEW, *_SAMPLING})
         if unknown:
             warn(f"gen_kwargs {', '.join(unknown)}: not known to kvjax, left out")
-        stops = (*until, self.tokenizer.eos_token or "")
-        return lm_arguments.sampling(given), new, tuple(stop for stop in stops if stop)
+        stops = filter(None, (*until, self.tokenizer.eos_token))
+        return lm_arguments.sampling(gen_kwargs), new, tuple(stops)
 
-    def _written(self, how, new, until, rows, prompts, bar):
-        """The texts of a group's requests, as their batches come in."""
+    def _generate(self, sampler, new, until, rows, prompts, bar):
+        """Yields (index, text) of a group's requests, as their batches finish."""
         longest = max(len(prompts[i]) for i in rows)
         size = jobs.bucket(self.model.spec, self.config, longest, new)
         ends = api.end_tokens(self.model)
-        job = jobs.job_of(self.model, self.config, size, new, how, ends)
-        job = dataclasses.replace(job, decode_chunk=min(new, _LOOK))
+        job = jobs.job_of(self.model, self.config, size, new, sampler, ends)
+        job = dataclasses.replace(job, decode_chunk=min(new, _STOP_INTERVAL))
         completed = functools.partial(stop_texts.completed, self.tokenizer, until)
         for chosen, result in runner.generate_batches(
             self.model.params,
@@ -422,16 +433,16 @@ class Requests:
             for place, tokens in zip(chosen, result.tokens, strict=True):
                 yield rows[place], completed(prompts[rows[place]], tokens)[0]
             bar.update(len(chosen))
-            del result  # the next batch needs its state's room
+            del result  # frees its KV state: the next batch needs the memory
 
-    def _tell(self, what: str, cut: list[int]) -> None:
-        """Warns of what was cut off."""
-        hurt = [tokens for tokens in cut if tokens]
-        if hurt:
+    def _warn_of_cuts(self, what: str, cut: list[int]) -> None:
+        """Warns if the beginnings of contexts were cut off."""
+        lost = [tokens for tokens in cut if tokens]
+        if lost:
             warn(
-                f"{len(hurt)} of {len(cut)} {what} were too long for "
+                f"{len(lost)} of {len(cut)} {what} were too long for "
                 f"{self.model.spec.name} ({self.max_length} tokens) and lost up to "
-                f"{max(hurt)} tokens of their beginning"
+                f"{max(lost)} tokens of their beginning"
             )
 
     def _remember(self, kind: str, args: tuple, answer: Any) -> None:
@@ -441,7 +452,7 @@ class Requests:
 
 @functools.cache
 def model_class() -> type:
-    """The harness's model: `Requests` with the harness's own base class.
+    """Returns the harness's model: `Requests` with the harness's base class.
 
     Raises:
       UserError: the harness is not installed.
@@ -456,16 +467,16 @@ def model_class() -> type:
 
 
 def register() -> None:
-    """Makes `kvjax` a name that the harness knows; once or more often."""
-    made = model_class()
-    import lm_eval.models  # noqa: F401  (fills the registry, where it is empty)
+    """Registers the model `kvjax` with the harness; may be called repeatedly."""
+    model = model_class()
+    import lm_eval.models  # noqa: F401  (fills the registry if it is empty)
     from lm_eval.api.registry import model_registry
 
-    model_registry.register("kvjax", target=made)
+    model_registry.register("kvjax", target=model)
 
 
 def main() -> None:
-    """The harness's command line, with kvjax among its models."""
+    """Runs the harness's command line with kvjax registered."""
     register()
     from lm_eval.__main__ import cli_evaluate
 

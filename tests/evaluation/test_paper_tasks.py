@@ -236,7 +236,7 @@ def test_gsm8k_shows_worked_train_rows_as_turns(folder):
     shorter = encode(tokenizer, task, example, len(whole.tokens) - 2)
     assert json.loads(bytes(shorter.tokens))[:4] == told[:4] and shorter.cut == 2
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match="no chat template to put them into"):
+    with pytest.raises(UserError, match="no chat template for them"):
         encode(tokenizer, task, example, 999)
 
 

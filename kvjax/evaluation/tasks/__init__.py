@@ -1,11 +1,11 @@
-"""Tasks: text in, tokenized examples and grades out. Nothing here needs an accelerator.
+"""Tasks, which provide examples and grade answers. Nothing here needs an accelerator.
 
-`get` gives a task by its name and `names` lists them; `base` says what a task is made
-of, `data` reads published data sets. `text` gives long prose, `needle` hides pass keys
-in it, `fidelity` cuts it into windows and measures how far one model's predictions are
-from another's.
+`get` returns a task by name, and `names` lists them. `base` defines tasks and encodes
+their examples; `data` reads published data sets. `text` provides long prose, `needle`
+hides pass keys in it, and `fidelity` cuts it into windows and compares the predictions
+of two models.
 
-A task of one's own is registered, or a config names it as `module:attribute`.
+Users register their own tasks, or name them in a config as `module:attribute`.
 """
 
 import difflib
@@ -18,10 +18,10 @@ from kvjax.types import UserError
 
 __all__ = ["MODULES", "Example", "Task", "get", "names", "register"]
 
-_registry = Registry("task", Task)  # of the user's own
+_registry = Registry("task", Task)  # tasks of the user
 
-# The first part of a task's name (bbh in bbh/snarks), and the module of this package
-# whose `TASKS: dict[str, Task]` holds all tasks of that first part.
+# Maps the first part of a task's name (bbh in bbh/snarks) to the module whose
+# `TASKS: dict[str, Task]` holds all tasks with that first part.
 MODULES = {
     "bbh": "bbh",
     "cnn_dailymail": "summaries",
@@ -40,10 +40,10 @@ MODULES = {
 
 
 def register(name: str, task: Callable[[], Task]) -> Callable[[], Task]:
-    """Lets `name` stand for a task, or for what a function makes; returns it.
+    """Registers a task, or a function that returns one, under a name; returns it.
 
     Raises:
-      UserError: the name is taken, or holds a colon.
+      UserError: the name is taken, or contains a colon.
     """
     if _own(name):
         raise UserError(
@@ -53,10 +53,15 @@ def register(name: str, task: Callable[[], Task]) -> Callable[[], Task]:
 
 
 def get(name: str) -> Task:
-    """The task of this name, or `module:name` of one's own: a Task, or what makes one.
+    """Returns the task of this name.
+
+    Args:
+      name: of a task of kvjax or a registered one; or `module:name` of a `Task` or of a
+        function that returns one.
 
     Raises:
-      UserError: there is none, with the likeliest name; or it is something else.
+      UserError: there is no such task (the error suggests a similar name), or the
+        object is not a task.
     """
     if task := _own(name):
         return task
@@ -69,7 +74,7 @@ def get(name: str) -> Task:
 
 
 def names() -> list[str]:
-    """The names of all tasks, sorted."""
+    """Returns the names of all tasks, sorted."""
     own = (name for module in set(MODULES.values()) for name in _tasks(module))
     return sorted([*own, *_registry.names()])
 

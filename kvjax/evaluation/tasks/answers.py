@@ -9,7 +9,7 @@ _EVIDENCE = ("passage", "entity_pages.wiki_context", "search_results.search_cont
 
 
 def grade_story(text: str, example: Example) -> dict[str, float]:
-    """F1 of the words, and ROUGE; ROUGE-2 of a single word is 0."""
+    """Returns word F1 and ROUGE; ROUGE-2 of a single word is 0."""
     return {
         "f1": metrics.token_f1(text, example.answers),
         **metrics.rouge(text, example.answers),
@@ -17,7 +17,7 @@ def grade_story(text: str, example: Example) -> dict[str, float]:
 
 
 def grade_trivia(text: str, example: Example) -> dict[str, float]:
-    """F1 of the words, exact match and ROUGE-L, of the first line only."""
+    """Returns word F1, exact match and ROUGE-L of the first line."""
     line = metrics.first_line(text)
     normal = metrics.normal_trivia
     return {
@@ -28,7 +28,7 @@ def grade_trivia(text: str, example: Example) -> dict[str, float]:
 
 
 def _story(row: data.Row) -> str:
-    """The summary of a book or film script, and a question about it."""
+    """Returns the summary of a book or film script with a question about it."""
     summary = data.field("document.summary.text", "summary")(row)
     question = data.field("question.text", "question")(row).strip()
     mark = "" if question.endswith("?") else "?"
@@ -45,7 +45,7 @@ def _trivia(row: data.Row) -> str:
 
 
 def _passage(row: data.Row) -> str:
-    """The first page of evidence that has text, or nothing."""
+    """Returns the first page of evidence that has text, or an empty text."""
     for name in _EVIDENCE:
         found = data.field(name)(row, [])
         pages = [found] if isinstance(found, str) else found
@@ -55,7 +55,7 @@ def _passage(row: data.Row) -> str:
 
 
 def _trivia_answers(row: data.Row) -> tuple[str, ...]:
-    """The answer as shots show it, and its aliases."""
+    """Returns the answer that shots show, then its aliases."""
     first = data.field("answer.value", "answers")(row)
     aliases = data.field("answer.aliases", "answers")(row)
     shown = [first] if isinstance(first, str) else list(first)

@@ -1,4 +1,4 @@
-"""What every task is made of: examples, their encoding, and their grades."""
+"""The types `Task` and `Example`, and the encoding of prompts."""
 
 import dataclasses
 import inspect
@@ -8,21 +8,21 @@ from typing import Any, NamedTuple
 from kvjax.engine.stop_texts import text_after
 from kvjax.types import UserError, real_number, whole_number
 
-_GIVEN = ("tokenizer", "count", "seed")  # to every task, by whoever runs it
+_COMMON_ARGUMENTS = ("tokenizer", "count", "seed")  # of every `Task.examples`
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One question put to the model, and the answers that count as right.
+    """One prompt and its reference answers.
 
     Attributes:
-      name: unlike that of any other example of the task; the same at every call.
-      prompt: what the model is asked, shots included; without a chat template.
-      answers: the references. How several count is the metric's business.
-      primer: opens the model's answer; what is generated follows it.
-      turns: earlier turns of the conversation, each what was asked and answered; of a
-        task that asks in a chat template.
-      details: numbers to group by in tables and pictures (`depth`, `length`).
+      name: unique within the task, and the same at every call.
+      prompt: the prompt with its shots, without the chat template.
+      answers: the references; the metric defines how several are used.
+      primer: the beginning of the model's answer; generation continues it.
+      turns: earlier turns (question, answer) of the conversation, for tasks that use a
+        chat template.
+      details: numbers to group by in tables and figures (`depth`, `length`).
     """
 
     name: str
@@ -34,20 +34,20 @@ class Example:
 
 
 class Task(NamedTuple):
-    """A task as the paper that uses it has it.
+    """A task, as defined by the paper that uses it.
 
     Attributes:
-      name: as in configs and tables.
+      name: its name in configs and tables.
       examples: `(tokenizer, count, seed, **options) -> list[Example]`. The options are
-        the task's own, each with its default: `data_dir`, `shots`, `length`. The same
-        arguments give the same examples, whatever the method that is measured, and a
-        smaller count their beginning.
-      grade: `(generated text, example) -> {metric: value}`, each 0 (wrong) to 1.
-      metric: the one that headlines tables.
-      max_new_tokens: the paper's.
-      source: where prompt, shots, length and metric come from.
-      stop: texts that end an answer; what follows the first of them is not graded.
-      chat: whether the prompt is put into the tokenizer's chat template, if it has one.
+        specific to the task and have defaults: `data_dir`, `shots`, `length`. The same
+        arguments give the same examples for every method, and a smaller count gives the
+        beginning of a larger one's.
+      grade: `(generated text, example) -> {metric: value}`, each from 0 (wrong) to 1.
+      metric: the main metric, which tables show.
+      max_new_tokens: maximal tokens of an answer, as in the paper.
+      source: sources of the prompt, shots, length and metric.
+      stop: texts that end an answer; text after the first of them is not graded.
+      chat: whether to apply the tokenizer's chat template, if it has one.
     """
 
     name: str
@@ -60,26 +60,30 @@ class Task(NamedTuple):
     chat: bool = True
 
     def __call__(self) -> "Task":
-        """Itself: a task stands wherever a function that makes one does."""
+        """Returns itself, so that a task can stand for a function that returns one."""
         return self
 
 
 def options_of(task: Task) -> dict[str, Any]:
-    """The names of a task's options, and how each is annotated."""
-    found = inspect.signature(task.examples).parameters
-    return {k: v.annotation for k, v in found.items() if k not in _GIVEN}
+    """Returns the names of a task's options with their annotations."""
+    parameters = inspect.signature(task.examples).parameters
+    return {
+        name: parameter.annotation
+        for name, parameter in parameters.items()
+        if name not in _COMMON_ARGUMENTS
+    }
 
 
 def check_options(task: Task, options: Mapping[str, Any]) -> None:
-    """Raises UserError for what a task does not take, or does not take such a value of.
+    """Raises UserError for an unknown option, or a value of the wrong type.
 
-    Of one's own tasks, options without annotation may be anything.
+    Options without annotation, in tasks of the user, accept any value.
     """
     known = options_of(task)
     for option, value in options.items():
         if option not in known:
-            told = f"it has {', '.join(sorted(known))}" if known else "it has none"
-            raise UserError(f"task {task.name} has no option {option!r}: {told}")
+            names = f"it has {', '.join(sorted(known))}" if known else "it has none"
+            raise UserError(f"task {task.name} has no option {option!r}: {names}")
         if check := _CHECKS.get(known[option]):
             check(f"task {task.name}: {option}", value)
 
@@ -96,7 +100,7 @@ def _numbers(name: str, value: Any) -> None:
         real_number(name, each)
 
 
-_CHECKS: dict[Any, Callable[[str, Any], Any]] = {  # by what options are annotated with
+_CHECKS: dict[Any, Callable[[str, Any], Any]] = {  # by an option's annotation
     int: whole_number,
     float: real_number,
     str | None: _text,
@@ -105,22 +109,22 @@ _CHECKS: dict[Any, Callable[[str, Any], Any]] = {  # by what options are annotat
 
 
 class Encoded(NamedTuple):
-    """A prompt as token ids, and how many were cut out of its middle."""
+    """A prompt as token ids, and the number of tokens cut out of its middle."""
 
     tokens: tuple[int, ...]
     cut: int
 
 
 def encode(tokenizer: Any, task: Task, example: Example, room: int) -> Encoded:
-    """The example's prompt as at most `room` tokens, special tokens included.
+    """Encodes an example's prompt as at most `room` tokens, with special tokens.
 
-    A prompt that is too long loses tokens in its middle, so that instructions at its
-    beginning and the question at its end stay (LongBench, Bai et al. 2023, section
+    A prompt that is too long loses tokens in its middle, which keeps the instructions
+    at its beginning and the question at its end (LongBench, Bai et al. 2023, section
     4.1). The chat template, earlier turns and the primer are never cut.
 
     Raises:
-      UserError: `room` does not even hold what is never cut; earlier turns, and a
-        tokenizer without a chat template to put them into.
+      UserError: the parts that are never cut exceed `room`; or the example has earlier
+        turns and the tokenizer has no chat template.
     """
     whole = _encoded(tokenizer, task, example, example.prompt)
     if len(whole) <= room:
@@ -151,18 +155,18 @@ def _encoded(
     chat = task.chat and getattr(tokenizer, "chat_template", None)
     if example.turns and not chat:
         raise UserError(
-            f"task {task.name} asks in turns of a conversation, and the model's "
-            "tokenizer has no chat template to put them into: use another task, or a "
-            "model tuned to converse"
+            f"task {task.name} has earlier turns of a conversation, and the model's "
+            "tokenizer has no chat template for them: use another task, or a model "
+            "tuned for chat"
         )
-    if chat:  # the template writes the special tokens itself
-        said = [
+    if chat:  # the template adds the special tokens itself
+        turns = [
             {"role": role, "content": text}
             for turn in example.turns
             for role, text in zip(("user", "assistant"), turn, strict=True)
         ]
         prompt = tokenizer.apply_chat_template(
-            [*said, {"role": "user", "content": prompt}],
+            [*turns, {"role": "user", "content": prompt}],
             tokenize=False,
             add_generation_prompt=True,
         )

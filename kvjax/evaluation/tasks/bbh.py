@@ -54,16 +54,17 @@ def examples(
     data_dir: str | None = None,
     subtask: str | None = None,
 ) -> list[Example]:
-    """Questions of one subtask, or of all in turn, each after its own prompt.
+    """Returns questions of one subtask, or of all interleaved, with their prompts.
 
-    A `count` of None is all of them.
+    A `count` of None returns all questions.
 
-    The prompts are files: `DATA_DIR/bbh/cot_prompts/NAME.txt`, or `cot-prompts` as in a
-    clone of the authors' repository. The rows are `bbh/tasks/NAME.json`, or
-    `bbh/NAME.json` as in the clone, or the hub's.
+    Prompts are read from `DATA_DIR/bbh/cot_prompts/NAME.txt`, or from `cot-prompts` as
+    in a clone of the authors' repository. Rows are read from `bbh/tasks/NAME.json`, or
+    from `bbh/NAME.json` as in the clone, or from the hub.
 
     Raises:
-      UserError: no such subtask, no prompt, or fewer rows than asked for.
+      UserError: the subtask or its prompt does not exist, or has fewer than `count`
+        rows.
     """
     if subtask not in (None, *SUBTASKS):
         raise UserError(f"BBH has no subtask {subtask!r}; it has {', '.join(SUBTASKS)}")
@@ -80,12 +81,12 @@ def examples(
 
 
 def grade(text: str, example: Example) -> dict[str, float]:
-    """Whether the answer stated is the target."""
+    """Grades whether the stated answer is the target."""
     return {"exact_match": metrics.answer_match(text, example.answers)}
 
 
 def source(subtask: str) -> data.Source:
-    """Where the rows of a subtask are to be had."""
+    """Returns the source of a subtask's rows."""
     files = f"bbh/tasks/{subtask}", f"bbh/{subtask}"
     return data.Source(f"bbh/{subtask}", ("lukaemon/bbh", subtask), files=files)
 
@@ -93,13 +94,13 @@ def source(subtask: str) -> data.Source:
 def _drawn(
     subtask: str, seed: int, data_dir: str | None
 ) -> list[tuple[str, int, data.Row]]:
-    """All rows of a subtask in drawn order, with its name and their indices."""
+    """Returns all (subtask, index, row) of a subtask in random order."""
     rows = data.rows(source(subtask), "test", data_dir)
     return [(subtask, i, row) for i, row in data.draw(rows, None, seed, "bbh")]
 
 
 def _prompt(subtask: str, data_dir: str | None) -> str:
-    """Task description and three solved questions; the canary above them is no part."""
+    """Returns task description and three solved questions, without the canary line."""
     root = data.folder(data_dir or ".")
     places = ("bbh/cot_prompts", "bbh/cot-prompts", "cot-prompts")
     paths = [root / place / f"{subtask}.txt" for place in places]

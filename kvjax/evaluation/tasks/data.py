@@ -1,6 +1,6 @@
-"""Rows of published data sets: files, the Hugging Face hub, TensorFlow Datasets.
+"""Reads rows of published data sets from files, the Hugging Face hub or TFDS.
 
-All three are random access, so that a few rows of a large split cost a few rows.
+All three have random access, so a few rows of a large split are read quickly.
 """
 
 import json
@@ -17,14 +17,14 @@ _SUFFIXES = (".jsonl", ".json")
 
 
 class Source(NamedTuple):
-    """Where a data set is to be had.
+    """The places that provide a data set.
 
     Attributes:
-      name: what messages call it.
+      name: its name in messages.
       hub: its id on the Hugging Face hub, and its configuration if it has several.
       tfds: its name in TensorFlow Datasets; None if it is not there.
-      files: where a split may be in a `data_dir`, less the suffix; without any,
-        NAME/SPLIT.
+      files: possible paths of a split in a `data_dir`, without suffix; NAME/SPLIT by
+        default.
     """
 
     name: str
@@ -33,23 +33,25 @@ class Source(NamedTuple):
     files: tuple[str, ...] = ()
 
     def paths(self, split: str, root: pathlib.Path) -> list[pathlib.Path]:
-        """The files that may hold the split, the likelier first."""
+        """Returns the files that may hold the split, in the order of search."""
         places = self.files or (f"{self.name}/{split}",)
         return [root / f"{place}{suffix}" for place in places for suffix in _SUFFIXES]
 
 
 def rows(source: Source, split: str, data_dir: str | None = None) -> Sequence[Row]:
-    """The split's rows, in their published order.
+    """Returns a split's rows in their published order.
 
-    Taken from the first of these that has them: a file in `data_dir`, `.jsonl` (an
-    object per line) or `.json` (a list of objects, or an object with such a list as
-    "examples" or "data"); the package `datasets` (its cache, or the hub); the package
-    `tensorflow-datasets` (its folder, or a download; it knows many sets only where
-    `tensorflow` is installed as well).
+    They come from the first of these places that has them:
+
+    - a file in `data_dir`: `.jsonl` (an object per line) or `.json` (a list of objects,
+      or an object with such a list as "examples" or "data");
+    - the package `datasets` (its cache, or the hub);
+    - the package `tensorflow-datasets` (its folder, or a download; many data sets need
+      `tensorflow` as well).
 
     Raises:
-      UserError: `data_dir` is no folder, a file in it is damaged, or no place has the
-        split; says what was looked for and what became of it.
+      UserError: `data_dir` is not a folder, a file in it is damaged, or no place has
+        the split; the message lists the places and their errors.
     """
     misses = []
     if data_dir is not None:
@@ -63,7 +65,7 @@ def rows(source: Source, split: str, data_dir: str | None = None) -> Sequence[Ro
             return open_split(source, split)
         except ImportError as error:
             misses.append(f"no package {error.name}")
-        except Exception as error:  # these libraries raise whatever theirs raise
+        except Exception as error:  # these libraries pass on errors of any type
             first = (str(error).splitlines() or [""])[0]
             misses.append(f"{open_split.__doc__}: {type(error).__name__}: {first}")
     raise UserError(
@@ -74,10 +76,14 @@ def rows(source: Source, split: str, data_dir: str | None = None) -> Sequence[Ro
 
 
 def read(path: pathlib.Path) -> list[Row]:
-    """The rows of a JSON or JSON lines file. Raises UserError if it holds none."""
+    """Returns the rows of a JSON or JSON lines file.
+
+    Raises:
+      UserError: the file holds no list of objects.
+    """
     try:
         text = path.read_text(encoding="utf-8")
-        if path.suffix == ".jsonl":  # not splitlines: text may hold other line ends
+        if path.suffix == ".jsonl":  # not splitlines(): it also splits at U+2028
             found = [json.loads(line) for line in text.split("\n") if line.strip()]
         else:
             found = json.loads(text)
@@ -93,12 +99,12 @@ def read(path: pathlib.Path) -> list[Row]:
 def draw(
     found: Sequence[Row], count: int | None, seed: int | Sequence[int], what: str
 ) -> list[tuple[int, Row]]:
-    """`count` different rows with their indices, in an order drawn by the seed.
+    """Draws `count` different rows, with their indices, in a seeded random order.
 
-    A smaller count gives the beginning of a larger one's; None is all rows.
+    A smaller count gives the beginning of a larger one's; None draws all rows.
 
     Raises:
-      UserError: count is below 0 or above the number of rows.
+      UserError: `count` is negative or larger than the number of rows.
     """
     count = len(found) if count is None else count
     if not 0 <= count <= len(found):
@@ -108,17 +114,18 @@ def draw(
 
 
 def field(*names: str) -> Callable[..., Any]:
-    """A function `(row, otherwise=None)`: the first of these fields that the row has.
+    """Returns a function `(row, default=None)` that reads the first of these fields.
 
-    "a.b" is field b of field a. Publishers of the same data name fields differently.
+    "a.b" is field b of field a. Several names are needed because publishers of the same
+    data name fields differently.
 
     Raises (the function):
-      UserError: the row has none of them, and there is nothing given otherwise.
+      UserError: the row has none of the fields, and there is no default.
     """
 
-    def get(row: Row, otherwise: Any = None) -> Any:
+    def get(row: Row, default: Any = None) -> Any:
         values = (_inside(row, name.split(".")) for name in names)
-        found = next((value for value in values if value is not None), otherwise)
+        found = next((value for value in values if value is not None), default)
         if found is None:
             raise UserError(
                 f"a row has no field {' or '.join(map(repr, names))}; its fields are "
@@ -130,14 +137,14 @@ def field(*names: str) -> Callable[..., Any]:
 
 
 def _inside(value: Any, path: Sequence[str]) -> Any:
-    """What a path of field names leads to, or None."""
+    """Returns the value at a path of field names, or None."""
     for name in path:
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 
 def folder(data_dir: str) -> pathlib.Path:
-    """The folder as a path. Raises UserError if there is none."""
+    """Returns the folder as a path; raises UserError if it does not exist."""
     path = pathlib.Path(data_dir)
     if not path.is_dir():
         raise UserError(f"data_dir {data_dir!r} is not a folder")
@@ -161,7 +168,7 @@ def _from_tfds(source: Source, split: str) -> Sequence[Row]:
 
 
 class _Decoded(Sequence):
-    """Rows with text as `str` and lists as `list`, decoded when they are asked for."""
+    """Rows of TFDS with `str` and `list` values, decoded when they are read."""
 
     def __init__(self, source: Sequence[Row]):
         self._source = source

@@ -1,4 +1,4 @@
-"""Prompts that show a few solved rows before they ask about another."""
+"""Builds few-shot prompts: solved rows, then the question about another row."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,17 +10,18 @@ from kvjax.types import UserError
 
 
 class Form(NamedTuple):
-    """How rows become a prompt: head, shots, the question, and what opens its answer.
+    """The format of a few-shot prompt: head, shots, question, primer.
 
     Attributes:
-      question: a row's question, up to the primer.
-      primer: stands before every answer, shown or asked for.
-      answers: a row's references; shots show the first of them.
-      shown: what follows the primer in a shot; None is the first reference.
-      head: opens the prompt.
+      question: returns a row's question, up to the primer.
+      primer: precedes every answer, in shots and in the question.
+      answers: returns a row's references; shots show the first.
+      shown: returns a shot's text after the primer; None is the first reference.
+      head: begins the prompt.
       between: follows every shot.
-      gap: stands between primer and answer in a shot; a model writes it itself.
-      turns: whether each shot is a turn of a conversation, not a part of the prompt.
+      gap: separates primer and answer in a shot; the model generates it itself.
+      turns: whether each shot is a turn of a conversation instead of part of the
+        prompt.
     """
 
     question: Callable[[data.Row], str]
@@ -33,12 +34,12 @@ class Form(NamedTuple):
     turns: bool = False
 
     def shot(self, row: data.Row) -> str:
-        """A solved row."""
+        """Returns a solved row as text."""
         asked, answer = self.turn(row)
         return asked + self.primer + self.gap + answer + self.between
 
     def turn(self, row: data.Row) -> tuple[str, str]:
-        """What is asked about a row, and a shot's answer."""
+        """Returns a row's question and the answer that a shot shows."""
         answer = self.shown(row) if self.shown else self.answers(row)[0]
         return self.question(row), answer
 
@@ -46,10 +47,10 @@ class Form(NamedTuple):
 def examples_of(
     source: data.Source, form: Form, split: str = "test", shots: int = 0
 ) -> Callable[..., list[Example]]:
-    """The `examples` of a task that asks about `split` and shows rows of "train".
+    """Returns a function for `Task.examples`: questions of `split`, shots of "train".
 
-    Its options are `data_dir`, and `shots` with the default given here. All examples of
-    a seed show the same shots, fewer shots being the beginning of more.
+    Its options are `data_dir`, and `shots` with this default. All examples of a seed
+    have the same shots; fewer shots are the beginning of more.
     """
     default = shots
 
@@ -64,16 +65,16 @@ def examples_of(
         shown = _shots(source, shots, seed, data_dir)
         turns = tuple(map(form.turn, shown)) if form.turns else ()
         prompt = form.head + "".join(map(form.shot, () if turns else shown))
-        made = (
+        found = (
             example(f"{source.name}/{split}/{i}", prompt, row, form) for i, row in asked
         )
-        return [dataclasses.replace(each, turns=turns) for each in made]
+        return [dataclasses.replace(each, turns=turns) for each in found]
 
     return examples
 
 
 def example(name: str, shots: str, row: data.Row, form: Form) -> Example:
-    """The example that asks about a row. Raises UserError if it has no references."""
+    """Returns the example for a row; raises UserError if it has no references."""
     answers = form.answers(row)
     if not answers:
         raise UserError(f"{name} has no reference answers; use another split")

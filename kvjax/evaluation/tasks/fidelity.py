@@ -1,7 +1,7 @@
-"""How close a method's predictions stay to the full cache's, under teacher forcing.
+"""Compares a method's predictions with the full cache's, under teacher forcing.
 
-Both are fed the same prompt and the same true continuation; what is compared is the
-distribution over the next token at every place of the continuation.
+Both read the same prompt and the same true continuation; the next-token distributions
+are compared at every position of the continuation.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from kvjax.types import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """A stretch of text as token ids: what is read, and what follows it."""
+    """A window of text as token ids: a prompt and its true continuation."""
 
     prompt: tuple[int, ...]
     continuation: tuple[int, ...]
@@ -28,22 +28,23 @@ def windows(
     seed: int,
     haystack: str,
 ) -> list[Window]:
-    """Returns `count` windows of the text, in the order in which they stand in it.
+    """Returns `count` windows of the text, in the order of their positions.
 
-    They are disjoint, with gaps drawn by the seed, when the text is long enough, and
-    otherwise evenly spaced over it. A tokenizer that begins every text with a token of
-    its own (BOS) gives each prompt that token, as one of its `prompt_tokens`.
+    If the text is long enough, they are disjoint, with random gaps; otherwise they
+    overlap and are evenly spaced. If the tokenizer adds BOS, each prompt begins with
+    it, as one of its `prompt_tokens`.
 
     Args:
       tokenizer: a fast transformers tokenizer.
       count: number of windows.
       prompt_tokens: tokens in each prompt.
       continuation_tokens: tokens in each continuation.
-      seed: places disjoint windows.
+      seed: draws the gaps between disjoint windows.
       haystack: prose, see `kvjax.evaluation.tasks.text.haystack`.
 
     Raises:
-      UserError: a number below 1, or a text too short for `count` different windows.
+      UserError: a number is below 1, or the text is too short for `count` different
+        windows.
     """
     sizes = {"count": count, "prompt_tokens": prompt_tokens}
     sizes["continuation_tokens"] = continuation_tokens
@@ -71,15 +72,15 @@ def compare(
     Args:
       reference_logits: f[N, V] of the full cache.
       logits: f[N, V] of the method.
-      targets: i[N], the tokens that truly come next.
+      targets: i[N], the true next tokens.
 
     Returns:
-      Means over the N places: `loss` and `reference_loss` (cross-entropy of the target)
-      and `kl` (KL(reference || method)) in nats per token, and `top1_agreement`, the
-      share of places where both find the same token likeliest.
+      Means over the N positions: `loss` and `reference_loss` (cross-entropy of the
+      target) and `kl` (KL(reference || method)) in nats per token, and
+      `top1_agreement`, the share of positions where both have the same argmax.
 
     Raises:
-      UserError: the shapes do not belong together, or there is no target.
+      UserError: the shapes do not match, or there is no target.
     """
     shape, reference_shape = np.shape(logits), np.shape(reference_logits)
     if len(shape) != 2 or shape != reference_shape or np.shape(targets) != shape[:1]:
@@ -100,13 +101,13 @@ def compare(
 
 
 def _bos(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before every text: its BOS token, or nothing."""
+    """Returns [BOS] if the tokenizer adds it to every text, else []."""
     opening = tokenizer("", verbose=False)["input_ids"][:1]
     return opening if opening == [tokenizer.bos_token_id] else []
 
 
 def _starts(total: int, count: int, size: int, seed: int) -> list[int]:
-    """Where windows of `size` start in a text of `total` tokens; all are different."""
+    """Returns different starts of windows of `size` in a text of `total` tokens."""
     room = total - size + 1
     if room < count:
         raise UserError(
@@ -121,10 +122,10 @@ def _starts(total: int, count: int, size: int, seed: int) -> list[int]:
 
 
 def _place(reference: np.ndarray, row: np.ndarray, target: int) -> tuple[float, ...]:
-    """Reference loss, loss, KL and agreement at one place: logits f[V] twice."""
+    """Returns reference loss, loss, KL and agreement for logits f[V] and f[V]."""
     reference, row = _log_softmax(reference), _log_softmax(row)
     p = np.exp(reference)
-    used = p > 0  # a token the reference rules out adds nothing
+    used = p > 0  # avoids 0 * inf; a token of probability 0 adds nothing
     kl = np.sum(p[used] * (reference[used] - row[used]))
     agree = np.argmax(reference) == np.argmax(row)
     return -reference[target], -row[target], max(kl, 0.0), float(agree)

@@ -1,4 +1,4 @@
-"""Prompts that grow until they are as long as a length allows."""
+"""Generates prompts as long as a given number of tokens allows."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,11 +8,11 @@ import numpy as np
 from kvjax.evaluation.tasks.base import Example, Task, encode
 from kvjax.types import UserError
 
-_ENDLESS = 10**9  # tokens: nothing is cut
+_ENDLESS = 10**9  # tokens, so that nothing is cut
 
 
 class Draft(NamedTuple):
-    """An example's text at one size; `depth` 0..1 where one place is asked for."""
+    """An example's text at one size; `depth` is 0..1 if it hides one thing."""
 
     prompt: str
     answers: tuple[str, ...]
@@ -21,11 +21,12 @@ class Draft(NamedTuple):
 
 
 class Writer(NamedTuple):
-    """Writes an example at any size.
+    """Writes an example of any size.
 
     Attributes:
-      write: `(seed, size) -> Draft`. The seed is one for `stream`; what a smaller size
-        draws from it should open what a larger one draws, so that lengths grow evenly.
+      write: `(seed, size) -> Draft`. The seed is one for `stream`. The draws of a
+        smaller size should be the beginning of a larger one's, so that the length grows
+        steadily with the size.
       least: the smallest size.
     """
 
@@ -34,7 +35,7 @@ class Writer(NamedTuple):
 
 
 def stream(seed: tuple[int, ...], purpose: int) -> np.random.Generator:
-    """Random numbers for one purpose of one example, apart from those for another."""
+    """Returns an independent random generator for one purpose of one example."""
     return np.random.default_rng((*seed, purpose))
 
 
@@ -50,21 +51,21 @@ def examples(
     """Returns `count` examples, each of the largest size that fits.
 
     Args:
-      task: says how a prompt is encoded.
-      writer: what is written. Example i has the seed `(seed, i)`.
+      task: defines how a prompt is encoded.
+      writer: writes the examples; example i has the seed `(seed, i)`.
       tokenizer: a transformers tokenizer.
       count: number of examples.
-      seed: with `count` and the writer, all that is drawn.
-      length: most tokens of a prompt (chat template, primer and special tokens
-        included) and of `reserved` together.
-      reserved: tokens of `length` that the answer may take.
+      seed: seeds all random draws.
+      length: maximal tokens of a prompt (with chat template, primer and special
+        tokens) plus `reserved`.
+      reserved: tokens reserved for the answer.
 
     Raises:
-      UserError: `count` below 1, or `length` does not hold the smallest size.
+      UserError: `count` is below 1, or `length` cannot hold the smallest size.
     """
     if count < 1:
         raise UserError(f"count must be at least 1, got {count}")
-    size, made = writer.least, []
+    size, found = writer.least, []
     for index in range(count):
 
         def tokens(size: int, index: int = index) -> int:
@@ -79,14 +80,15 @@ def examples(
             )
         size = largest(lambda n: tokens(n) <= length, writer.least, size)
         draft = writer.write((seed, index), size)
-        made.append(_example(draft, f"{length}-{seed}-{index}", length))
-    return made
+        found.append(_example(draft, f"{length}-{seed}-{index}", length))
+    return found
 
 
 def largest(fits: Callable[[int], bool], least: int, start: int) -> int:
-    """The largest size that fits, where sizes up to some size do and `least` does.
+    """Returns the largest size that fits, by exponential and then binary search.
 
-    The search spreads from `start`: a guess that is off by d costs about 2 log2(d).
+    `fits` must hold up to some size and not above it, and must hold for `least`. The
+    search starts at `start`; a start that is off by d costs about 2 log2(d) calls.
     """
     low, step = max(start, least), 1
     if fits(low):

@@ -9,7 +9,7 @@ from kvjax.evaluation.tasks.fewshot import Form, examples_of
 
 
 def grade(text: str, example: Example) -> dict[str, float]:
-    """Whether the final number is the right one."""
+    """Grades the final number of the answer."""
     return {"exact_match": metrics.number_match(text, example.answers)}
 
 
@@ -20,7 +20,7 @@ _FORM = Form(
     answers=lambda row: (row["answer"].rpartition("####")[2].strip(),),
     shown=lambda row: row["answer"],
 )
-_CALCULATOR = re.compile("<<.*?>>")  # what the authors' models compute with
+_CALCULATOR = re.compile("<<.*?>>")  # annotations for the authors' calculator
 _TURNS = Form(
     question=lambda row: row["question"],
     primer="",
@@ -47,8 +47,7 @@ TASKS = {
         grade,
         "exact_match",
         400,
-        "the same rows as turns of a conversation, for models tuned to converse: a "
-        "row's question, and as what was said to it its answer, without the marks for "
-        "a calculator",
+        "the same rows as turns of a conversation, for models tuned for chat: each "
+        "question with its answer, without the calculator's annotations",
     ),
 }

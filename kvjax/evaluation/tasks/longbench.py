@@ -106,7 +106,7 @@ _INPUT = data.field("input", "question")
 
 
 def _class(text: str, answers: Sequence[str]) -> float:
-    """The first answer is the right class; the others are all classes."""
+    """Scores against the first answer, the right class; the others are all classes."""
     return metrics.classification_score(text, answers[:1], answers[1:])
 
 
@@ -138,7 +138,7 @@ _PLAIN = (*_FEW_SHOT, "lcc", "repobench-p")  # without a chat template
 def _examples(
     name: str, tokenizer: Any, count: int, seed: int, data_dir: str | None = None
 ) -> list[Example]:
-    """Rows of `DATA_DIR/longbench/NAME.jsonl`, or `data/NAME.jsonl` as published."""
+    """Reads `DATA_DIR/longbench/NAME.jsonl`, or `data/NAME.jsonl` as published."""
     source = data.Source(
         f"longbench/{name}",
         ("Xnhyacinth/LongBench", name),
@@ -154,7 +154,7 @@ def _prompt(name: str, row: data.Row) -> str:
 
 
 def _answers(row: data.Row) -> tuple[str, ...]:
-    """The references; after that of a class, all classes."""
+    """Returns the references; after a class, the list of all classes."""
     return (*row["answers"], *(row.get("all_classes") or ()))
 
 

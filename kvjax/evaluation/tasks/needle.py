@@ -1,6 +1,6 @@
-"""Pass-key retrieval: does the model still find what stood somewhere in the prompt?
+"""Pass-key retrieval: a key is hidden in a long text and asked for at its end.
 
-A five-digit key is hidden at a given depth of a long text and asked for at the end.
+The key has five digits and is hidden at a chosen depth of the text.
 Sources: Mohtashami & Jaggi, "Landmark Attention" (2023), for the pass key; Kamradt,
 "Needle in a Haystack" (2023), for the sweep over depths in real text.
 """
@@ -30,14 +30,14 @@ _SENTENCE_END = re.compile(r"[.!?:][\"'”\u2019)]*\s+$")
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One prompt and what it asks for.
+    """One prompt and its key.
 
     Attributes:
-      message: what the user says; without chat template and primer.
-      prompt: text, chat template and the opening words of the answer included.
-      tokens: the same as token ids, special tokens included.
+      message: the user's message, without chat template and primer.
+      prompt: the message with chat template and primer.
+      tokens: token ids of the prompt, with special tokens.
       answer: the five digits.
-      depth: where the needle was asked to stand, 0 (start of the text) to 1 (end).
+      depth: requested depth of the needle, from 0 (start of the text) to 1 (end).
     """
 
     message: str
@@ -49,7 +49,7 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class _Text:
-    """Words with the white space after them, and whether a sentence starts there."""
+    """Words with the white space after them, and whether each starts a sentence."""
 
     words: tuple[str, ...]
     opens: tuple[bool, ...]
@@ -63,23 +63,23 @@ def examples(
     seed: int,
     haystack: str,
 ) -> list[Example]:
-    """Returns `count` prompts of nearly `length` tokens, each with its key and text.
+    """Returns `count` prompts of nearly `length` tokens, with different keys and texts.
 
-    The prompts are as long as whole words allow without going above `length`. Their
-    texts start at sentences spread evenly over the haystack, which begins anew where it
-    ends; the needle stands between two sentences. Depths are taken in turn.
+    The prompts are as long as whole words allow within `length`. Their texts start at
+    sentences spread evenly over the haystack, which is repeated if it is too short; the
+    needle stands between two sentences. Depths are cycled.
 
     Args:
       tokenizer: a fast transformers tokenizer; its chat template is used if it has one.
       count: number of prompts.
-      length: most tokens in a prompt.
-      depths: where the needle goes, each from 0 (start) to 1 (end).
+      length: maximal tokens of a prompt.
+      depths: depths of the needle, each from 0 (start) to 1 (end).
       seed: draws the keys and the texts.
       haystack: prose, see `kvjax.evaluation.tasks.text.haystack`.
 
     Raises:
-      UserError: no room for needle and question in `length`, `count` below 1, a depth
-        outside 0..1, or too little text for `count` different windows.
+      UserError: `length` cannot hold needle and question, `count` is below 1, a depth
+        is outside 0..1, or the text is too short for `count` different windows.
     """
     check(count, depths)
     text = _split(haystack)
@@ -99,12 +99,12 @@ def examples(
 
 
 def grade(example: Example, text: str) -> float:
-    """Returns 1.0 if the key stands in the generated text as a number, else 0.0."""
+    """Returns 1.0 if the generated text contains the example's key, else 0.0."""
     return found(example.answer, text)
 
 
 def found(key: str, text: str) -> float:
-    """The same, of the key alone."""
+    """Returns 1.0 if the text contains the key as a whole number, else 0.0."""
     return float(re.search(rf"(?<!\d){key}(?!\d)", text) is not None)
 
 
@@ -133,14 +133,14 @@ def _split(haystack: str) -> _Text:
 
 
 def _keys(rng: np.random.Generator, count: int, haystack: str) -> list[str]:
-    """Different five-digit keys, none of which the haystack holds."""
+    """Draws different five-digit keys that do not occur in the haystack."""
     taken = {int(number) for number in re.findall(r"(?=(\d{5}))", haystack)}
     free = [key for key in range(10_000, 100_000) if key not in taken]
     return [str(key) for key in rng.choice(free, count, replace=False)]
 
 
 def _window_starts(rng: np.random.Generator, count: int, text: _Text) -> list[int]:
-    """Word indices of `count` different sentences, evenly spread, in random order."""
+    """Returns the first words of `count` evenly spread sentences, in random order."""
     starts = np.flatnonzero(text.opens)
     offsets = rng.integers(len(starts)) + np.arange(count) * len(starts) // count
     return rng.permutation(starts[offsets % len(starts)]).tolist()
@@ -149,7 +149,10 @@ def _window_starts(rng: np.random.Generator, count: int, text: _Text) -> list[in
 def _example(
     tokenizer: Any, text: _Text, start: int, key: str, depth: float, length: int
 ) -> Example:
-    """The longest prompt within `length` tokens; a word takes at least one token."""
+    """Returns the longest prompt within `length` tokens.
+
+    The search is bounded by `length` words, since a word takes at least one token.
+    """
 
     def message(words: int) -> str:
         before, after = _window(text, start, words, depth)
@@ -165,7 +168,7 @@ def _example(
 
 
 def _window(text: _Text, start: int, count: int, depth: float) -> tuple[str, str]:
-    """`count` words from `start`, cut in two at the sentence end nearest to `depth`."""
+    """Returns `count` words from `start`, split at the sentence end nearest `depth`."""
     places = [i % len(text.words) for i in range(start, start + count)]
     words = [text.words[i] for i in places]
     cuts = [cut for cut, i in enumerate(places) if text.opens[i]] + [count]
@@ -190,6 +193,6 @@ def _prompt(tokenizer: Any, message: str) -> str:
 
 
 def _encode(tokenizer: Any, prompt: str) -> tuple[int, ...]:
-    """Token ids; a chat template has written the special tokens already."""
+    """Returns token ids; a chat template has already added the special tokens."""
     bare = not getattr(tokenizer, "chat_template", None)
     return tuple(tokenizer(prompt, add_special_tokens=bare, verbose=False)["input_ids"])

@@ -1,7 +1,7 @@
-"""Pass keys in a long text, as tasks: `passkey` in noise, `needle` in prose.
+"""The tasks `passkey` (a pass key in noise) and `needle` (a pass key in prose).
 
-`passkey` is that of Mohtashami & Jaggi, "Landmark Attention" (2023), word for word as
-in llama/run_test.py of github.com/epfml/landmark-attention. `needle` is
+`passkey` is from Mohtashami & Jaggi, "Landmark Attention" (2023), with the prompt of
+llama/run_test.py in github.com/epfml/landmark-attention, verbatim. `needle` uses
 `kvjax.evaluation.tasks.needle`.
 """
 
@@ -27,7 +27,7 @@ _GARBAGE = (
 _KEY = "The pass key is {key}. Remember it. {key} is the pass key."
 _QUESTION = "What is the pass key?"
 _PRIMER = " The pass key is"
-_KEYS = 50_000  # 1 to this
+_KEYS = 50_000  # keys are 1 to this
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -38,10 +38,11 @@ def _passkeys(
     length: int = 4096,
     depths: Sequence[float] = _DEPTHS,
 ) -> list[Example]:
-    """Prompts of at most `length` tokens, the key at each of the depths in turn.
+    """Returns prompts of at most `length` tokens; the key's depth cycles over `depths`.
 
-    The noise is cut between any two characters, as theirs is, and begins anew after the
-    key. They draw the depth; for that, give many.
+    As in the authors' script, the noise is cut between any two characters and begins
+    again after the key. The authors draw the depth at random; pass many depths for
+    that.
     """
     needle.check(count, depths)
     writer = fit.Writer(functools.partial(_write, tuple(depths)), 0)
@@ -57,11 +58,14 @@ def _needles(
     depths: Sequence[float] = _DEPTHS,
     haystack: str | None = None,
 ) -> list[Example]:
-    """Prompts of `needle.examples`, one call for each so that more leave these as is.
+    """Returns prompts of `needle.examples`.
+
+    Each example is drawn by a call of its own, so that a larger `count` does not change
+    the first ones.
 
     Args:
-      tokenizer, count, length, depths: as there; prompts take at most `length` tokens.
-      seed: with the example's place, gives the seed there.
+      tokenizer, count, length, depths: of `needle.examples`.
+      seed: combined with the example's index for the seed of `needle.examples`.
       haystack: a folder for `kvjax.evaluation.tasks.text.haystack`.
     """
     needle.check(count, depths)
@@ -79,7 +83,7 @@ def _needles(
 
 
 def _write(depths: tuple[float, ...], seed: tuple[int, ...], size: int) -> fit.Draft:
-    """`size` characters of noise around the key."""
+    """Writes a prompt with `size` characters of noise around the key."""
     depth = float(depths[seed[-1] % len(depths)])
     key = str(fit.stream(seed, 0).integers(1, _KEYS, endpoint=True))
     before = round(depth * size)
@@ -95,7 +99,7 @@ def _write(depths: tuple[float, ...], seed: tuple[int, ...], size: int) -> fit.D
 
 
 def _grade_passkey(generated: str, example: Example) -> dict[str, float]:
-    """The first number in the text is the key, as in their `test_model`."""
+    """Grades the first number in the text, as the authors' `test_model` does."""
     number = re.search(r"\d+", generated)
     right = number is not None and int(number.group()) == int(example.answers[0])
     return {"accuracy": float(right)}

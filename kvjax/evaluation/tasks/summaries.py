@@ -14,12 +14,12 @@ _HELM = (
 
 
 def grade(text: str, example: Example) -> dict[str, float]:
-    """ROUGE-1, ROUGE-2 and ROUGE-L."""
+    """Returns ROUGE-1, ROUGE-2 and ROUGE-L."""
     return metrics.rouge(text, example.answers)
 
 
 def grade_line(text: str, example: Example) -> dict[str, float]:
-    """As `grade`, of the first line only."""
+    """Grades the first line."""
     return grade(metrics.first_line(text), example)
 
 
@@ -28,7 +28,7 @@ def _reference(row: data.Row) -> tuple[str, ...]:
 
 
 def _helm(sentences: str) -> Form:
-    """HELM's form: a line of ### opens every article, and ends a summary."""
+    """Returns HELM's format: ### begins every article, and ends a summary."""
     return Form(
         question=lambda row: f"###\nArticle: {_line(_ARTICLE(row))}\n\n",
         primer=f"Summarize the above article in {sentences}.\n",
@@ -38,12 +38,12 @@ def _helm(sentences: str) -> Form:
 
 
 def _line(text: str) -> str:
-    """The text with its line ends as spaces, as in H2O's files."""
+    """Returns the text with spaces for line breaks, as in H2O's files."""
     return text.strip().replace("\n", " ")
 
 
 def _news(row: data.Row) -> str:
-    """The articles in LongBench's layout, from whichever layout they are in."""
+    """Returns the articles in LongBench's layout; "|||||" separates them elsewhere."""
     text = data.field("context", "document")(row)
     if "|||||" not in text:
         return text

@@ -1,4 +1,4 @@
-"""Long English prose to fill a context with."""
+"""Provides long English prose to fill a context with."""
 
 import pathlib
 import re
@@ -12,14 +12,13 @@ _VERSION_NOTE = re.compile(r"(New|Added|Changed|Deprecated|Removed) (in|since) v
 
 
 def haystack(folder: str | None = None) -> str:
-    """Returns a long text, the same at every call; paragraphs end in an empty line.
-
-    Without a folder, the prose of the Python reference manual that the interpreter
-    carries (`pydoc_data.topics`; about 200,000 characters, and its wording follows the
-    Python version), without headings, grammar, code, tables and repeated paragraphs.
+    """Returns a long text, the same at every call; empty lines separate paragraphs.
 
     Args:
-      folder: if given, the *.txt and *.md files under it, in the order of their paths.
+      folder: its *.txt and *.md files are joined, in the order of their paths. None is
+        the prose of the Python reference manual in the interpreter
+        (`pydoc_data.topics`; about 200,000 characters, which differ between Python
+        versions), without headings, grammar, code, tables and repeated paragraphs.
 
     Raises:
       UserError: the folder is missing or holds no text, or a file is not UTF-8.
@@ -28,7 +27,7 @@ def haystack(folder: str | None = None) -> str:
 
 
 def existing(name: str) -> pathlib.Path:
-    """The folder of a haystack. Raises UserError if there is none."""
+    """Returns a haystack's folder; raises UserError if it does not exist."""
     path = pathlib.Path(name)
     if not path.is_dir():
         raise UserError(
@@ -46,7 +45,7 @@ def _manual() -> str:
 
 
 def _prose(topic: str) -> Iterator[str]:
-    """The paragraphs of a reST topic that read as English, one line each, no markup."""
+    """Yields the English paragraphs of a reST topic, one line each, without markup."""
     for paragraph in re.split(r"\n\s*\n", topic):
         joined = re.sub(r"(?<=\w)-\n\s*(?=\w)", "-", paragraph)  # line-[break]hyphens
         line = " ".join(joined.split()).removeprefix("* ")

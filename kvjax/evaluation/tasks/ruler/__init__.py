@@ -1,27 +1,27 @@
-"""RULER: thirteen tasks that are as long as one likes.
+"""RULER: thirteen synthetic tasks of any length.
 
 Source: Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language
-Models?" (2024, arXiv 2404.06654), and github.com/NVIDIA/RULER at c3f5e3b: the texts are
-theirs word for word (scripts/data/synthetic/constants.py), and so are the
-configurations (scripts/synthetic.yaml), tokens to generate and metrics. `length` is
-their `max_seq_length`: the whole prompt, and the tokens to generate.
+Models?" (2024, arXiv 2404.06654), and github.com/NVIDIA/RULER at c3f5e3b. Texts
+(scripts/data/synthetic/constants.py), configurations (scripts/synthetic.yaml), tokens
+to generate and metrics are copied verbatim. `length` is RULER's `max_seq_length`: the
+whole prompt plus the tokens to generate.
 
-Ours differ from what their scripts write in this:
+Differences from RULER's scripts:
 
-- Each example is fitted to `length` alone, as closely as whole lines or words allow.
-  Their scripts fit one size to all, and shrink an example that is too long by 5 to 500
-  units (in fwe, an example grows by 1/32 of `length` at a time).
+- Each example is fitted to `length` separately, as closely as whole lines or words
+  allow. RULER fits one size to all examples, and shrinks an example that is too long by
+  5 to 500 units (in fwe, an example grows by 1/32 of `length` at a time).
 - Special tokens count.
-- Nothing is asked for that has two answers: keys and variables are never the same.
-- The solved example that opens a prompt (vt, cwe) stands in the same message as the
-  question; in cwe, theirs is a turn of its own for a model with a chat template.
-- cwe needs more words than `wonderwords` has from about 128k tokens on. It then counts
-  pairs of words, where theirs takes another list.
-- Essays are cut into sentences by a rule, not by NLTK's trained model, and are those
-  of the folder `haystack`: for scores that compare with others', Paul Graham's. Without
-  a folder they are the prose that Python carries.
+- Keys and variables are always different, so no question has two answers.
+- The solved example at the beginning of a prompt (vt, cwe) is in the same message as
+  the question; in RULER's cwe it is a separate turn for models with a chat template.
+- From about 128k tokens on, cwe needs more words than `wonderwords` has. It then counts
+  pairs of words, where RULER uses another list.
+- Essays are split into sentences by a regular expression instead of NLTK's trained
+  model. They come from the folder `haystack`; to compare scores with published ones,
+  use Paul Graham's essays. Without a folder they are the prose of Python's manual.
 
-`ruler/NAME` writes examples, `ruler_file/NAME` reads them from RULER's own files.
+`ruler/NAME` generates examples, `ruler_file/NAME` reads them from RULER's own files.
 """
 
 import functools
@@ -38,7 +38,7 @@ _SOURCE = (
     "Hsieh et al. 2024 (arXiv 2404.06654), sections 3 and 4; prompts and metric of "
     "github.com/NVIDIA/RULER"
 )
-_OPENING = 10  # characters of a primer by which RULER's scripts find it
+_OPENING = 10  # RULER's scripts find a primer by its first characters
 
 
 def _needles(
@@ -108,25 +108,25 @@ def _ready(
     seed: int,
     data_dir: str | None = None,
 ) -> list[Example]:
-    """A file's first rows, whatever the seed: RULER's seed is in the file."""
+    """Returns a file's first rows. The seed is not used: RULER drew the rows."""
     return files.examples(name, primer[:_OPENING], count, data_dir)
 
 
 def _match_all(generated: str, example: Example) -> dict[str, float]:
-    """The share of the answers that stand in the text, in any case of letters."""
+    """Returns the share of answers that the text contains, ignoring case."""
     share = metrics.string_match_all(generated, example.answers)
     return {"string_match_all": share}
 
 
 def _match_part(generated: str, example: Example) -> dict[str, float]:
-    """Whether any answer stands in the text, in any case of letters."""
+    """Returns 1 if the text contains any answer, ignoring case, else 0."""
     return {"string_match_part": metrics.string_match_part(generated, example.answers)}
 
 
 def _tasks(
     name: str, write: Callable[..., list[Example]], primer: str, max_new_tokens: int
 ) -> dict[str, Task]:
-    """The task that writes examples, and the one that reads them."""
+    """Returns the task that generates examples, and the one that reads files."""
     part = name.startswith("qa")
     grade = _match_part if part else _match_all
     metric = "string_match_part" if part else "string_match_all"

@@ -32,8 +32,8 @@ FREQUENT_PRIMER = (
 _COMMON = 10
 _FREQUENT = 3
 _LETTERS = 6  # of a coded word
-_NOISE = "..."  # the most frequent "word" of all; it does not count
-_LEAST_WORDS = 75  # from here on no other word is as frequent as the third answer
+_NOISE = "..."  # the most frequent "word"; it is not an answer
+_LEAST_WORDS = 75  # the fewest for which the third answer has no tie
 
 
 class _Repeats(NamedTuple):
@@ -42,9 +42,10 @@ class _Repeats(NamedTuple):
 
 
 def common_words(length: int) -> Writer:
-    """Sizes count different words. Each list has ten that stand in it more often.
+    """Returns the writer of cwe; its size is the number of different words.
 
-    A solved example opens the prompt. Lengths below 4,096 have fewer repetitions.
+    Ten words of each list occur more often than the others. A solved example begins the
+    prompt. Lengths below 4,096 tokens have fewer repetitions.
     """
     if length < 4096:
         shot, repeats = (20, _Repeats(3, 1)), _Repeats(6, 1)
@@ -54,11 +55,13 @@ def common_words(length: int) -> Writer:
 
 
 def frequent_words(length: int, reserved: int) -> Writer:
-    """Sizes count coded words, fewer of each rank: rank k has size / (zeta(2) k^2).
+    """Returns the writer of fwe; its size is the total number of coded words.
+
+    The word of rank k occurs size / (zeta(2) k^2) times.
 
     Args:
-      length: in tokens; says how many different words there are.
-      reserved: tokens of `length` that are the answer's.
+      length: in tokens; determines the number of different words.
+      reserved: tokens of `length` reserved for the answer.
     """
     different = max((length - reserved) // 50, _FREQUENT + 2)
     return Writer(functools.partial(_write_frequent, different), _LEAST_WORDS)
@@ -81,7 +84,7 @@ def _numbered(
     size: int,
     repeats: _Repeats,
 ) -> tuple[str, list[str]]:
-    """A list of `size` different words in random order, and the common ones."""
+    """Returns a list of `size` different words in random order, and the common ones."""
     words = _sample(words_rng, size)
     common, other = words[:_COMMON], words[_COMMON:]
     listed = common * repeats.common + other * repeats.other
@@ -93,7 +96,7 @@ def _enumerate(words: list[str]) -> str:
 
 
 def _sample(rng: np.random.Generator, size: int) -> list[str]:
-    """Different words; pairs of them where there are not enough words."""
+    """Draws different words, or different pairs if there are too few words."""
     if size <= len(every_word()):
         return rng.permutation(every_word())[:size].tolist()
     pairs: dict[str, None] = {}

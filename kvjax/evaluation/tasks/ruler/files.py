@@ -1,4 +1,4 @@
-"""RULER samples that are already written: lines of JSON with `input` and `outputs`."""
+"""Reads RULER's sample files: lines of JSON with `input` and `outputs`."""
 
 import json
 import pathlib
@@ -12,17 +12,18 @@ def examples(
 ) -> list[Example]:
     """Returns the first `count` rows of `NAME.jsonl` or `NAME/validation.jsonl`.
 
-    A row with an `answer_prefix` has it as its primer, as RULER writes rows now; older
-    rows end in it, and then it is cut off there.
+    The primer is the row's `answer_prefix`. Rows of older RULER versions have none; the
+    end of their `input`, from `opening` on, is the primer then.
 
     Args:
-      name: RULER's, "niah_multikey_3".
-      opening: the first words of the task's primer.
+      name: RULER's name of the task, such as "niah_multikey_3".
+      opening: the first characters of the task's primer.
       count: number of examples.
       data_dir: the folder that holds the file.
 
     Raises:
-      UserError: no folder, no file or not of this format, or too few rows.
+      UserError: the folder or file does not exist, the file is not in this format, or
+        it has too few rows.
     """
     path = _find(name, data_dir)
     with path.open(encoding="utf-8") as lines:
@@ -65,7 +66,7 @@ def _example(path: pathlib.Path, index: int, opening: str, line: str) -> Example
 
 
 def _depth(text: str, answers: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
-    """The tenth of the text where the one answer stands in its one place."""
+    """Returns the depth, rounded to 0.1, of a single answer that occurs once."""
     if len(answers) != 1 or text.count(answers[0]) != 1:
         return ()
     return (("depth", round(text.index(answers[0]) / len(text), 1)),)

@@ -1,4 +1,4 @@
-"""RULER's needles in a haystack: eight tasks of one kind."""
+"""RULER's eight needle-in-a-haystack tasks."""
 
 import functools
 import itertools
@@ -33,13 +33,15 @@ _SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)])) (?=[\"'“‘
 
 
 class Niah(NamedTuple):
-    """What hides where: a task of `scripts/synthetic.yaml`.
+    """The configuration of a task, as in `scripts/synthetic.yaml`.
 
     Attributes:
-      haystack: "noise" (one text again and again), "essay" (prose) or "needle" (more
-        needles, of which nobody asks).
+      haystack: "noise" (one text repeated), "essay" (prose) or "needle" (distractor
+        needles).
       keys, values: "words", "numbers" or "uuids".
-      num_keys, num_values, num_queries: keys hidden, values of each, keys asked for.
+      num_keys: number of hidden keys.
+      num_values: values per key.
+      num_queries: number of keys in the question.
     """
 
     haystack: str
@@ -63,7 +65,7 @@ TASKS = {
 
 
 class _Needles(NamedTuple):
-    """What is hidden (sentences in random order) and what is asked."""
+    """Needle sentences in random order, the keys in the question, and their values."""
 
     sentences: tuple[str, ...]
     queries: tuple[str, ...]
@@ -71,7 +73,10 @@ class _Needles(NamedTuple):
 
 
 def writer(niah: Niah, essay: str | None = None) -> Writer:
-    """Sizes count words of the essay, lines of noise, or needles that nobody asks for.
+    """Returns a task's writer.
+
+    Its size is the number of words of the essay, of lines of noise or of distractor
+    needles.
 
     Args:
       niah: the task.
@@ -86,7 +91,7 @@ def writer(niah: Niah, essay: str | None = None) -> Writer:
 
 
 def prompt_and_primer(niah: Niah, context: str, queries: tuple[str, ...]) -> list[str]:
-    """Template and primer, in the singular where one value is asked for."""
+    """Returns prompt and primer, in the singular if the answer is one value."""
     query, texts, values = queries[0], [TEMPLATE, PRIMER], niah.values
     if len(queries) > 1:
         query = f"{', '.join(queries[:-1])}, and {queries[-1]}"
@@ -99,7 +104,7 @@ def prompt_and_primer(niah: Niah, context: str, queries: tuple[str, ...]) -> lis
 
 
 def sentences(text: str) -> list[str]:
-    """Cuts prose in which every white space is one blank."""
+    """Splits prose into sentences; white space must be single blanks."""
     return _SENTENCE_END.split(text)
 
 
@@ -137,7 +142,7 @@ def _in_essay(
     seed: tuple[int, ...],
     size: int,
 ) -> tuple[str, tuple[float, ...]]:
-    """The first `size` words of the essay, again from its start where it ends."""
+    """Hides needles in the first `size` words of the essay, repeated if too short."""
     text = sentences(" ".join(itertools.islice(itertools.cycle(words), size)))
     drawn = stream(seed, 1).choice(_DEPTHS, len(needles.sentences), replace=False)
     depths, total = np.sort(drawn / 100)[::-1].tolist(), len(text)
@@ -164,7 +169,7 @@ def _other_needle(
     niah: Niah, queries: tuple[str, ...], rng: np.random.Generator
 ) -> str:
     key, value = (_draw(kind, rng) for kind in (niah.keys, niah.values))
-    if key in queries:  # a question has one answer
+    if key in queries:  # it would be a second answer
         return _other_needle(niah, queries, rng)
     return _needle(niah, key, value)
 

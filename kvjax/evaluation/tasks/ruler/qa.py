@@ -25,7 +25,7 @@ _DOCUMENT = "Document {place}:\n{text}"
 
 
 class _Question(NamedTuple):
-    """`needed` and `close` are places in the list of all documents."""
+    """A question; `needed` and `close` are indices in the list of all documents."""
 
     text: str
     answers: tuple[str, ...]
@@ -39,7 +39,7 @@ class _Data(NamedTuple):
 
 
 def _squad(data: Any) -> _Data:
-    """SQuAD 2.0 (or 1.1): questions that have an answer, with their one paragraph."""
+    """Reads SQuAD 2.0 (or 1.1): the answerable questions, each with its paragraph."""
     articles = [article["paragraphs"] for article in data["data"]]
     documents = sorted({p["context"] for article in articles for p in article})
     place = {document: i for i, document in enumerate(documents)}
@@ -58,7 +58,7 @@ def _squad(data: Any) -> _Data:
 
 
 def _hotpotqa(data: Any) -> _Data:
-    """HotpotQA, distractor setting: questions with the documents that come along."""
+    """Reads HotpotQA, distractor setting: questions with their documents."""
     texts = [[f"{t}\n{''.join(lines)}" for t, lines in row["context"]] for row in data]
     documents = sorted(set(itertools.chain(*texts)))
     place = {document: i for i, document in enumerate(documents)}
@@ -70,12 +70,12 @@ def _hotpotqa(data: Any) -> _Data:
 
 
 class Source(NamedTuple):
-    """Where a task's rows come from.
+    """The source of a task's rows.
 
     Attributes:
-      names: of the file, one of them; as published, and as RULER's scripts call it.
-      url: of the publisher's file.
-      read: makes the file's JSON into documents and questions.
+      names: possible names of the file: as published, and as in RULER's scripts.
+      url: of the published file.
+      read: converts the file's JSON to documents and questions.
     """
 
     names: tuple[str, ...]
@@ -98,18 +98,19 @@ SOURCES = {
 
 
 def writer(name: str, data_dir: str | None, count: int) -> Writer:
-    """Sizes count documents beyond those that the question comes with.
+    """Returns a task's writer; its size is the number of added documents.
 
-    Example i asks the i-th question of the file. The documents that are added are first
-    those of the same article (SQuAD), then any; all again where they run out.
+    Example i has the i-th question of the file. Added documents are first those of the
+    same article (SQuAD), then any others; if they run out, all are repeated.
 
     Args:
       name: "qa_1" or "qa_2".
       data_dir: the folder that holds the file, see `SOURCES`.
-      count: number of examples that will be asked for.
+      count: number of examples that will be drawn.
 
     Raises:
-      UserError: no folder, no file or not of this format, or too few questions.
+      UserError: the folder or file does not exist, the file is not in this format, or
+        it has too few questions.
     """
     data = _load(SOURCES[name], name, data_dir)
     if len(data.questions) < count:

@@ -1,5 +1,4 @@
-"""RULER's variable tracking (vt): which variables hold a value, passed from one to the
-next?"""
+"""RULER's variable tracking (vt): find all variables that a chain assigns a value."""
 
 import functools
 import string
@@ -23,16 +22,16 @@ PRIMER = (
     "{num_v} variables are assigned the value {query}, they are: "
 )
 _VARIABLES = 5  # one chain of four hops
-_SHOT_TOKENS = 500  # of the solved example, its answer not counted
-_SHOT_LINES = 5  # of noise that it has at least
+_SHOT_TOKENS = 500  # limit of the solved example, without its answer
+_SHOT_LINES = 5  # its minimal lines of noise
 
 
 def writer(tokenizer: Any, seed: int) -> Writer:
-    """Sizes count lines of noise.
+    """Returns the writer of vt; its size is the number of lines of noise.
 
     Args:
-      tokenizer: tells how long the solved example may be that opens each prompt.
-      seed: as of the examples.
+      tokenizer: measures the solved example that begins each prompt.
+      seed: the seed of the examples.
     """
 
     def fits(lines: int) -> bool:
@@ -54,7 +53,7 @@ def _write(shot_lines: int, seed: tuple[int, ...], size: int) -> Draft:
 def _puzzle(
     rng: np.random.Generator, letters: int, lines: int
 ) -> tuple[str, str, tuple[str, ...]]:
-    """Prompt, primer and answers; names of variables have so many letters."""
+    """Returns prompt, primer and answers; variables have names of `letters` letters."""
     names = _names(rng, letters)
     value = str(rng.integers(10_000, 99_999))
     sources = (value, *(f"VAR {name} " for name in names))

@@ -1,4 +1,4 @@
-"""English words to hide and to count, from the package `wonderwords` as in RULER."""
+"""Provides English words from the package `wonderwords`, as RULER does."""
 
 import functools
 import importlib.resources
@@ -10,7 +10,7 @@ from kvjax.types import require_extra
 
 @functools.cache
 def words(kind: str) -> tuple[str, ...]:
-    """The package's nouns ("noun"), adjectives ("adjective") or verbs ("verb").
+    """Returns the package's nouns ("noun"), adjectives ("adjective") or verbs ("verb").
 
     Raises:
       UserError: the package is not installed.
@@ -23,11 +23,11 @@ def words(kind: str) -> tuple[str, ...]:
 
 @functools.cache
 def every_word() -> tuple[str, ...]:
-    """All of them, each once, in alphabetical order."""
+    """Returns all nouns, adjectives and verbs, each once, in alphabetical order."""
     return tuple(sorted({*words("noun"), *words("adjective"), *words("verb")}))
 
 
 def pair(rng: np.random.Generator) -> str:
-    """An adjective and a noun: "dynamic-aardvark"."""
+    """Draws an adjective and a noun: "dynamic-aardvark"."""
     chosen = (words(kind) for kind in ("adjective", "noun"))
     return "-".join(some[rng.integers(len(some))] for some in chosen)
