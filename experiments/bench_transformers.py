@@ -1,11 +1,11 @@
-r"""Races kvjax with the full cache against transformers on PyTorch.
+r"""Times kvjax with the full cache beside transformers on PyTorch.
 
     python experiments/bench_transformers.py --baseline_python=/path/to/venv/bin/python
 
 SmolLM2-135M-Instruct in float32, the same tokens on the same machine in one run. The
-two sides take turns, and one waits while the other computes. PyTorch need not live
-beside JAX: --baseline_python names an environment with torch, transformers, gguf and
-absl-py. The baseline is timed at its faster of `generate` and a bare loop of `forward`.
+two libraries take turns, one waiting while the other computes. --baseline_python names
+an environment with torch, transformers, gguf and absl-py, which need not have JAX. The
+baseline counts at its faster of `generate` and a plain loop of `forward`.
 
 Two virtual cores of an AMD EPYC; jax 0.10.2, torch 2.13, transformers 5.2.0; medians in
 tokens/s, min..max over three rounds, all tokens equal::
@@ -45,7 +45,7 @@ BASELINE_WAYS = "loop", "generate"
 
 
 class Case(NamedTuple):
-    """One measurement: `new` is 0 where only the prompt is read."""
+    """One measurement; `new` is 0 where only the prefill is timed."""
 
     name: str
     batch: int
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens that the timed part processes; the prompt gives the first new one."""
+        """Returns the tokens of the timed phase; prefill produces the first new one."""
         return self.batch * (self.new - 1 if self.new else self.prompt)
 
 
@@ -80,7 +80,7 @@ def main(_):
 
 
 def race(case: Case, ours, baseline) -> dict[str, Any]:
-    """Tokens per second of both sides, in turns, and whether they chose the same."""
+    """Measures tokens per second of both libraries in turn, and compares tokens."""
     prompts = ours.prompts(case)
     sides = {"kvjax": lambda: ours.run(case, prompts)}
     for way in BASELINE_WAYS if case.new else BASELINE_WAYS[:1]:
@@ -110,7 +110,7 @@ def race(case: Case, ours, baseline) -> dict[str, Any]:
 
 
 def kvjax_side(baseline: baselines.Baseline):
-    """Our side; imported here because the worker's environment need not have JAX."""
+    """Returns kvjax's runs; imports here because the worker may have no JAX."""
     import kvjax
     from kvjax.cache.spec import make_spec
     from kvjax.engine import runner
@@ -143,7 +143,7 @@ def kvjax_side(baseline: baselines.Baseline):
 
 
 def answer(model, request):
-    """The worker's: seconds and tokens of one turn."""
+    """Returns seconds and tokens of one turn; runs in the worker."""
     import torch
 
     call = {"generate": by_generate, "loop": by_loop}[request["way"]]
@@ -151,7 +151,7 @@ def answer(model, request):
 
 
 def by_generate(model, prompts, new):
-    """Seconds of `generate` for `new` tokens, less those for the first one."""
+    """Times `generate` for `new` tokens, minus the time for the first one."""
     options = {"do_sample": False, "pad_token_id": 0, "attention_mask": prompts >= 0}
 
     def timed(count):
@@ -167,7 +167,7 @@ def by_generate(model, prompts, new):
 
 
 def by_loop(model, prompts, new):
-    """Seconds of the bare steps, or of the prompt alone if `new` is 0."""
+    """Times plain decode steps, or the prefill if `new` is 0."""
     from baselines import decoding
 
     start = time.perf_counter()
@@ -187,7 +187,7 @@ def spread(rates: list[float]) -> dict[str, float]:
 
 
 def show(figures):
-    """The medians in tokens per second, with min..max, as a markdown table."""
+    """Prints the medians in tokens per second, with min..max, as a Markdown table."""
 
     def cell(side):
         return "{median:.1f} ({min:.1f}..{max:.1f})".format_map(side)

@@ -1,11 +1,11 @@
-"""PyTorch libraries beside kvjax: the same prompts, in an environment of their own.
+"""Runs PyTorch libraries on the prompts of kvjax, in their own environment.
 
-    protocol    a worker process under another interpreter, and JSON lines to and fro
-    throughput  `measure`: transformers and kvpress timed under one memory limit
-    memory      how many bytes they should need, and the search for the largest batch
-    presses     kvpress' presses by the names that our policies have
+    protocol    starts a worker under another interpreter, exchanges JSON lines with it
+    throughput  `measure` times transformers and kvpress under one memory limit
+    memory      estimates the bytes they need, and searches for the largest batch
+    presses     kvpress' presses by the names of our policies
     decoding    prefill and greedy decoding with transformers
-    worker      what `throughput` runs under the other interpreter
+    worker      the script that `throughput` runs under the other interpreter
 
 `decoding` and `worker` need torch, `throughput` needs kvjax; the others need neither,
 and both sides import them.

@@ -1,8 +1,8 @@
 """Prefill and greedy decoding with transformers, with or without a press.
 
-As kvpress' own pipeline does it: the press works while the prompt is read; from there
-on every pair left is seen, and new tokens stand at their true positions. Unlike the
-pipeline it takes rows by the batch.
+Follows kvpress' own pipeline: the press compresses during prefill, decoding attends to
+all remaining KV pairs, and new tokens have their true positions. Unlike the pipeline,
+it takes batches.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ Press = Callable[[Any], contextlib.AbstractContextManager]  # of the model
 
 
 class Read(NamedTuple):
-    """What a prompt leaves behind.
+    """The state after a prefill.
 
     Attributes:
       cache: its keys and values.
       token: [B, 1], the first new token.
-      positions: [1, 1], where that token stands.
+      positions: [1, 1], the position of that token.
     """
 
     cache: transformers.DynamicCache
@@ -63,10 +63,7 @@ def prefill(
 
 
 def skip(read: Read, count: int) -> Read:
-    """As if `count` more tokens had been decoded; their keys and values are zeros.
-
-    The cache that is given grows.
-    """
+    """Appends zeros for `count` tokens to the cache in place, as if decoded."""
     for layer in read.cache.layers:
         batch, heads, _, depth = layer.keys.shape
         zeros = layer.keys.new_zeros((batch, heads, count, depth))
@@ -75,7 +72,7 @@ def skip(read: Read, count: int) -> Read:
 
 
 def decode(model: Any, read: Read, new: int) -> list[list[int]]:
-    """The first `new` tokens of each row; the cache grows."""
+    """Decodes `new` tokens of each row greedily; extends the cache in place."""
     cache, token, positions = read
     tokens = [token]
     for _ in range(new - 1):

@@ -1,9 +1,9 @@
-"""Bytes that transformers and kvpress should need, and the search for a batch.
+"""Estimates the bytes of transformers and kvpress, and searches for a batch size.
 
-Counted from what PyTorch holds at once in a decoder of Llama's kind, read in one call:
-`DynamicCache` concatenates keys, then values, of one layer at a time; a press has cut
-down the layers below before the next one is read; of a layer's activations the gated
-MLP's are the most. The count is where the search begins, running decides.
+The estimate counts the tensors that PyTorch holds at once in a Llama-like decoder that
+reads a prompt in one call: `DynamicCache` concatenates keys, then values, layer by
+layer; a press compresses each layer before the next one runs; the gated MLP has the
+largest activations. The search starts at the estimate; measured peaks decide.
 """
 
 import bisect
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """What a model takes; `element` bytes per number, `weights` bytes in all."""
+    """The shape of a model; `element` bytes per number, `weights` bytes in total."""
 
     layers: int
     heads: int
@@ -26,20 +26,20 @@ class Shape(NamedTuple):
 
     @property
     def pair(self) -> int:
-        """Bytes of one token's keys and values in one layer."""
+        """Returns the bytes of one token's keys and values in one layer."""
         return 2 * self.kv_heads * self.head_dim * self.element
 
 
 class Work(NamedTuple):
-    """What is asked of every row.
+    """The work of every row.
 
     Attributes:
       prompt, new: tokens read and written.
       kept: pairs per head after the prompt; None for all.
       chunk: prompt tokens read at a time; None for all.
       policy: of `presses.LABELS`, None for none.
-      window: last queries that the press weighs anew.
-      eager: whether attention weights are there as a whole.
+      window: number of last queries whose attention the press recomputes.
+      eager: whether attention weights are materialized.
     """
 
     prompt: int
@@ -52,7 +52,7 @@ class Work(NamedTuple):
 
 
 def count_bytes(shape: Shape, work: Work, batch: int) -> dict[str, int]:
-    """Bytes at the peak of each phase, the weights included."""
+    """Returns the peak bytes of each phase, weights included."""
     left = work.prompt if work.kept is None else work.kept
     length = left + work.new
     pairs = shape.layers * left * shape.pair
@@ -72,7 +72,7 @@ def count_bytes(shape: Shape, work: Work, batch: int) -> dict[str, int]:
 
 
 def _attention(shape: Shape, work: Work, steps: int) -> int:
-    """Queries, keys, values, and what is made of them in one layer."""
+    """Returns the bytes of queries, keys, values and attention in one layer."""
     width = shape.heads * shape.head_dim * shape.element
     whole = work.prompt * shape.pair
     rotated = 4 * steps * width + steps * shape.pair
@@ -85,7 +85,7 @@ def _attention(shape: Shape, work: Work, steps: int) -> int:
 
 
 def _press(shape: Shape, work: Work) -> int:
-    """What a press computes with, beside keys and values."""
+    """Returns a press' temporary bytes per row, besides keys and values."""
     width = shape.heads * shape.head_dim * shape.element * work.prompt
     weights = 4 * shape.heads * work.window * shape.element * work.prompt
     return {
@@ -98,20 +98,19 @@ def _press(shape: Shape, work: Work) -> int:
 
 
 def _shared(shape: Shape, work: Work) -> int:
-    """What a press computes with whatever the rows: rotations to 512 positions."""
+    """Returns a press' bytes shared by all rows: rotations to 512 positions."""
     if work.policy != "expected_attention":
         return 0
     return 3 * 512 * shape.head_dim**2 * shape.element
 
 
 class Trial(NamedTuple):
-    """A batch that was run, or was to be.
+    """A batch that was tried.
 
     Attributes:
       batch: its rows.
-      bytes: at the peak of each phase that was reached, the weights included; empty
-        where none is known.
-      why: empty if it fits; else what went wrong.
+      bytes: peak bytes of each phase that ran, weights included; empty if unknown.
+      why: "" if it fits; else the reason why not.
     """
 
     batch: int
@@ -130,17 +129,17 @@ def next_batch(
     limit: int,
     most: int,
 ) -> int | None:
-    """The batch to try next, or None if the largest that fits is among the trials.
+    """Returns the batch to try next, or None if the trials hold the largest that fits.
 
-    The first guess is the count's; then the last trial's bytes correct the count.
-    Without such a figure the count stands if it fits; else the interval is halved.
+    The first guess uses `count`; later ones scale it by the last trial's bytes. If
+    those are unknown, a fitting guess stands, and otherwise the interval is halved.
 
     Args:
-      count: bytes that a batch should need, the weights included.
+      count: estimates the bytes of a batch, weights included.
       weights: bytes of the weights.
       trials: so far.
       limit: in bytes, for all.
-      most: rows that there are.
+      most: the number of rows available.
     """
     low, high = _between(trials, most)
     if low + 1 >= high:
@@ -163,12 +162,12 @@ def next_batch(
 
 
 def largest(trials: Sequence[Trial]) -> int:
-    """Rows of the largest batch that fits; 0 if none did."""
+    """Returns the largest batch that fits, or 0."""
     return _between(trials, 0)[0]
 
 
 def _between(trials: Sequence[Trial], most: int) -> tuple[int, int]:
-    """The largest batch that fits and the smallest that does not; `most` can be had."""
+    """Returns the largest batch that fits, and the smallest that does not."""
     high = min((each.batch for each in trials if each.why), default=None)
     fits = [t.batch for t in trials if not t.why and (high is None or t.batch < high)]
     return max(fits, default=0), most + 1 if high is None else high

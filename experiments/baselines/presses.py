@@ -1,7 +1,7 @@
-"""kvpress' presses by the names of our policies; kvpress is imported when one is made.
+"""Makes kvpress' presses by the names of our policies; imports kvpress when called.
 
-All of them keep a number of pairs once, when the prompt has been read; what is decoded
-stays. That is our schedule `after_prefill`.
+Every press evicts once, after the prompt; decoded tokens are all kept. That is our
+schedule `after_prefill`.
 """
 
 from collections.abc import Callable
@@ -16,24 +16,24 @@ LABELS = {
     "expected_attention": "Expected Attention",
     "average_attention": "Observed Attention",
 }
-EAGER = ("average_attention",)  # read the weights that only eager attention returns
+EAGER = ("average_attention",)  # need weights, which only eager attention returns
 
 
 def ratio(budget: int, prompt_tokens: int) -> float:
-    """The compression ratio that keeps `budget` pairs of a prompt, or all it has.
+    """Returns the compression ratio that keeps at most `budget` pairs of a prompt.
 
-    A press keeps int(prompt_tokens * (1 - ratio)), so half a pair more is asked for.
+    A press keeps int(prompt_tokens * (1 - ratio)), so this asks for half a pair more.
     """
     return max(0.0, 1 - (budget + 0.5) / prompt_tokens)
 
 
 def make(name: str, ratio: float, **options: Any) -> Any:
-    """A press.
+    """Makes a press.
 
     Args:
       name: one of `LABELS`.
       ratio: see `ratio`.
-      options: the press' own settings by its own names, where not its defaults.
+      options: settings of the press by its own names.
 
     Raises:
       ValueError: an unknown name.

@@ -1,9 +1,9 @@
-r"""A PyTorch process beside JAX's, for the experiments that compare the two.
+r"""Starts a PyTorch process beside JAX's, for experiments that compare the two.
 
-PyTorch need not live in JAX's environment: the experiment starts a worker under another
-interpreter, often its own script once more, and the two exchange JSON lines. The worker
-first says its versions, then loads a GGUF file, or makes a model with random weights,
-then answers request by request::
+PyTorch need not be installed in JAX's environment: the experiment starts a worker under
+another interpreter, often its own script again, and the two exchange JSON lines. The
+worker first sends its versions, then loads a GGUF file or makes a model with random
+weights, then answers one request at a time::
 
     # In JAX's process:
     with baselines.Baseline(python, __file__, "--worker") as baseline:
@@ -31,25 +31,25 @@ EXPERIMENTS = pathlib.Path(__file__).resolve().parents[1]
 
 
 class BaselineError(Exception):
-    """The other side cannot run; one line."""
+    """The worker cannot run; the message is one line."""
 
 
 class BaselineDied(BaselineError):
-    """The worker ended without a word, as when the system kills it for memory."""
+    """The worker died without an answer, as when the system kills it for memory."""
 
 
 class Baseline:
-    """The worker's process, as JAX's process sees it; a context that ends it.
+    """The worker process, seen from JAX's process; a context manager that ends it.
 
     Args:
       python: an interpreter with the packages that the worker serves, and with gguf.
-      arguments: of the interpreter; `baselines` can be imported whatever they are.
+      arguments: of the interpreter; its path includes `baselines`.
 
     Attributes:
       versions: of the packages that the worker named.
 
     Raises:
-      BaselineError: here and in every method, when the other side cannot run.
+      BaselineError: here and in every method, if the worker cannot run.
     """
 
     def __init__(self, python: str, *arguments: str):
@@ -81,10 +81,10 @@ class Baseline:
         source: pathlib.Path | Mapping[str, Any],
         device: str = "cpu",
     ) -> None:
-        """Has the worker load a GGUF file, or make a model with random weights.
+        """Makes the worker load a GGUF file, or create a model with random weights.
 
         Args:
-          source: the file; or what a config.json says of the model's shape.
+          source: the file; or the fields of a config.json.
           device: `cpu`, in float32; or `best`: a GPU, in bfloat16, where there is one.
         """
         asked: dict[str, Any] = {"device": device}
@@ -122,14 +122,14 @@ class Baseline:
 def serve(
     packages: Sequence[str], answer: Callable[[Any, dict[str, Any]], dict[str, Any]]
 ) -> None:
-    """Answers each line on stdin by one line on stdout, and dies when stdin ends.
+    """Answers each line of stdin with a line on stdout, and exits when stdin ends.
 
     Args:
       packages: to import first; their versions are the first answer.
-      answer: (the loaded model, a request) -> what to say.
+      answer: maps the loaded model and a request to the answer.
     """
     lines = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    os.dup2(2, 1)  # prints of libraries must not mix with the answers
 
     def say(content):
         print(json.dumps(content), file=lines, flush=True)
@@ -151,10 +151,10 @@ def serve(
 
 
 def requests() -> Iterator[dict[str, Any]]:
-    """The lines of stdin; at its end the process exits, whatever it is doing.
+    """Yields the requests on stdin; at its end, exits the process at once.
 
-    Whoever asked is gone by then, killed perhaps, and a worker that went on for minutes
-    would take the machine from the run that follows.
+    The parent process has ended by then, perhaps killed; a worker that continued for
+    minutes would disturb the next run.
     """
     waiting = queue.SimpleQueue()
 

@@ -1,20 +1,19 @@
-"""transformers and kvpress at the largest batch that a memory limit allows.
+"""Times transformers and kvpress at the largest batch that a memory limit allows.
 
-`measure` gives tokens per second of each, in records to stand beside kvjax's own::
+`measure` returns tokens per second in records like kvjax's own::
 
     methods = [Method(), Method("key_diff", 512)]
     measure("venv/bin/python", path_of_gguf, methods, prompts, 64, 4 * 10**9)
     measure("venv/bin/python", "random:llama-3.1-8b", methods, prompts, 64, 48 * 10**9)
 
-What the other libraries are given so that it is fair: the same token ids, all prompts
-of one length, nothing padded, EOS ignored; one call for the prompt, as in kvpress' own
-pipeline, and logits of its last token alone; for transformers also the prompt in
-chunks, if that lets more rows in (the faster of the two is the record, the other stands
-under `alternatives`); a press for exactly `budget` pairs per head; sdpa attention,
-except for the press that reads attention weights. On a CPU large blocks go back to the
-system as they are freed, as in kvjax's own runs, or a batch that fits would not stay in
-its memory. What the libraries do when that is no matter can be asked for as well
-(`retain_freed_memory`).
+For a fair comparison the other libraries get the same token ids, prompts of one length
+without padding, and ignore EOS. They prefill in one call, as in kvpress' own pipeline,
+with logits of the last token only. transformers also prefills in chunks if that lets
+more rows fit; the faster way is the record, the other is under `alternatives`. A press
+keeps exactly `budget` pairs per head. Attention is sdpa, except for the press that
+reads attention weights. On a CPU large freed blocks return to the system, as in kvjax's
+own runs, because a batch would otherwise exceed the memory that it needs;
+`retain_freed_memory` measures the libraries without that.
 """
 
 import functools
@@ -42,19 +41,18 @@ UNGRADED = (
     "kl",
     "top1_agreement",
 )
-Progress = Callable[[str, int], None]  # what runs now, and methods just finished
+Progress = Callable[[str, int], None]  # the current step, newly finished methods
 
 
 class Method(NamedTuple):
-    """What is to be measured.
+    """A method to measure.
 
     Attributes:
       policy: of `presses.LABELS`, run by kvpress; None is transformers' full cache.
-      budget: pairs per head that stay of the prompt.
+      budget: KV pairs per head kept of the prompt.
       options: of the press, by its own names, such as SnapKV's `window_size`.
-      retain_freed_memory: timed with glibc as it comes, which keeps freed memory for
-        later; the batch is the one that fits without, and `measured_bytes` says what it
-        takes.
+      retain_freed_memory: times with glibc's defaults, which retain freed memory, at
+        the batch that fits without; `measured_bytes` holds the peak.
     """
 
     policy: str | None = None
@@ -70,7 +68,7 @@ class Method(NamedTuple):
         return f"kvpress {presses.LABELS[self.policy]} ({self.budget}){kept}"
 
     def request(self, prompt_tokens: int) -> dict[str, Any]:
-        """What the worker makes the press of."""
+        """Returns the worker's request for the press."""
         ratio = presses.ratio(self.budget, prompt_tokens) if self.policy else None
         return {"policy": self.policy, "ratio": ratio, "options": dict(self.options)}
 
@@ -101,18 +99,18 @@ def measure(
     progress: Progress = lambda what, finished: None,
     keep_tokens: bool = False,
 ) -> list[dict[str, Any]]:
-    """Throughput of methods under one memory limit.
+    """Measures the throughput of methods under one memory limit.
 
     Args:
       python: the interpreter with torch, transformers, gguf, and kvpress for presses.
       model: a GGUF file; or `random:` and a shape's name, of `kvjax.models.presets`.
-      methods: any; the machine is theirs one after the other.
-      prompts: token ids, all of one length; no larger batch is tried than there are.
-      new_tokens: to generate, whatever they are.
-      memory_bytes: what weights, pairs and activations may take together.
+      methods: run one after the other.
+      prompts: token ids, all of one length; their number bounds the batch.
+      new_tokens: to generate per prompt, EOS ignored.
+      memory_bytes: limit of weights, KV pairs and activations together.
       min_timed_batches: see `kvjax.evaluation.batch_rules.turns`.
-      progress: told what runs.
-      keep_tokens: adds `tokens`, each prompt's answer, to be graded and taken out.
+      progress: called with the current step.
+      keep_tokens: adds `tokens`, each prompt's answer, for the caller to grade.
 
     Returns:
       A record per method. Among its fields: `batch_size`, and `limited_by`, the phase
@@ -123,8 +121,8 @@ def measure(
       `tried_batches`, the batches run on the way.
 
     Raises:
-      UserError: arguments that do not fit; not even one prompt fits.
-      BaselineError: the other side cannot run.
+      UserError: invalid arguments; not even one prompt fits.
+      BaselineError: the worker cannot run.
     """
     _check(methods, prompts, new_tokens, min_timed_batches)
     task = _Task(prompts, new_tokens, memory_bytes, min_timed_batches)
@@ -143,15 +141,15 @@ def measure(
 def joined(
     python: str, model: str, dtype: str, asked: Sequence[Mapping[str, Any]]
 ) -> dict[str, Callable[..., dict[str, Any]]]:
-    """The methods as `kvjax.evaluation.run.run` wants them, by their names.
+    """Returns the methods by name, as `kvjax.evaluation.run.run` takes them.
 
-    On a GPU JAX holds most of the memory for itself unless the environment says
-    XLA_PYTHON_CLIENT_PREALLOCATE=false; then `memory_gb` has to leave room for both.
+    On a GPU, JAX preallocates most of the memory: set XLA_PYTHON_CLIENT_PREALLOCATE to
+    false, and a `memory_gb` that leaves memory for both.
 
     Args:
       python: see `measure`.
       model: a name that `kvjax.load` knows, a GGUF file, or `random:` and a shape's.
-      dtype: that kvjax runs in.
+      dtype: of kvjax's run.
       asked: fields of `Method`.
 
     Raises:
@@ -194,7 +192,7 @@ def _method(fields: Mapping[str, Any]) -> Method:
 
 
 def _check_side(python, model, methods, dtype) -> None:
-    """Raises UserError if the other side cannot run, or not as this one does."""
+    """Raises UserError if the worker cannot run, or has another dtype or device."""
     try:
         with _Worker(python, model, methods, [1, 2, 3]) as worker:
             about = worker.about
@@ -213,7 +211,7 @@ def _check_side(python, model, methods, dtype) -> None:
 def source_of(
     model: str | pathlib.Path,
 ) -> tuple[pathlib.Path | Mapping[str, Any], str]:
-    """What a worker is to load, and what records call it."""
+    """Returns what a worker loads, and the model's name in records."""
     path, name = pathlib.Path(model), str(model).removeprefix(presets.RANDOM)
     if name == str(model):
         return path, path.stem
@@ -232,13 +230,13 @@ class _Task(NamedTuple):
         return len(self.prompts[0])
 
     def batches(self, size: int) -> list[list[list[int]]]:
-        """The prompts of every batch, as in kvjax's own measurement."""
+        """Returns the prompts of every batch, as in kvjax's own measurement."""
         rows = turns(len(self.prompts), size, self.min_timed_batches)
         return [[list(self.prompts[row]) for row in batch] for batch in rows]
 
 
 class _Worker:
-    """The worker, started again after a death."""
+    """The worker process, restarted when it dies."""
 
     def __init__(self, python, model, methods, prompt):
         self.python, self.source, self.name = python, *source_of(model)
@@ -272,7 +270,7 @@ class _Worker:
         chunk: int | None,
         limit: int | None,
     ) -> dict[str, Any]:
-        """A rehearsal of one batch under a limit, or the timed batches."""
+        """Runs a rehearsal of one batch under a limit, or the timed batches."""
         timed = limit is None
         asked = {
             "chunk": chunk,
@@ -287,16 +285,16 @@ class _Worker:
             self.baseline.close()
             self.start()
             return {"out_of_memory": str(death)}
-        wanted = [method.kept(task.length)]
-        if done.get("kept", wanted) != wanted:
+        expected = [method.kept(task.length)]
+        if done.get("kept", expected) != expected:
             raise BaselineError(
-                f"{method.name} kept {done['kept']} pairs, not {wanted}"
+                f"{method.name} kept {done['kept']} pairs, not {expected}"
             )
         return done
 
 
 class _Plan(NamedTuple):
-    """A way to run a method, and the batches that were tried."""
+    """A way to run a method, with the batches tried so far."""
 
     method: Method
     chunk: int | None
@@ -304,9 +302,9 @@ class _Plan(NamedTuple):
 
 
 def _plans(worker: _Worker, method: Method, task: _Task, progress) -> list[_Plan]:
-    """The ways to read a prompt that are worth timing.
+    """Returns the ways to prefill that are worth timing.
 
-    In chunks only where by the count more rows fit than were found to fit at once.
+    Chunks only if by the estimate more rows fit than in one call.
     """
     chunks = (None,) if method.policy or task.length <= CHUNK else (None, CHUNK)
     found: list[_Plan] = []
@@ -323,7 +321,7 @@ def _plans(worker: _Worker, method: Method, task: _Task, progress) -> list[_Plan
 
 
 def _fits(worker: _Worker, plan: _Plan, task: _Task, batch: int) -> bool:
-    """Whether there are so many prompts, and by the count memory for them."""
+    """Returns whether `batch` prompts exist and, by the estimate, fit."""
     counted = _count(worker, plan, task, batch)
     return batch <= len(task.prompts) and max(counted.values()) <= task.limit
 
@@ -334,7 +332,7 @@ def _count(worker: _Worker, plan: _Plan, task: _Task, batch: int) -> dict[str, i
 
 
 def _search(worker: _Worker, plan: _Plan, task: _Task, progress: Progress) -> None:
-    """Adds trials until the largest batch that fits is among them."""
+    """Tries batches until the largest that fits is found."""
     count = lambda batch: max(_count(worker, plan, task, batch).values())
     known = count, worker.shape.weights, plan.trials, task.limit, len(task.prompts)
     while batch := memory.next_batch(*known):
@@ -346,7 +344,7 @@ def _search(worker: _Worker, plan: _Plan, task: _Task, progress: Progress) -> No
 def _time(
     worker: _Worker, plan: _Plan, task: _Task, progress: Progress
 ) -> dict[str, Any]:
-    """The record of one way, at a smaller batch if memory runs out after all."""
+    """Times one way, at a smaller batch if memory runs out; returns its record."""
     while batch := memory.largest(plan.trials):
         progress(f"timing a batch of {batch}", 0)
         done = worker.run(plan.method, task, batch, plan.chunk, None)
@@ -358,7 +356,7 @@ def _time(
 
 
 def _faster(ways: list[dict[str, Any]]) -> dict[str, Any]:
-    """The record of the fastest way, with the others in brief."""
+    """Returns the record of the fastest way, with the others in brief."""
     record, *others = sorted(ways, key=lambda way: -way["output_tokens_per_s"])
     brief = ("prefill_chunk", "batch_size", "output_tokens_per_s", "measured_bytes")
     record["alternatives"] = [{key: each[key] for key in brief} for each in others]
@@ -386,7 +384,7 @@ def _too_small(method: Method, task: _Task, trial: memory.Trial) -> str:
 def _record(
     worker: _Worker, plan: _Plan, task: _Task, done: dict[str, Any]
 ) -> dict[str, Any]:
-    """What one way came to; `tokens` is not for records."""
+    """Returns the record of one way, with `tokens` for grading."""
     method, chunk, trials = plan
     batch = memory.largest(trials)
     (fits,) = [each for each in trials if each.batch == batch and not each.why]

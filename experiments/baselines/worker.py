@@ -1,4 +1,4 @@
-"""The other interpreter's side of `baselines.throughput`: runs, weighs, times batches.
+"""Runs batches for `baselines.throughput`, and measures their time and memory.
 
     python -m baselines.worker
 
@@ -8,12 +8,11 @@ Requests, after the model:
     {"policy", "ratio", "options", "chunk", "batches", "new", "limit",
      "retain_freed_memory"}
 
-The first asks whether all presses can be made, and for the model's shape; its prompt is
-one to warm up with. The second answers with the seconds of every batch, the bytes at
-the peak of each phase, how many pairs were kept, and the tokens; or, where memory ran
-out, with `out_of_memory`. With a `limit` it is a rehearsal: of the new tokens only the
-last ones are decoded, where the cache is largest. For `retain_freed_memory` see
-`Meter`.
+The first request makes all presses, warms up with its prompt, and returns the model's
+shape. The second returns the seconds of every batch, the peak bytes of each phase, the
+numbers of KV pairs kept, and the tokens; or `out_of_memory` where memory ran out. With
+a `limit` it is a rehearsal: it decodes only the last of the new tokens, where the cache
+is largest. For `retain_freed_memory` see `Meter`.
 """
 
 import contextlib
@@ -36,15 +35,15 @@ MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # names of mallopt's parameters
 
 
 class Meter:
-    """Peak bytes, the weights included, of what runs after `start`.
+    """Measures the peak bytes after `start`, weights included.
 
-    On a GPU they are the allocator's. On a CPU they are the growth of the resident set
-    and the weights. By itself glibc keeps freed blocks of up to 32 MiB for later, and
-    those between others in use add up: a batch of 22 that fits into 2 GB took 5.1.
-    Without `retain_freed_memory` blocks of 1 MiB and more go back to the system at
-    once, as they do in `kvjax.engine.memory`, which costs page faults.
+    On a GPU the allocator reports them. On a CPU they are the weights and the growth of
+    the resident set. By default glibc retains freed blocks of up to 32 MiB, and
+    fragmentation adds up: a batch of 22 that fits into 2 GB took 5.1. Without
+    `retain_freed_memory`, blocks of 1 MiB and more return to the system at once, as in
+    `kvjax.engine.memory`, at the price of page faults.
 
-    Where the system does not tell (no Linux), `peak` is None.
+    `peak` is None where the system does not report it (not Linux).
     """
 
     def __init__(self, model, retain_freed_memory: bool):
@@ -86,7 +85,7 @@ def _resident(field: str) -> int | None:
 
 
 def _retain_freed(below: int) -> None:
-    """Which freed blocks glibc keeps; other C libraries have no such choice."""
+    """Sets the size from which glibc returns freed blocks to the system."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(MMAP_THRESHOLD, below)
@@ -109,7 +108,7 @@ def answer(model, request):
 
 
 def warm_up(model, prompt):
-    """All cores; and memory that libraries take once and keep, 10 to 20 MB, taken."""
+    """Uses all cores, and makes libraries allocate what they keep (10 to 20 MB)."""
     import torch
 
     from baselines import decoding
@@ -121,7 +120,7 @@ def warm_up(model, prompt):
 
 
 def about(model):
-    """The model's shape, and what it runs on."""
+    """Describes the model's shape, the device and the versions."""
     import torch
 
     config = model.config.get_text_config()
@@ -153,7 +152,7 @@ def about(model):
 
 
 def run(model, policy, ratio, options, chunk, batches, new, limit, retain_freed_memory):
-    """Batches one after the other."""
+    """Runs the batches one after the other."""
     eager = policy in presses.EAGER
     model.set_attn_implementation("eager" if eager else "sdpa")
     press = _press(policy, ratio, options)
@@ -173,7 +172,7 @@ def run(model, policy, ratio, options, chunk, batches, new, limit, retain_freed_
 
 
 class Batch(NamedTuple):
-    """What one batch came to: by phase, seconds and peak bytes; pairs kept; tokens."""
+    """The result of a batch: by phase, seconds and peak bytes; pairs kept; tokens."""
 
     seconds: dict[str, float]
     bytes: dict[str, int | None]
@@ -182,7 +181,7 @@ class Batch(NamedTuple):
 
 
 def _batch(model, press, chunk, rows, new, meter, limit) -> Batch:
-    """A rehearsal ends after the prompts if they are over the limit."""
+    """Runs a batch; a rehearsal stops after a prefill that exceeds the limit."""
     import torch
 
     from baselines import decoding
@@ -219,7 +218,7 @@ def _press(policy, ratio, options):
 
 
 def _now(model) -> float:
-    """Seconds, when all that was asked of the device is done."""
+    """Returns the time in seconds after the device has finished its work."""
     if model.device.type == "cuda":
         import torch
 

@@ -1,14 +1,13 @@
-"""How sizes shared out by one rule or another do as fewer pairs stay: pictures, tables.
+"""Draws what budget rules find as fewer KV pairs are kept, and writes it as tables.
 
     python experiments/gallery/budget_pictures.py docs/data/heads_{50,25,12}.jsonl \\
         docs/data/heads_squeeze_*.jsonl docs/data/heads_{2000,3500}_*.jsonl
 
-Takes folders or records of `configs/heads.py`. A column for each rule that chooses
-pairs, a row for each length of prompts, a line for each way to share out the pairs,
-over the share that stays. heads_found.png has what is found, in percent of what the
-full cache of the same run finds; heads_kl.png how far predictions are from it. What was
-not run is left out of the lines. heads.md has both as numbers, and nats, for all rules
-and ways of the runs.
+Takes folders or records of `configs/heads.py`. The pictures have a column per policy, a
+row per prompt length and a line per budget rule, over the share of pairs that is kept.
+heads_found.png shows the score in percent of the full cache of the same run,
+heads_kl.png the KL to its predictions; lines skip what was not run. heads.md holds both
+as numbers, and nats, for all policies and budget rules of the runs.
 
 The last line on stdout is one JSON object.
 """
