@@ -1,16 +1,15 @@
-"""The full cache in fewer bits: what does each codec change of a model's predictions?
+"""Compares codecs on the full cache: how far each one moves a model's predictions.
 
     python experiments/run.py --config=configs/codecs.py --workdir=runs/codecs
     python experiments/run.py --config=configs/codecs.py:after_prompt \\
         --config.fidelity.num_windows=120 --workdir=runs/codecs_after
 
 SmolLM2-135M-Instruct reads prompts of 768 tokens and predicts the 64 that follow, with
-all pairs kept and stored by each of the codecs: the loss, divergence from the full
-cache's predictions, agreement of the likeliest token. Beside it, whether a pass key in
-a prompt of 1,000 tokens is found. Nothing is evicted: what is lost, the bits have lost.
-Pairs are encoded as they come, so that the prompt too is read through them; after the
-colon `after_prompt` reads it as it is and encodes its pairs when it is in, which all
-codecs then share: 120 windows are 100,000 tokens of text.
+all KV pairs stored by each codec. The records have the loss, the KL to the full cache's
+predictions, the agreement of the likeliest token, and whether a pass key in a prompt of
+1,000 tokens is found. Nothing is evicted, so every difference is the codec's. Pairs are
+encoded during prefill, so the prompt attends to codes; `:after_prompt` encodes them
+after it, and then all codecs share one prefill: 120 windows are 100,000 tokens of text.
 
 Layer by layer, so that nothing is timed. `--config.fidelity.num_windows=1` and
 `--config.num_examples=1` are for a first look. Stop it at any moment and start it

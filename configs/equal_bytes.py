@@ -1,14 +1,15 @@
-"""More pairs in fewer bits: what is found in the same bytes?
+"""Compares more KV pairs in fewer bits with fewer pairs in more bits, at equal bytes.
 
     python experiments/run.py --config=configs/equal_bytes.py:25 --workdir=runs/bytes/25
 
-What follows the colon is the percentage of the full cache's bytes in bfloat16, position
-included, that stay. SmolLM2-135M-Instruct reads prompts of 1,000 tokens, evicting while
-it reads, 32 pairs at a time, with sinks and newest pairs pinned, in which a pass key or
-a magic number is hidden: three wordings, 20 prompts each. Three rules with all heads
-alike, and *retrieval heads* with heads by need (see heads.py), keep as many pairs of 16
-bits, 8, 8 and 4, or 4 as these bytes hold. Beside it, how far predictions on other text
-are from the full cache's. `--config.prompt_tokens=2000` is for longer prompts.
+The number after the colon is the size of the cache in percent of the full cache's bytes
+in bfloat16, positions included. SmolLM2-135M-Instruct reads prompts of 1,000 tokens,
+evicting 32 pairs at a time during prefill, with sinks and newest pairs pinned. Each
+prompt hides a pass key or a magic number: three wordings, 20 prompts each. Three
+policies with uniform heads, and *retrieval heads* with calibrated heads (see heads.py),
+keep as many pairs of 16 bits, 8, 8 and 4, or 4 as these bytes hold. The records also
+have the KL to the full cache's predictions on other text. `--config.prompt_tokens=2000`
+is for longer prompts.
 
 Layer by layer, so that nothing is timed: half an hour on two CPU cores with matrix
 units for bfloat16, an hour in others' float32 (`--config.dtype=float32`), which holds

@@ -1,8 +1,8 @@
-"""How many pairs each head keeps, by twelve rules, with the same total: what is found?
+"""Compares twelve ways to split one budget between heads.
 
     python experiments/run.py --config=configs/heads.py:25 --workdir=runs/heads/25
 
-What follows the colon is the percentage of a prompt's pairs that stay, over all heads.
+The number after the colon is the percentage of a prompt's KV pairs that all heads keep.
 SmolLM2-135M-Instruct reads prompts of 1,000 tokens, evicting while it reads, 16 pairs
 at a time, with sinks and newest pairs pinned, in which a pass key or a magic number is
 hidden: three wordings, 20 prompts each, two of them in text, `passkey` in noise. Beside
@@ -11,16 +11,16 @@ calibration that ships with the package; of the text, Python's reference, a tent
 its texts. `--haystack=FOLDER` takes other text, `--config.prompt_tokens=2000` longer
 prompts.
 
-*Alike*: every head keeps as many. *Pyramid*: layers, by depth. *Squeeze*: layers, by
-how much attention changes in them (SqueezeAttention, p = 0.35, as the calibration's
-texts have it). *Squeeze capped*: none of them more than the prompt has. *By layer*:
-layers, by what they need. *Ada*: the heads of each layer, by what they need. *By head*:
-all heads of all layers. *Half way*, *over a third*, *a quarter*: so far from these to
-all alike. *By loss alone*: heads, from a third alike on moved along the gradient of
-what evicting costs `retrieval_heads` (`kvjax.training`). *By loss*: these, 15% of the
-way back to all alike. `:25,alike,by_head` runs the rows of these alone.
-*Retrieval heads* choose by KeyDiff where heads keep much, by average attention
-elsewhere. SnapKV chooses when the prompt is in.
+*Alike*: uniform. *Pyramid*: layers, by depth. *Squeeze*: layers, by how much attention
+changes the residual stream (SqueezeAttention, p = 0.35, measured on the calibration's
+texts). *Squeeze capped*: the same, at most the prompt's length. *By layer*: calibrated
+layers. *Ada*: calibrated heads within each layer. *By head*: calibrated heads over all
+layers. *Half way*, *over a third*, *a quarter*: interpolated that far from these to
+uniform. *By loss alone*: heads interpolated a third towards uniform, then moved along
+the gradient of the loss that evicting costs `retrieval_heads` (`kvjax.training`). *By
+loss*: these, interpolated 15% towards uniform. `:25,alike,by_head` runs only these
+rows. *Retrieval heads* rank by KeyDiff in large heads, by average attention in the
+others. SnapKV evicts after the prompt.
 
 Layer by layer, so that nothing is timed: about an hour on two CPU cores with matrix
 units for bfloat16, twice that in others' float32 (`--config.dtype=float32`); some rows

@@ -3,9 +3,9 @@
     python experiments/run.py --config=configs/quickstart.py --workdir=runs/quickstart
 
 SmolLM2-135M-Instruct reads prompts of 1,000 tokens in which a pass key is hidden, with
-room for half of the pairs (|kv| = 512), or for a quarter of them where heads keep what
-they need, and all that runs on the device has to fit into 0.9 GB. Any field can be
-overridden: `--config.budget=256`.
+a budget of half of its KV pairs (|kv| = 512), or of a quarter with calibrated heads.
+Weights, cache and temporaries have to fit into 0.9 GB. Any field can be overridden:
+`--config.budget=256`.
 """
 
 from ml_collections import ConfigDict, FieldReference
