@@ -78,19 +78,22 @@ def test_exchange(away):
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["from host", "from device"])
-@pytest.mark.parametrize("row", [0, 1])
-def test_insert(away, there, row):
+@pytest.mark.parametrize("rows", [(0, 1), (2, 0), (B, 1)], ids=str)
+def test_insert(away, there, rows):
+    """Into any rows; one beyond the last is dropped."""
     x, part = numbers(B, K, C, D), numbers(2, K, C, D, seed=1)
-    wanted = x.copy()
-    wanted[row : row + 2] = part
-    given = away(part) if there else part
-    found = run(host.insert, away(x), given, np.int32(row))
-    np.testing.assert_array_equal(found, wanted)
+    expected = x.copy()
+    for row, new in zip(rows, part, strict=True):
+        if row < B:
+            expected[row] = new
+    inserted = away(part) if there else part
+    found = run(host.insert, away(x), inserted, np.array(rows, np.int32))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_insert_into_the_device(away):
     x, part = jnp.asarray(numbers(B, D)), numbers(1, D, seed=1)
-    found = jax.jit(host.insert)(x, away(part), np.int32(2))
+    found = jax.jit(host.insert)(x, away(part), np.array([2], np.int32))
     assert not host.is_host(found)
     np.testing.assert_array_equal(found, np.concatenate([x[:2], part]))
 
