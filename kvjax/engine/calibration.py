@@ -1,9 +1,9 @@
 """Measures on texts how many KV pairs each head needs: `kvjax.calibrate`.
 
-A text is read with the full cache, and every pair is scored by the attention that it
-gets, see `TARGETS`. Some heads attend everywhere, most to a few pairs. One threshold
-over the scores of all layers and heads keeps a given ratio of all pairs; each head's
-share of its own pairs above the threshold is what it needs.
+The model reads a text with the full cache, and every pair is scored by the attention
+that it receives, see `TARGETS`. Some heads attend everywhere, most to a few pairs. One
+threshold over the scores of all layers and heads keeps a chosen ratio of all pairs; a
+head needs the share of its own pairs that lies above the threshold.
 """
 
 import functools
@@ -32,16 +32,16 @@ from kvjax.types import Model, ModelSpec, PyTree, Scoring, UserError, whole_numb
 
 NUM_TEXTS = 16  # windows of Python's documentation, the default texts
 INSTRUCTION = "\n\nRepeat the previous context exactly.\n\n"
-_PIECE = 128  # queries at a time, which bounds the attention weights in memory
+_PIECE = 128  # queries per step, which bounds the attention weights in memory
 _WEIGHTS = frozenset({"attn_weights"})
 
 
 class Target(NamedTuple):
-    """How attention weights become a pair's score; see `TARGETS`.
+    """A way to score pairs by attention weights; see `TARGETS`.
 
     Attributes:
-      repeats: whether the text is repeated after `INSTRUCTION`, and only queries of the
-        repetition score.
+      repeats: whether the text is repeated after `INSTRUCTION`; then only queries of
+        the repetition score.
       reduce: attention weights f32[B, K, G, T, C], zero for queries that do not score,
         -> scores f32[B, K, C].
       merge: combines the scores of two sets of queries.
@@ -55,7 +55,8 @@ class Target(NamedTuple):
 # KVzip (Kim et al. 2025, arXiv 2505.23416): the largest weight that any query of the
 # repetition, and any of its G heads, puts on a pair.
 _repetition = Target(True, lambda weights: jnp.max(weights, axis=(2, 3)), jnp.maximum)
-# The attention that a pair gets while the text is read: summed over queries, mean of G.
+# The attention that a pair receives while the text is read: summed over queries, mean
+# of G.
 _attention = Target(
     False, lambda weights: jnp.sum(jnp.mean(weights, axis=2), axis=2), jnp.add
 )
@@ -72,15 +73,15 @@ def calibrate(
     floor: int = FLOOR,
     show_progress: bool | None = None,
 ) -> Calibration:
-    """Measures which share of a text's pairs each head needs, and saves it.
+    """Measures the share of a text's pairs that each head needs, and saves it.
 
-    From then on a budget such as `budget="25%"` is divided between heads by it,
-    wherever these weights are loaded; a fingerprint identifies them. The file is in
-    `calibrations` of the cache folder ($KVJAX_CACHE). A later calibration of the same
-    weights by the same target replaces it.
+    From then on, a budget such as `budget="25%"` is divided between heads by these
+    shares wherever the same weights are loaded; a fingerprint identifies them. The file
+    is in `calibrations` of the cache folder ($KVJAX_CACHE). A later calibration of the
+    same weights by the same target replaces it.
 
     For every text and ratio, one threshold over all layers and heads keeps exactly the
-    ratio of all pairs; a head's share is the part of its own pairs that is kept. The
+    ratio of all pairs; a head's share is the kept part of its own pairs. The
     first 4 and the last 16 pairs are always kept. Shares are averaged over the texts,
     raised to at least `floor` pairs, and scaled so that their mean is the ratio.
 
@@ -89,8 +90,8 @@ def calibrate(
       texts: texts or token ids, of at least `tokens` tokens each; eight texts like the
         future prompts are enough. None is 16 windows of Python's own documentation.
       ratios: pairs kept of all pairs, descending, between 1 and 0.
-      target: the score of a pair: by the attention that it gets when the text is
-        repeated (`repetition`), or while the text is read (`attention`).
+      target: the score of a pair: the attention that it receives when the model
+        repeats the text (`repetition`), or while it reads the text (`attention`).
       tokens: number of tokens read of each text.
       floor: pairs of a text that every head keeps at every ratio.
       show_progress: see `kvjax.messages.progress`.
@@ -101,8 +102,8 @@ def calibrate(
 
     Raises:
       UserError: a text that is too short, tokens that exceed the model's context, a
-        ratio too small for `floor`, an unknown target, a model without tokenizer whose
-        text is to be repeated. All before anything is compiled.
+        ratio too small for `floor`, an unknown target, a target that repeats the text
+        for a model without tokenizer. All are raised before anything is compiled.
     """
     if texts is None:
         texts = windows(python_documentation(), NUM_TEXTS)
@@ -111,7 +112,7 @@ def calibrate(
     try:
         calibrations.keep(found)
     except UserError as error:
-        messages.warn(f"the calibration is only returned, not kept: {error}")
+        messages.warn(f"the calibration is returned but not saved: {error}")
     return found
 
 
@@ -180,8 +181,9 @@ class Reading(NamedTuple):
     Attributes:
       ids: all tokens read, the text first.
       length: tokens of the text, whose pairs are scored.
-      asking: positions of the queries that score: the first, and the one past the last.
-      target: of `TARGETS`.
+      asking: range of the positions whose queries score: the first, and one past the
+        last.
+      target: one of `TARGETS`.
     """
 
     ids: tuple[int, ...]
@@ -193,7 +195,7 @@ class Reading(NamedTuple):
 def readings(
     model: Model, texts: Sequence[api.Prompt], target: str, tokens: int
 ) -> list[Reading]:
-    """Returns the tokens to read for every text; a repetition leaves out a BOS token.
+    """Returns the tokens to read for every text; repetitions leave out the BOS token.
 
     Raises:
       UserError: see `calibrate`.
@@ -243,10 +245,10 @@ class Scored(NamedTuple):
     """The scores of one text.
 
     Attributes:
-      scores: of every pair of the text, float32.
-      similarity: for every layer, the cosine of the residual stream before and after
-        its attention, averaged over the text's tokens.
-      accuracy: of this text, see `Calibration.accuracy`.
+      scores: score of every pair of the text, float32.
+      similarity: for every layer, the cosine between the residual stream before and
+        after its attention, averaged over the text's tokens.
+      accuracy: see `Calibration.accuracy`.
     """
 
     scores: Float[np.ndarray, "L K N"]
@@ -258,7 +260,7 @@ def scored(model: Model, reading: Reading) -> Scored:
     """Runs the model over a text and returns its scores."""
     compiled.keep_compiled()
     pieces = math.ceil(len(reading.ids) / _PIECE)
-    short = -len(reading.ids) % pieces  # padding comes last: nothing real sees it
+    short = -len(reading.ids) % pieces  # padding comes last, so no real query sees it
     tokens = jnp.asarray([(*reading.ids, *(0,) * short)], jnp.int32)
     shape = reading._replace(ids=())
     with meshes.use(placement.of(model.params)):
@@ -335,7 +337,7 @@ def _accuracy(
 ) -> Float[Array, ""]:
     """Returns the share of scoring queries that predict their next token.
 
-    `_PIECE` queries at a time: the logits of all would be T times the vocabulary.
+    Computes the logits of `_PIECE` queries at a time: all T would take T x V.
     """
     first, last = reading.asking
     count = last - first - 1

@@ -1,6 +1,6 @@
 """A decoder-only transformer as a pure function of its weights, for all families.
 
-What a family does differently is in its `ModelSpec`. The weights are a plain pytree::
+A family's differences are fields of its `ModelSpec`. The weights are a plain pytree::
 
     embed       [V, E]
     positions   [N, M]             learned positions only
@@ -20,11 +20,11 @@ What a family does differently is in its `ModelSpec`. The weights are a plain py
     final_norm  Norm
     head        [V, E]             absent when the head is tied to `embed`
 
-A Norm is [M], or a dict of `weight` and `bias`. Matrices have what they give first and
-what they take last, see `layers.product`; experts' are as `lax.ragged_dot` takes them.
-Queries, keys and values come out of one matmul, gate and up out of another: a wider
-matmul reads the weights faster at small batches. They are stored as matrices: with
-short axes in between, TPU copies them into another layout at every use.
+A Norm is [M], or a dict of `weight` and `bias`. Matrices are [outputs, inputs], see
+`layers.product`; those of experts are laid out for `lax.ragged_dot`. One matmul
+computes queries, keys and values, another gate and up: a wider matmul reads the weights
+faster at small batches. Weights are stored as matrices: with short axes in between, a
+TPU copies them into another layout at every use.
 """
 
 import functools
@@ -55,21 +55,21 @@ def forward(
 ) -> tuple[Float[Array, "B T M"], PyTree]:
     """Runs the decoder over T new tokens of every row.
 
-    The model knows nothing of how keys and values are kept. For every layer it calls
+    The model does not know how keys and values are stored. For every layer it calls
     `attend(layer, q, k, v, ops, cache) -> (out, cache)` with `layer` a Python int, `q`
     [B, K, G, T, D], `k` and `v` [B, K, T, D], `out` [B, K, G, T, D] in the dtype of
-    `q`, and `ops` a `LayerOps`. Queries and keys are handed over before their rotary
-    positions are applied: where a key stands is for the cache to say.
+    `q`, and `ops` a `LayerOps`. Queries and keys are passed before rotary positions are
+    applied, because the cache decides the position of a key.
 
     Args:
       params: weights as in the module's docstring.
       spec: the model's shape (static).
       tokens: ids below V.
       positions: each token's position in its own row.
-      cache: handed from layer to layer, never looked at.
-      attend: the injected attention.
-      measure: `measure(layer, before, after, cache) -> cache`, shown the residual
-        stream [B, T, M] before and after every layer's attention; None for nobody.
+      cache: passed from layer to layer, opaque to the model.
+      attend: computes attention and updates the cache.
+      measure: `measure(layer, before, after, cache) -> cache`, called with the residual
+        stream [B, T, M] before and after every layer's attention; None to skip.
 
     Returns:
       The final normalised hidden states, and the cache after the last layer.
@@ -78,7 +78,14 @@ def forward(
     rotates = rotations(spec, positions)
     for index, weights in enumerate(params["layers"]):
         x, cache = layer(
-            *(weights, spec, index, x, rotates[index], cache, attend, measure)
+            weights,
+            spec,
+            index,
+            x,
+            rotate=rotates[index],
+            cache=cache,
+            attend=attend,
+            measure=measure,
         )
     return ended(params, spec, x), cache
 
@@ -89,7 +96,7 @@ def embedded(
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
 ) -> Float[Array, "B T M"]:
-    """What the first layer reads."""
+    """Returns the input of the first layer: the embedded tokens."""
     x = host.rows(params["embed"], tokens)
     if spec.embed_scale != 1:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)
@@ -103,7 +110,7 @@ def embedded(
 def ended(
     params: PyTree, spec: ModelSpec, x: Float[Array, "B *T M"]
 ) -> Float[Array, "B *T M"]:
-    """What the head reads of the last layer's output."""
+    """Returns the input of the head: the last layer's output, normalised."""
     return _norm(x, params["final_norm"], spec) if spec.final_norm else x
 
 
@@ -117,12 +124,12 @@ def layer(
     attend: Attend,
     measure: Measure | None = None,
 ) -> tuple[Float[Array, "B T M"], PyTree]:
-    """One layer of `forward`: attention and MLP, each added to the residual stream."""
+    """Runs one layer of `forward`, and returns the residual stream and the cache."""
     x = axes.constrain(x, "batch")
     norm = lambda x, name: _norm(x, weights[name], spec)
-    given = x if spec.norm_placement == "post" else norm(x, "attn_norm")
+    normed = x if spec.norm_placement == "post" else norm(x, "attn_norm")
     mixed, cache = _attention(
-        weights, spec, index, given, rotate=rotate, cache=cache, attend=attend
+        weights, spec, index, normed, rotate=rotate, cache=cache, attend=attend
     )
     added = norm(mixed, "attn_after") if spec.norm_placement == "sandwich" else mixed
     if measure is not None:
@@ -132,7 +139,7 @@ def layer(
         return norm(x + _mlp(weights, spec, x), "mlp_norm"), cache
     if spec.norm_placement.startswith("parallel"):
         both = spec.norm_placement == "parallel_two"
-        h = norm(x, "mlp_norm") if both else given
+        h = norm(x, "mlp_norm") if both else normed
         return x + added + _mlp(weights, spec, h), cache
     x = x + added
     out = _mlp(weights, spec, norm(x, "mlp_norm"))
@@ -144,7 +151,15 @@ def layer(
 def rotations(
     spec: ModelSpec, here: Int[Array, "B T"] | None = None
 ) -> tuple[Callable[..., Array], ...]:
-    """`LayerOps.rotate` of every layer; layers that rotate alike share theirs."""
+    """Returns `LayerOps.apply_rope` of every layer.
+
+    Layers with the same frequencies share one function.
+
+    Args:
+      spec: the model's shape.
+      here: positions of the new tokens, whose tables are then computed once; None if
+        positions are passed at every call.
+    """
     plain = _rotation(spec, spec.rope_theta, spec.rope, here)
     if spec.local_rope_theta is None:
         return (plain,) * spec.num_layers
@@ -155,10 +170,7 @@ def rotations(
 
 
 def _rotation(spec, theta, scaling, here) -> Callable[..., Array]:
-    """The tables of the tokens being read are made once.
-
-    The fence keeps XLA's CPU backend from making them again for every head.
-    """
+    """Returns a function that rotates heads; it has the tables of positions `here`."""
     if spec.positions == "learned":
         return _still
     frequencies = layers.rope_frequencies(
@@ -167,6 +179,7 @@ def _rotation(spec, theta, scaling, here) -> Callable[..., Array]:
     tables = functools.partial(
         layers.rope_tables, frequencies=frequencies, scale=scaling.scale
     )
+    # Without the barrier, XLA's CPU backend computes the tables again for every head.
     known = None if here is None else jax.lax.optimization_barrier(tables(here))
 
     def rotate(known, x, positions=None):
@@ -183,7 +196,7 @@ def _still(x, positions=None):
 def logits(
     params: PyTree, hidden: Float[Array, "B M"], spec: ModelSpec
 ) -> Float[Array, "B V"]:
-    """Next-token logits in float32; the tied head reads the embedding's rows."""
+    """Returns next-token logits in float32; a tied head multiplies by the embedding."""
     if "embed_out" in params:
         hidden = layers.product(hidden, params["embed_out"])
     found = layers.wide_product(hidden, params.get("head", params["embed"]))
@@ -191,7 +204,7 @@ def logits(
 
 
 def param_shapes(spec: ModelSpec, dtype: jnp.dtype = jnp.float32) -> PyTree:
-    """The weights' shapes without the weights: a pytree of `jax.ShapeDtypeStruct`."""
+    """Returns the shapes of the weights, a pytree of `jax.ShapeDtypeStruct`."""
     return _mapped(
         lambda weight: jax.ShapeDtypeStruct(tuple(dim.size for dim in weight), dtype),
         spec,
@@ -199,9 +212,9 @@ def param_shapes(spec: ModelSpec, dtype: jnp.dtype = jnp.float32) -> PyTree:
 
 
 def param_partitions(spec: ModelSpec, mesh: jax.sharding.Mesh) -> PyTree:
-    """How the weights are split over a mesh: a pytree of `NamedSharding`.
+    """Returns how weights are split over a mesh, a pytree of `NamedSharding`.
 
-    See `kvjax.parallel.axes.RULES`; what does not divide evenly is whole everywhere.
+    See `kvjax.parallel.axes.RULES`. An axis that does not divide evenly is replicated.
     """
 
     def split(weight):
@@ -213,9 +226,12 @@ def param_partitions(spec: ModelSpec, mesh: jax.sharding.Mesh) -> PyTree:
 
 
 class _Dim(NamedTuple):
-    """An axis of a weight: its size, and its logical axis if it can be split.
+    """An axis of a weight.
 
-    `units` is how many things the axis holds that cannot be cut, None for its size.
+    Attributes:
+      size: its length.
+      name: its logical axis; None if it is never split.
+      units: number of indivisible units on it, such as heads; None for its size.
     """
 
     size: int
@@ -224,7 +240,7 @@ class _Dim(NamedTuple):
 
 
 def _mapped(make: Callable, spec: ModelSpec) -> PyTree:
-    """`make(dims)` for every weight."""
+    """Returns the pytree of `make(dims)` for every weight."""
     is_weight = lambda node: type(node) is tuple and isinstance(node[0], _Dim)
     return jax.tree.map(make, _param_dims(spec), is_leaf=is_weight)
 
@@ -281,10 +297,10 @@ def _layer_dims(spec: ModelSpec, norm: PyTree) -> dict:
 def random_params(
     spec: ModelSpec, key: Array, dtype: jnp.dtype = jnp.float32
 ) -> PyTree:
-    """Weights drawn at random, for tests and for throughput at shapes without files.
+    """Returns random weights, for tests and for benchmarks without a checkpoint.
 
-    Outside `jit` every array is drawn by a program of its own: one for all of them may
-    take several times their room.
+    Outside `jit`, each array is drawn by its own program: one program for all of them
+    may need several times their memory.
     """
     leaves, tree = jax.tree.flatten(param_shapes(spec, dtype))
     keys = jax.random.split(key, len(leaves))
@@ -311,7 +327,7 @@ def _norm(x, weight, spec: ModelSpec):
 
 
 def _attention(weights, spec, index, h, *, rotate, cache, attend):
-    """Mixes the tokens; returns the addition to the residual stream, and the cache."""
+    """Returns attention's addition to the residual stream, and the cache."""
     q, k, v = _project(h, weights, spec)
     ops = layer_ops(weights["out"], spec, index, rotate, h)
     mixed, cache = attend(index, q, k, v, ops, cache)
@@ -326,7 +342,10 @@ def layer_ops(
     rotate: Callable[..., Array],
     hidden: Float[Array, "B T M"],
 ) -> LayerOps:
-    """What a layer lends the cache; `out` by heads costs nothing until it is used."""
+    """Returns the layer's `LayerOps`.
+
+    The reshaped `out` is dead code, which XLA drops, unless a policy uses it.
+    """
     heads = {"k": spec.num_kv_heads, "g": spec.queries_per_kv_head}
     by_head = rearrange(out, "m (k g d) -> k g d m", **heads)
     contributions = jax.tree_util.Partial(_contributions, by_head)
@@ -336,9 +355,9 @@ def layer_ops(
 def _project(
     h: Float[Array, "B T M"], weights: PyTree, spec: ModelSpec
 ) -> tuple[Array, Array, Array]:
-    """One matmul for q [B, K, G, T, D], k and v [B, K, T, D].
+    """Returns q [B, K, G, T, D], k and v [B, K, T, D] from one matmul.
 
-    A scale of its own goes into the queries, so that whoever multiplies them with keys
+    `ModelSpec.query_scale` is applied to the queries here, so that attention always
     scales by D ** -0.5.
     """
     heads = {"k": spec.num_kv_heads, "p": spec.queries_per_kv_head + 2}
@@ -356,7 +375,7 @@ def _project(
 def _contributions(
     out: Float[Array, "K G D M"], values: Float[Array, "B K T D"]
 ) -> Float[Array, "B K G T M"]:
-    """`LayerOps.project`: every query head's part of the output projection."""
+    """Returns `LayerOps.value_contribution` of the values for every query head."""
     return jnp.einsum("bktd,kgdm->bkgtm", values, out)
 
 

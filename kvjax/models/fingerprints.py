@@ -1,4 +1,4 @@
-"""Tells the weights of a model from others of the same shape."""
+"""Fingerprints that distinguish a model's weights from others of the same shape."""
 
 import dataclasses
 import hashlib
@@ -12,10 +12,11 @@ from kvjax.types import Model, ModelSpec
 
 
 def fingerprint(model: Model, rounded_to: jnp.dtype | None = None) -> str:
-    """16 hexadecimal digits that tell a model's weights from another's.
+    """Returns 16 hexadecimal digits that identify a model's weights.
 
-    Of the embedding's first row, and of the first columns of the first and last layer's
-    `qkv`, as bfloat16: weights loaded as float32 and as bfloat16 have the same.
+    They hash the embedding's first row and the first columns of the first and the last
+    layer's `qkv`, as bfloat16, so that weights loaded as float32 and as bfloat16 have
+    the same fingerprint.
 
     Args:
       model: from `kvjax.load`.
@@ -32,10 +33,13 @@ def fingerprint(model: Model, rounded_to: jnp.dtype | None = None) -> str:
 
 @jax.jit
 def _ends(embed: Array, first: Array, last: Array) -> tuple[Array, ...]:
-    """One program for all three: compiling takes longer than anything else here."""
+    """Returns the hashed row and columns.
+
+    One program slices all three: compiling takes longer than anything else here.
+    """
     return embed[0], first[:, 0], last[:, 0]
 
 
 def marked(model: Model) -> ModelSpec:
-    """The model's spec with the fingerprint of the weights that it has now."""
+    """Returns the model's spec with the fingerprint of its current weights."""
     return dataclasses.replace(model.spec, fingerprint=fingerprint(model))

@@ -1,4 +1,4 @@
-"""Blocks that the model families share: pure functions of arrays."""
+"""Building blocks of all model families: pure functions of arrays."""
 
 import functools
 import math
@@ -20,16 +20,16 @@ _ACTIVATIONS = {
 }
 
 
-_FEW = 64  # rows up to which a CPU is faster with the weights on the left
+_FEW = 64  # up to so many rows, a CPU is faster with the weights on the left
 
 
 def product(
     x: Float[Array, "*N I"], weight: Float[Array, "O I"]
 ) -> Float[Array, "*N O"]:
-    """x @ weight.T, summed in float32, in x's dtype.
+    """Returns x @ weight.T in x's dtype, summed in float32.
 
-    An output's weights lie next to each other: where they do not, XLA's CPU backend
-    rearranges all weights of 16 bits at every use.
+    The inputs are the minor axis of the weights: otherwise XLA's CPU backend rearranges
+    all 16-bit weights at every use.
     """
     return jax.lax.platform_dependent(x, weight, cpu=_rounded, default=_times)
 
@@ -37,44 +37,44 @@ def product(
 def wide_product(
     x: Float[Array, "*N I"], weight: Float[Array, "O I"]
 ) -> Float[Array, "*N O"]:
-    """x @ weight.T, summed and kept in float32."""
+    """Returns x @ weight.T in float32."""
     wide = functools.partial(_times, preferred_element_type=jnp.float32)
     return jax.lax.platform_dependent(x, weight, cpu=_on_cpu, default=wide)
 
 
-def _times(x, weight, **how):
-    return jnp.einsum("...i,oi->...o", x, weight, **how)
+def _times(x, weight, **options):
+    return jnp.einsum("...i,oi->...o", x, weight, **options)
 
 
 def _rounded(x, weight):
-    """XLA's CPU backend has bfloat16's matrix units for float32 sums alone."""
+    # XLA's CPU backend uses bfloat16 matrix units only for a float32 result.
     return _on_cpu(x, weight).astype(x.dtype)
 
 
 def _on_cpu(x: Float[Array, "*N I"], weight: Float[Array, "O I"]) -> Array:
-    """`wide_product` in the form that XLA's CPU backend is fastest at.
+    """Returns `wide_product` in the form that XLA's CPU backend runs fastest.
 
-    Weights on the left are read where they lie, those on the right are copied. The
-    fence keeps XLA from exchanging them; one row of 16 bits would be a slow loop. Rows
-    are one axis: of two, XLA keeps another copy of all weights of 16 bits.
+    Weights on the left are read in place; weights on the right are copied first.
     """
+    # One axis of rows: with two, XLA keeps another copy of all 16-bit weights.
     flat = x.reshape(-1, x.shape[-1])
     rows = len(flat)
     whole = (*x.shape[:-1], len(weight))
     if rows > _FEW:
         wide = _times(flat, weight, preferred_element_type=jnp.float32)
         return wide.reshape(whole)
-    if rows == 1 and x.dtype.itemsize <= 2:
+    if rows == 1 and x.dtype.itemsize <= 2:  # a single 16-bit row is a slow loop
         flat = jnp.pad(flat, ((0, 1), (0, 0)))
-    turned = jnp.einsum("oi,ni->on", weight, flat, preferred_element_type=jnp.float32)
-    turned = jax.lax.optimization_barrier(turned)[:, :rows]
-    return turned.T.reshape(whole)
+    swapped = jnp.einsum("oi,ni->on", weight, flat, preferred_element_type=jnp.float32)
+    # Without the barrier, XLA swaps the operands back.
+    swapped = jax.lax.optimization_barrier(swapped)[:, :rows]
+    return swapped.T.reshape(whole)
 
 
 def rms_norm(
     x: Float[Array, "*N M"], weight: Float[Array, "M"], eps: float
 ) -> Float[Array, "*N M"]:
-    """x / rms(x) * weight, computed in float32 (Zhang & Sennrich 2019)."""
+    """Returns x / rms(x) * weight, normalised in float32 (Zhang & Sennrich 2019)."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale).astype(x.dtype) * jnp.broadcast_to(weight, x.shape)
@@ -83,7 +83,7 @@ def rms_norm(
 def offset_rms_norm(
     x: Float[Array, "*N M"], weight: Float[Array, "M"], eps: float
 ) -> Float[Array, "*N M"]:
-    """x / rms(x) * (1 + weight), all in float32, as Gemma has it."""
+    """Returns x / rms(x) * (1 + weight), all in float32, as Gemma computes it."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     gain = jnp.broadcast_to(1.0 + weight.astype(jnp.float32), x.shape)
@@ -96,7 +96,7 @@ def layer_norm(
     bias: Float[Array, "M"],
     eps: float,
 ) -> Float[Array, "*N M"]:
-    """(x - mean) / deviation * weight + bias, in float32 (Ba et al. 2016)."""
+    """Returns (x - mean) / std * weight + bias, in float32 (Ba et al. 2016)."""
     wide = x.astype(jnp.float32)
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -107,7 +107,7 @@ def layer_norm(
 
 
 def rope_frequencies(width: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """Radians per token of each pair of channels, float32[width / 2].
+    """Returns radians per token for each pair of channels, float32[width / 2].
 
     Args:
       width: channels that rotate.
@@ -125,7 +125,7 @@ def rope_frequencies(width: int, theta: float, scaling: RopeScaling) -> np.ndarr
         turns = scaling.original * plain / (2 * math.pi)
         kept = (turns - scaling.low) / (scaling.high - scaling.low)
     elif scaling.kind == "yarn":
-        # The channels that turn `high` and `low` times in the original context.
+        # The channels that rotate `high` and `low` times within the original context.
         edges = [
             width
             * math.log(scaling.original / (turns * 2 * math.pi))
@@ -146,10 +146,10 @@ def rope_frequencies(width: int, theta: float, scaling: RopeScaling) -> np.ndarr
 def rope_tables(
     positions: Int[Array, "B *H T"], frequencies: np.ndarray, scale: float = 1.0
 ) -> tuple[Float[Array, "B *H T D"], Float[Array, "B *H T D"]]:
-    """Cosine and sine of the rotary angles, float32 (Su et al. 2021, section 3.2).
+    """Returns cosine and sine of the rotary angles, float32 (Su et al. 2021, 3.2).
 
-    The two halves of a head carry the same angles, as in Hugging Face checkpoints
-    (the interleaved pairing of the paper, with the head's channels reordered).
+    Both halves of a head have the same angles, as in Hugging Face checkpoints: the
+    paper's interleaved pairs, with the head's channels reordered.
     """
     angle = jnp.multiply.outer(positions.astype(jnp.float32), frequencies)
     twice = lambda x: jnp.concatenate([x, x], axis=-1) * scale
@@ -161,35 +161,35 @@ def rotate(
     cos: Float[Array, "B *I T E"],
     sin: Float[Array, "B *I T E"],
 ) -> Float[Array, "B *H T D"]:
-    """Rotates the heads of `x` by the angles of their tokens; float32 inside.
+    """Rotates the heads of `x` by the angles of their tokens, computed in float32.
 
-    The tables have the first of x's head axes, or none: they serve all the others.
-    Channels beyond the tables' E stay as they are.
+    The tables have the leading ones of x's head axes, or none, and are broadcast over
+    the others. Channels beyond the tables' E are not rotated.
     """
     extra = tuple(range(cos.ndim - 2, x.ndim - 2))
     cos, sin = jnp.expand_dims(cos, extra), jnp.expand_dims(sin, extra)
     turning, still = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     wide = turning.astype(jnp.float32)
     left, right = jnp.split(wide, 2, axis=-1)
-    turned = jnp.concatenate([-right, left], axis=-1)
-    turned = (wide * cos + turned * sin).astype(x.dtype)
-    return jnp.concatenate([turned, still], axis=-1) if still.shape[-1] else turned
+    swapped = jnp.concatenate([-right, left], axis=-1)
+    rotated = (wide * cos + swapped * sin).astype(x.dtype)
+    return jnp.concatenate([rotated, still], axis=-1) if still.shape[-1] else rotated
 
 
 def activated(x: Float[Array, "*N F"], name: str) -> Float[Array, "*N F"]:
-    """`ModelSpec.activation` of x, computed in float32 and rounded once, as PyTorch."""
+    """Applies an activation in float32 and rounds once, as PyTorch does."""
     return _ACTIVATIONS[name](x.astype(jnp.float32)).astype(x.dtype)
 
 
 def softcap(x: Array, cap: float) -> Array:
-    """cap tanh(x / cap): nothing beyond +-cap."""
+    """Returns cap * tanh(x / cap), which lies within +-cap."""
     return cap * jnp.tanh(x / cap)
 
 
 def gate_and_up(
     both: Float[Array, "*N gate_up"], groups: int
 ) -> tuple[Float[Array, "*N F"], Float[Array, "*N F"]]:
-    """Takes apart what `gate_up` gave, 2F columns; see `ModelSpec.ff_groups`."""
+    """Splits the outputs of `gate_up` into gate and up, see `ModelSpec.ff_groups`."""
     if groups == 1:  # a reshape would make a TPU copy the weights at every use
         gate, up = jnp.split(both, 2, axis=-1)
         return gate, up
@@ -207,11 +207,11 @@ def mixture(
     activation: str,
     groups: int = 1,
 ) -> Float[Array, "N M"]:
-    """A gated MLP per expert; each token goes to its `used` likeliest ones.
+    """Returns a mixture of gated MLPs: each token uses its `used` most likely experts.
 
-    Their weights are the router's softmax among those chosen, float32. Tokens are
-    sorted by expert, so that every expert multiplies only its own. Over a mesh, every
-    shard sorts its own tokens and has its part of every expert.
+    Their outputs are weighted by the router's softmax over the chosen experts, float32.
+    Tokens are sorted by expert, so that every expert multiplies only its own. On a
+    mesh, every shard sorts its own tokens and holds a slice of every expert.
     """
     over = axes.mesh()
     if over is None:

@@ -13,7 +13,7 @@ from kvjax.types import ModelSpec, PyTree
 
 
 def notice(over: Mesh, spec: ModelSpec) -> str | None:
-    """Returns a line that names what is not split; None where all is."""
+    """Returns a message that names the weights left whole; None if all are split."""
     whole = []
     copies = over.shape[axes.COPIES]
     if copies > 1:
@@ -48,7 +48,7 @@ def place(spec: ModelSpec, over: Mesh, path: tuple, weight: np.ndarray) -> jax.A
       spec: of the split params, see `fitted`.
       over: the mesh.
       path: keys and indices that lead to the weight in the params.
-      weight: the whole array, on the host; every device receives its own shard only.
+      weight: the whole array, on the host; every device receives only its own shard.
     """
     sharding = functools.reduce(lambda node, key: node[key], path, _of(spec, over))
     if str(path[-1]).startswith("gate_up"):
@@ -57,7 +57,7 @@ def place(spec: ModelSpec, over: Mesh, path: tuple, weight: np.ndarray) -> jax.A
 
 
 def split(spec: ModelSpec, params: PyTree, over: Mesh) -> PyTree:
-    """Splits params that are whole on one device over the mesh."""
+    """Splits the params of a single device over the mesh."""
     fit = fitted(spec, over)
     plain = lambda key: getattr(key, "key", getattr(key, "idx", None))
     return jax.tree_util.tree_map_with_path(
@@ -67,9 +67,9 @@ def split(spec: ModelSpec, params: PyTree, over: Mesh) -> PyTree:
 
 
 def _grouped(weight: np.ndarray, groups: int) -> np.ndarray:
-    """Reorders the 2 F of gate and up from one group into several.
+    """Reorders the 2 F axis of gate and up from one group into several.
 
-    They are the columns of experts, [X, M, 2 F], else [2 F, M] or [2 F].
+    It is the last axis of experts, [X, M, 2 F], else the first, [2 F, M] or [2 F].
     """
     axis = 2 if weight.ndim == 3 else 0
     front, back = weight.shape[:axis], weight.shape[axis + 1 :]

@@ -1,8 +1,8 @@
-"""Shapes of published models, without their weights: for plans and benchmarks.
+"""Shapes of published models, without their weights, for planning and benchmarks.
 
-Each has the keys of the model's config.json that bear on its arithmetic, where their
-values are not its family's defaults. Phi-3.5's window of 262,144 tokens is left out: it
-is longer than the context.
+Each has those keys of the model's config.json that change the computation and differ
+from the family's defaults. Phi-3.5's window of 262,144 tokens is left out: it is longer
+than the context.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from kvjax.models.families import FAMILIES
 from kvjax.models.families.hf_config import Config
 from kvjax.types import ModelSpec, UserError
 
-RANDOM = "random:"  # before a shape's name: the model with random weights
+RANDOM = "random:"  # prefix of a shape's name: the model with random weights
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -21,8 +21,8 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
-# Of Phi-3.5-mini-instruct, beyond the 4,096 tokens that it was first trained on: one
-# for each of a head's 48 frequencies.
+# LongRoPE factors of Phi-3.5-mini-instruct for contexts beyond the 4,096 tokens that it
+# was first trained on, one for each of a head's 48 frequencies.
 _PHI35_FACTORS = """
 1.0800000429153442 1.1100000143051147 1.1399999856948853 1.340000033378601
 1.5899999141693115 1.600000023841858 1.6200000047683716 2.620000123977661
@@ -59,7 +59,7 @@ def _config(family, layers, width, ff, heads, kv_heads, vocab, context, **more):
 
 
 _L, _V3 = "LlamaForCausalLM", 128_256
-_EPS = {"rms_norm_eps": 1e-5}  # where it is no 1e-6, transformers' default
+_EPS = {"rms_norm_eps": 1e-5}  # where it is not 1e-6, transformers' default
 _LLAMA3 = {"rope_theta": 5e5, **_EPS}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-2-7b": _config(_L, 32, 4096, 11008, 32, 32, 32_000, 4096, **_EPS),
@@ -124,7 +124,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def spec(name: str) -> ModelSpec:
-    """The shape of a published model.
+    """Returns the shape of a published model.
 
     Raises:
       UserError: a name that is not in `CONFIGS`.

@@ -103,7 +103,7 @@ def test_apportioned():
         (([], 0, 0, 1), "one or more numbers above 0"),
         (([1.0, 0.0], 2, 0, 2), "above 0"),
         (([1.0, np.nan], 2, 0, 2), "above 0"),
-        (([1.0, 1.0], 7, 4, 9), "total of 7 .* 2 that get 4 to 9 each: give 8 to 18"),
+        (([1.0, 1.0], 7, 4, 9), "total of 7 .* 2 sizes of 4 to 9 each: give 8 to 18"),
         (([1.0, 1.0], 19, 4, 9), "total of 19"),
         (([1.0], 5, 6, 5), "most 5: must be at least 6"),
         (([1.0], 5.5, 0, 9), r"total is 5\.5"),
@@ -348,7 +348,7 @@ def test_a_damaged_file_is_passed_over(own_calibrations):
     calibrations.keep(calibration())
     broken = own_calibrations / "a.json"
     broken.write_text("{")
-    with pytest.warns(UserWarning, match=r"a\.json: no JSON, .*, or delete it"):
+    with pytest.warns(UserWarning, match=r"a\.json: not JSON, .*, or delete it"):
         assert calibrations.find(SPEC) == calibration()
 
 
@@ -416,18 +416,21 @@ def put_shares(ratio, rows):
         (put("tokens", "many"), "tokens is 'many'"),
         (put("num_texts", 0), "num_texts 0"),
         (put("accuracy", float("nan")), "accuracy is nan"),
-        (put("shares", []), "no object of a ratio's rows"),
-        (put("similarity", 0.5), "its similarity is no list of a number per layer"),
+        (put("shares", []), "its shares are not an object with rows"),
+        (
+            put("similarity", 0.5),
+            "its similarity is not a list",
+        ),
         (put("similarity", [0.5]), "similarity of 1 layers for shares of 2"),
         (put("similarity", [0.5, 1.5]), "similarity 1.5"),
         (put("similarity", [0.5, "a"]), "similarity is 'a'"),
         (put("shares", {}), "ratios is ()"),
-        (put_shares("many", [[0.5]]), "'many'] are no numbers"),
-        (put_shares("0.7", [[0.7, 0.7]] * 2), "give falling ones between 1 and 0"),
-        (put_shares("0.5", [[0.5, 0.5]]), "no [L][K] numbers"),
-        (put_shares("0.5", [[0.5, 0.5], [0.5]]), "no [L][K] numbers"),
-        (put_shares("0.5", [["a", "b"], ["c", "d"]]), "no [L][K] numbers"),
-        (put_shares("0.5", 0.5), "no [L][K] numbers"),
+        (put_shares("many", [[0.5]]), "'many'] are not numbers"),
+        (put_shares("0.7", [[0.7, 0.7]] * 2), "give descending ones between 1 and 0"),
+        (put_shares("0.5", [[0.5, 0.5]]), "not [L][K] numbers"),
+        (put_shares("0.5", [[0.5, 0.5], [0.5]]), "not [L][K] numbers"),
+        (put_shares("0.5", [["a", "b"], ["c", "d"]]), "not [L][K] numbers"),
+        (put_shares("0.5", 0.5), "not [L][K] numbers"),
         (put_shares("0.5", [[0.9, 0.5], [0.6, 0.0]]), "share of 0.0 at ratio 0.5"),
         (put_shares("0.5", [[1.1, 0.5], [0.2, 0.2]]), "share of 1.1"),
         (put_shares("0.5", [[0.9, 0.5], [0.4, 0.4]]), "have a mean of 0.55"),
@@ -446,10 +449,10 @@ def test_a_damaged_file(tmp_path, damage, words):
     ("content", "words"),
     [
         (None, "No such file"),
-        (b'{\n "a": 1', "no JSON, line 2"),
+        (b'{\n "a": 1', "not JSON, line 2"),
         (b"\xff\xfe\x00", "decode byte 0xff"),
-        (b"[1, 2]", "no JSON object"),
-        (b"", "no JSON, line 1"),
+        (b"[1, 2]", "not a JSON object"),
+        (b"", "not JSON, line 1"),
     ],
 )
 def test_no_such_file(tmp_path, content, words):

@@ -177,7 +177,7 @@ def test_a_calibration_that_cannot_be_kept(tiny, own_calibrations):
     own_calibrations.write_text("no folder")
     texts = np.random.default_rng(0).integers(0, 50, (1, 64)).tolist()
     given = {"target": "attention", "tokens": 64}
-    with pytest.warns(UserWarning, match="only returned, not kept: .* KVJAX_CACHE"):
+    with pytest.warns(UserWarning, match="returned but not saved: .* KVJAX_CACHE"):
         assert kvjax.calibrate(tiny, texts, (0.5,), **given).num_texts == 1
 
 
@@ -226,7 +226,7 @@ def test_the_fingerprint_of_an_oracle(tiny):
         (TEXTS, {"tokens": 1.5}, r"tokens is 1\.5"),
         (TEXTS, {"floor": 19}, "floor 19: must be at least 20"),
         (TEXTS, {"ratios": (0.5, 0.4)}, "0.4 of 70 tokens is less than the 32 pairs"),
-        (TEXTS, {"ratios": (0.25, 0.5)}, "give falling ones"),
+        (TEXTS, {"ratios": (0.25, 0.5)}, "give descending ones"),
         (TEXTS, {"ratios": ()}, "ratios is "),
         (TEXTS, {"ratios": "0.5"}, "ratios is '0.5'"),
         (TEXTS, {"ratios": (1.0, 0.5)}, "between 1 and 0"),

@@ -210,7 +210,7 @@ def test_known_rounds_are_not_run_again(model, start, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ratios": (0,)}, "give falling ones between 1 and 0"),
+        ({"ratios": (0,)}, "give descending ones between 1 and 0"),
         ({"ratios": 0.4}, r"ratios is 0\.4: give one or more"),
         ({"ratios": ("a",)}, "ratio is 'a'"),
         ({"ratios": (0.4, 0.1)}, "0.1 of 288 tokens is 29 pairs, less than the 56"),

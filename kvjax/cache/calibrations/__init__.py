@@ -2,13 +2,13 @@
 
 ::
 
-    scores [L, K, T]   of a text's pairs, by `kvjax.engine.calibration`
+    scores [L, K, T]   of a text's pairs, from `kvjax.engine.calibration`
       |   kept_shares      one threshold over all layers and heads, for every ratio
       v
     Measured           shares of every text     -> `stability`     (measured.py)
       |   average          over the texts, with a floor
       v
-    Calibration        shares per head, and whole sizes from them   (calibration.py)
+    Calibration        shares per head, rounded to sizes            (calibration.py)
       |   keep             in the user's folder
       v
     find               by the fingerprint of a model's weights      (files.py)

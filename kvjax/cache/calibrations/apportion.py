@@ -1,4 +1,4 @@
-"""Apportionment: a number of pairs shared out by weights, within bounds."""
+"""Divides a number of KV pairs in proportion to weights, within bounds."""
 
 import math
 
@@ -18,8 +18,8 @@ def apportion(
     """Returns sizes in proportion to weights that add up to `total` exactly.
 
     Hamilton's method of largest remainders: one scale times the weights, clipped to the
-    bounds, is rounded down to multiples; the remainder is given, a multiple each, to
-    the sizes that rounding reduced most. Ties are broken by index, so equal arguments
+    bounds, is rounded down to multiples; the remainder goes, a multiple each, to the
+    sizes that rounding reduced most. Ties are broken by index, so equal arguments
     give equal sizes on every machine.
 
     Args:
@@ -36,21 +36,22 @@ def apportion(
     Raises:
       UserError: a weight that is not above 0, or a total that the bounds do not allow.
     """
-    given = np.asarray(weights, np.float64).ravel()
-    if not given.size or not np.all(np.isfinite(given) & (given > 0)):
-        raise UserError(f"weights {given!s:.80}: give one or more numbers above 0")
+    flat = np.asarray(weights, np.float64).ravel()
+    if not flat.size or not np.all(np.isfinite(flat) & (flat > 0)):
+        raise UserError(f"weights {flat!s:.80}: give one or more numbers above 0")
     least = whole_number("least size", least, 0)
     most = whole_number("most", most, least)
     multiple = whole_number("multiple", multiple, 1)
-    low, high = least * given.size, most * given.size
+    low, high = least * flat.size, most * flat.size
     if not low <= whole_number("total", total) <= high:
         raise UserError(
-            f"a total of {total} cannot be shared out among {given.size} that get "
+            f"a total of {total} cannot be divided into {flat.size} sizes of "
             f"{least} to {most} each: give {low} to {high}"
         )
-    ideal = proportional(given, total, least, most)
+    ideal = proportional(flat, total, least, most)
     sizes = np.maximum(np.floor(ideal / multiple).astype(np.int64) * multiple, least)
     left = total - int(sizes.sum())
+    # Rounded, so that ties do not depend on the last bits of a machine's arithmetic.
     for index in np.argsort(np.round(sizes - ideal, 6), kind="stable"):
         step = min(multiple - sizes[index] % multiple, most - sizes[index], left)
         sizes[index] += step

@@ -1,4 +1,4 @@
-"""Calibrations: the share of a text's pairs that each head needs, and whole sizes."""
+"""The class `Calibration`: each head's share of pairs, and the sizes made from it."""
 
 import dataclasses
 import json
@@ -15,28 +15,28 @@ from kvjax.types import ModelSpec, UserError, real_number, whole_number
 
 Rows = tuple[tuple[float, ...], ...]  # [L][K]
 FLOOR = 32  # pairs that every head keeps by default
-AMONG = ("heads", "layers", "heads of each layer")  # what shares out the pairs
+AMONG = ("heads", "layers", "heads of each layer")  # what pairs are divided between
 _FORMAT = 1
 _OPTIONAL = {"made_by", "similarity", "float16"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Each head's share of a text's pairs, for several ratios of all pairs.
+    """The share of its pairs that each head needs, for several ratios of all pairs.
 
     Attributes:
       model: the name in its spec.
       fingerprint: of its weights, see `kvjax.models.fingerprints`.
-      target: what pairs were scored by, of `kvjax.engine.calibration.TARGETS`; `loss`
-        where sizes came of `kvjax.training.fit_heads`.
+      target: the score of a pair, one of `kvjax.engine.calibration.TARGETS`; `loss` if
+        the sizes were fitted by `kvjax.training.fit_heads`.
       num_texts, tokens: number of texts it was measured on, and tokens of each.
-      accuracy: the share of tokens that the model predicted right while its attention
-        scored the pairs; a low one means that the repetitions failed.
+      accuracy: the share of tokens that the model predicted correctly while its
+        attention scored the pairs; a low one means that the repetitions failed.
       ratios: pairs kept of all pairs, descending, each between 0 and 1.
       shares: for every ratio, the kept share of each head's pairs [L][K]; their mean is
         the ratio.
-      similarity: of every layer [L], the cosine of the residual stream before and after
-        its attention, mean over the texts' tokens; empty if not measured.
+      similarity: for every layer [L], the cosine between the residual stream before and
+        after its attention, mean over the texts' tokens; empty if not measured.
       made_by: the method, in words.
       float16: the fingerprint of the same weights loaded as float16; empty if unknown.
 
@@ -71,7 +71,9 @@ class Calibration:
             )
         shapes = {_shape(rows) for rows in self.shares}
         if len(shapes) != 1 or None in shapes:
-            raise UserError("shares are no [L][K] numbers, the same L and K per ratio")
+            raise UserError(
+                "shares are not [L][K] numbers with the same L and K for every ratio"
+            )
         for ratio, rows in zip(self.ratios, self.shares, strict=True):
             _check_shares(ratio, np.asarray(rows, np.float64))
         if self.similarity and len(self.similarity) != self.num_layers:
@@ -84,18 +86,18 @@ class Calibration:
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """The number L of layers."""
         return len(self.shares[0])
 
     @property
     def num_kv_heads(self) -> int:
-        """K."""
+        """The number K of KV heads of a layer."""
         return len(self.shares[0][0])
 
     def fits(self, spec: ModelSpec) -> bool:
-        """Returns whether it was measured on the spec's weights, under any name.
+        """Returns whether it was measured on the spec's weights, whatever their name.
 
-        A spec without a fingerprint has to have the same name.
+        A spec without a fingerprint must have the same name instead.
         """
         if spec.fingerprint:
             same = spec.fingerprint in (self.fingerprint, self.float16)
@@ -162,19 +164,19 @@ class Calibration:
           length: tokens of the text; no head keeps more.
           floor: pairs that every head keeps; usually a multiple of `multiple`.
           multiple: sizes are multiples of it, except those at `floor` or `length`, and
-            at most one (per layer, if its heads share out the mean) that takes the
-            remainder.
-          among: one of `AMONG`: all heads of all layers share out the total; or the
-            layers do, by the mean share of their heads, which get one size; or every
-            layer keeps the mean and its heads share it out.
+            at most one (per layer, for "heads of each layer") that takes the remainder.
+          among: one of `AMONG`. "heads" divides the total between all heads of all
+            layers. "layers" divides it between layers by the mean share of their heads,
+            which get one size. "heads of each layer" gives every layer the mean, and
+            divides it between its heads.
           even: interpolates from the calibrated sizes, 0, to uniform ones, 1.
 
         Returns:
           int64.
 
         Raises:
-          UserError: another model; a mean below `floor` or above the length; another
-            `among`; `even` beyond 0 and 1.
+          UserError: another model; a mean below `floor` or above `length`; an unknown
+            `among`; `even` outside [0, 1].
         """
         self.check(spec)
         length = whole_number("length", length, 1)
@@ -188,7 +190,7 @@ class Calibration:
         shape, ratio = (self.num_layers, self.num_kv_heads), mean / length
         even = real_number("even", even, 0, 1)
         rows = _rows(self.shares_at(ratio), ratio, among)
-        if even == 1:  # rounding to multiples would make them differ
+        if even == 1:  # apportioning in multiples would make uniform sizes differ
             return np.full(shape, mean)
         sizes = [
             apportion(row, mean * row.size, floor, length, multiple)
@@ -197,7 +199,7 @@ class Calibration:
         return np.broadcast_to(np.reshape(sizes, (shape[0], -1)), shape)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes it as JSON, a line per layer.
+        """Writes a JSON file with a line per layer.
 
         Raises:
           UserError: the path cannot be written.
@@ -226,10 +228,10 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Calibration":
-        """Reads what `save` wrote.
+        """Reads a file written by `save`.
 
         Raises:
-          UserError: no such file, or one that is damaged; the message says where.
+          UserError: the file is missing or damaged; the message names the line.
         """
         try:
             found = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
@@ -237,7 +239,7 @@ class Calibration:
         except OSError as error:
             why = error.strerror
         except json.JSONDecodeError as error:
-            why = f"no JSON, line {error.lineno}: {error.msg}"
+            why = f"not JSON, line {error.lineno}: {error.msg}"
         except (UnicodeDecodeError, UserError) as error:
             why = str(error)
         raise UserError(
@@ -258,9 +260,9 @@ def checked_ratios(ratios: Any) -> tuple[float, ...]:
     if not several or not len(ratios):
         raise UserError(f"ratios is {ratios!r:.80}: give one or more, as (0.5, 0.25)")
     found = tuple(real_number("ratio", ratio) for ratio in ratios)
-    falling = all(a > b for a, b in zip((1.0, *found), (*found, 0.0), strict=True))
-    if not falling:
-        raise UserError(f"ratios {found}: give falling ones between 1 and 0")
+    pairs = zip((1.0, *found), (*found, 0.0), strict=True)
+    if not all(a > b for a, b in pairs):
+        raise UserError(f"ratios {found}: give descending ones between 1 and 0")
     return found
 
 
@@ -289,18 +291,20 @@ def _check_shares(ratio: float, shares: Float[np.ndarray, "L K"]) -> None:
     """Raises UserError unless the shares are in (0, 1] and their mean is the ratio."""
     wrong = shares[~((shares > 0) & (shares <= 1))]
     if wrong.size:
-        raise UserError(f"a share of {wrong[0]} at ratio {ratio}: above 0, 1 at most")
+        raise UserError(
+            f"a share of {wrong[0]} at ratio {ratio}: give them above 0, up to 1"
+        )
     if abs(shares.mean() - ratio) > 1e-3:
         raise UserError(
-            f"shares at ratio {ratio} have a mean of {shares.mean():.4g}: it is the "
-            "ratio's"
+            f"shares at ratio {ratio} have a mean of {shares.mean():.4g}: their mean "
+            "must be the ratio"
         )
 
 
 def _fields(found: Any) -> dict[str, Any]:
     """Returns the arguments of `Calibration` from a file's JSON object."""
     if not isinstance(found, dict):
-        raise UserError("no JSON object")
+        raise UserError("not a JSON object")
     if found.pop("format", None) != _FORMAT:
         raise UserError(f"its format is not {_FORMAT}")
     names = {field.name for field in dataclasses.fields(Calibration)} - {"ratios"}
@@ -310,14 +314,14 @@ def _fields(found: Any) -> dict[str, Any]:
         raise UserError(f"it has an unknown field {unknown[0]!r}")
     shares = found.pop("shares")
     if not isinstance(shares, dict):
-        raise UserError("its shares are no object of a ratio's rows")
+        raise UserError("its shares are not an object with rows for every ratio")
     try:
         ratios = tuple(float(ratio) for ratio in shares)
     except ValueError:
-        raise UserError(f"its ratios {list(shares)} are no numbers") from None
+        raise UserError(f"its ratios {list(shares)} are not numbers") from None
     similarity = found.get("similarity", [])
     if not isinstance(similarity, list):
-        raise UserError("its similarity is no list of a number per layer")
+        raise UserError("its similarity is not a list with a number per layer")
     return found | {
         "ratios": ratios,
         "shares": tuple(map(tuples, shares.values())),

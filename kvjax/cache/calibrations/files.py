@@ -1,4 +1,4 @@
-"""Calibration files: the user's, in the cache folder, and the package's."""
+"""Finds and stores calibration files: the user's and those that come with kvjax."""
 
 import functools
 import os
@@ -10,7 +10,7 @@ from kvjax.folders import cache_dir
 from kvjax.messages import warn
 from kvjax.types import ModelSpec, UserError
 
-LOSS = "loss"  # the target of sizes that `kvjax.training.fit_heads` has moved
+LOSS = "loss"  # the target of sizes fitted by `kvjax.training.fit_heads`
 TARGETS = "repetition", "attention", LOSS
 Given = Calibration | str | os.PathLike | None
 _CACHE = pathlib.Path(__file__).parents[1]
@@ -23,12 +23,12 @@ def of_model(
     """Returns the calibration of a model's weights.
 
     Args:
-      spec: of the model.
+      spec: the model's.
       source: a calibration or the path of one; None uses `find`.
       target: see `find`.
 
     Raises:
-      UserError: a file that cannot be read, or that is of another model or of other
+      UserError: a file that cannot be read, or that belongs to another model or other
         weights; no calibration is known.
     """
     if source is None:
@@ -47,24 +47,25 @@ def of_model(
 def find(spec: ModelSpec, target: str | None = None) -> Calibration | None:
     """Returns the known calibration of these weights, None if there is none.
 
-    Searches the user's folder, the newest file first, then the package's files. Warns
-    of files that cannot be read.
+    Searches the user's folder, the newest file first, then the package's files. Files
+    that cannot be read are skipped with a warning.
 
     Args:
-      spec: of the model, see `Calibration.fits`.
-      target: one of `TARGETS`; None is any but `loss`, whose sizes are for one policy.
+      spec: the model's, see `Calibration.fits`.
+      target: one of `TARGETS`; None is any except `loss`, whose sizes are fitted to one
+        policy.
     """
     changed = lambda path: path.stat().st_mtime_ns
     own = sorted(own_folder().glob("*.json"), key=changed, reverse=True)
-    came = (path for at in _SHIPPED.values() for path in sorted(at.glob("*.json")))
-    for path in (*own, *came):
+    package = (path for at in _SHIPPED.values() for path in sorted(at.glob("*.json")))
+    for path in (*own, *package):
         try:
             found = _loaded(path, changed(path))
         except UserError as error:
             warn(f"{error}, or delete it")
             continue
-        wanted = found.target == target if target else found.target != LOSS
-        if wanted and found.fits(spec):
+        has_target = found.target == target if target else found.target != LOSS
+        if has_target and found.fits(spec):
             return found
     return None
 
@@ -75,7 +76,7 @@ def _loaded(path: pathlib.Path, changed: int) -> Calibration:
 
 
 def own_folder() -> pathlib.Path:
-    """The user's calibrations: `calibrations` in the cache folder ($KVJAX_CACHE)."""
+    """Returns the user's folder: `calibrations` in the cache folder ($KVJAX_CACHE)."""
     return cache_dir() / "calibrations"
 
 

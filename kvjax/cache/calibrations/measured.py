@@ -1,4 +1,4 @@
-"""Shares measured on single texts, and their mean over the texts."""
+"""Shares of kept pairs measured on single texts, and their mean over the texts."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from jaxtyping import Float
 from kvjax.cache.calibrations.apportion import apportion
 from kvjax.cache.calibrations.calibration import Calibration, Rows, tuples
 
-SINKS, NEWEST = 4, 16  # pairs at both ends of a text that always count as kept
+SINKS, NEWEST = 4, 16  # first and last pairs of a text, which always count as kept
 _GRAIN = 10_000  # shares are multiples of 1 / _GRAIN
 
 
@@ -19,7 +19,7 @@ class Measured(NamedTuple):
 
     Attributes:
       model, fingerprint, target, tokens, ratios: see `Calibration`.
-      floor: pairs of a text that every head is to keep.
+      floor: pairs of a text that every head keeps.
       shares: [N, R, L, K] of N texts and R ratios.
       similarity: [N, L], see `Calibration`.
       accuracy: [N], see `Calibration`.
@@ -41,7 +41,7 @@ class Measured(NamedTuple):
 def kept_shares(
     scores: Float[np.ndarray, "L K T"], ratio: float
 ) -> Float[np.ndarray, "L K"]:
-    """Returns each head's share of kept pairs, if one threshold keeps `ratio` of all.
+    """Returns each head's share of kept pairs when one threshold keeps `ratio` of all.
 
     The first `SINKS` and the last `NEWEST` pairs are kept, whatever their scores.
     Exactly round(ratio * L * K * T) pairs are kept; of equal scores, the first ones.
@@ -108,6 +108,6 @@ def stability(
     for count in (count for count in counts if count <= len(shares)):
         drawn = [rng.permutation(len(shares))[:count] for _ in range(splits)]
         halves = [np.split(shares[texts], [count // 2]) for texts in drawn]
-        apart = [abs(one.mean(axis=0) - other.mean(axis=0)) for one, other in halves]
-        found[count] = np.mean(apart, axis=(0, 2, 3))
+        difference = [abs(a.mean(axis=0) - b.mean(axis=0)) for a, b in halves]
+        found[count] = np.mean(difference, axis=(0, 2, 3))
     return found
