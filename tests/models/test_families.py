@@ -367,11 +367,11 @@ def test_phi_4_mini_says_what_others_do_not(tmp_path):
             scaled("longrope", long_factor=[1.0, 2.0]),
             r"long_factor = \[1\.0, 2\.0\]: .* a list of 4 numbers",
         ),
-        ("phi3", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "turns 12"),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "rotates 12"),
         (
             "phi3_longrope",
             scaled("longrope", partial_rotary_factor=0.4),
-            "turns 3 channels: .* a part of the 8, even in longrope",
+            "rotates 3 channels: .* fewer than 8, an even number in longrope",
         ),
         ("llama_bias", {"partial_rotary_factor": 0.5}, r"0\.5, which transformers ign"),
         ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "vLLM does not"),
@@ -387,7 +387,7 @@ def test_phi_4_mini_says_what_others_do_not(tmp_path):
         ("mixtral_full", {"num_experts_per_tok": 9}, "9 for . num_local_experts"),
     ],
 )
-def test_damaged_configurations_are_told(name, changes, message):
+def test_damaged_configurations_are_refused(name, changes, message):
     with pytest.raises(UserError, match=message) as error:
         spec_of(name, **changes)
     assert "\n" not in str(error.value)

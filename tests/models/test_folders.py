@@ -288,7 +288,7 @@ def test_what_is_fetched_of_a_hub_folder():
         *("README.md", "model.gguf", "onnx/model.onnx", "onnx/config.json"),
     ]
     kept = filter_repo_objects(
-        listed, allow_patterns=hub._WANTED, ignore_patterns=hub._UNWANTED
+        listed, allow_patterns=hub._INCLUDED, ignore_patterns=hub._EXCLUDED
     )
     assert list(kept) == [
         *("config.json", "generation_config.json", "model.safetensors.index.json"),

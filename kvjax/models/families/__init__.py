@@ -1,4 +1,4 @@
-"""The model families by the architecture that a checkpoint's config.json names."""
+"""Model families, by the architecture that a checkpoint's config.json names."""
 
 from kvjax.models.families import (
     falcon,
@@ -14,7 +14,7 @@ from kvjax.models.families import (
     qwen3,
 )
 
-# Each module is called what `model_type` says, and has
+# Each module is named after its `model_type`, and defines
 # spec_from_hf(config, name) -> ModelSpec and tensor_names(spec) -> Names.
 FAMILIES = {
     "FalconForCausalLM": falcon,

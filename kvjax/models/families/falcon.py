@@ -17,7 +17,7 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
         norms = config.number("num_ln_in_parallel_attn", 2)
         blocks = "parallel_two" if norms == 2 else "parallel"
     else:
-        config.ignore("num_kv_heads")  # the old layouts say it otherwise
+        config.ignore("num_kv_heads")  # the old layouts use `multi_query` instead
         kv_heads = 1 if config.flag("multi_query", True) else heads
         blocks = "parallel" if config.flag("parallel_attn", True) else "pre"
     config.ignore("parallel_attn")

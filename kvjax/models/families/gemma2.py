@@ -1,4 +1,4 @@
-"""Gemma 2: norms around both halves of a layer, capped scores, local layers."""
+"""Gemma 2: norms around attention and MLP, soft-capped logits, local layers."""
 
 from kvjax.models.families.hf_config import FULL, SLIDING, Config
 from kvjax.models.families.names import Names, usual
@@ -19,7 +19,10 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
 
 
 def shared(config: Config, every: int) -> dict:
-    """What Gemma 2 and 3 have in common; one layer in `every` sees all tokens."""
+    """Returns the `ModelSpec` fields that Gemma 2 and 3 share.
+
+    Of `every` layers, the last has no window.
+    """
     config.absent(tie_word_embeddings=True, head_dim=256, num_key_value_heads=4)
     fields = config.shape()
     config.only(hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh")

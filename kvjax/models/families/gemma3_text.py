@@ -1,4 +1,4 @@
-"""Gemma 3, text: as Gemma 2 without capped scores; local layers rotate faster."""
+"""Gemma 3, text: Gemma 2 without attention soft caps; local layers rotate faster."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
         config.values["rope_parameters"] = rope["full_attention"]
     config.absent(max_position_embeddings=131_072)
     fields = gemma2.shared(config, every=pattern)
-    # Of these checkpoints it is that of after the scaling.
+    # In these checkpoints it already includes the scaling.
     fields["context_length"] = config.size("max_position_embeddings")
     return ModelSpec(
         name,

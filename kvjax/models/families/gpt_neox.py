@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: LayerNorm, biases, the first part of a head rotates."""
+"""GPT-NeoX and Pythia: LayerNorm, biases, partly rotated heads."""
 
 from kvjax.models.families.hf_config import Config
 from kvjax.models.families.names import Names

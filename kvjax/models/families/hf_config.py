@@ -1,118 +1,13 @@
-"""Hugging Face's config.json, read strictly: what we do not understand is an error."""
+"""A strict reader of Hugging Face's config.json: unknown attributes are errors."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvjax.models.families.harmless import HARMLESS
 from kvjax.types import RopeScaling, UserError
 
 _REQUIRED = object()
-# No bearing on the forward pass: training, sampling, and how transformers runs a model.
-HARMLESS = frozenset(
-    {
-        "activation_dropout",
-        "architectures",
-        "assistant_confidence_threshold",
-        "assistant_lookbehind",
-        "attention_dropout",
-        "attention_probs_dropout_prob",
-        "attn_pdrop",
-        "auto_map",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "classifier_dropout",
-        "decoder_start_token_id",
-        "diversity_penalty",
-        "do_sample",
-        "dropout",
-        "dtype",
-        "early_stopping",
-        "embd_pdrop",
-        "encoder_no_repeat_ngram_size",
-        "encoder_repetition_penalty",
-        "eos_token_id",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "exponential_decay_length_penalty",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "gradient_checkpointing",
-        "hidden_dropout",
-        "hidden_dropout_prob",
-        "id2label",
-        "ignore_keys_at_rope_validation",
-        "init_std",
-        "initializer_range",
-        "is_decoder",
-        "is_llama_config",
-        "label2id",
-        "language",
-        "layerdrop",
-        "length_penalty",
-        "license",
-        "max_length",
-        "max_sequence_length",
-        "max_window_layers",
-        "min_length",
-        "model_max_length",
-        "name_or_path",
-        "neftune_noise_alpha",
-        "no_repeat_ngram_size",
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "num_beam_groups",
-        "num_beams",
-        "num_labels",
-        "num_return_sequences",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "output_scores",
-        "pad_token_id",
-        "prefix",
-        "problem_type",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "resid_pdrop",
-        "return_dict",
-        "return_dict_in_generate",
-        "router_aux_loss_coef",
-        "router_jitter_noise",
-        "sep_token_id",
-        "seq_length",
-        "suppress_tokens",
-        "target_lookbehind",
-        "task_specific_params",
-        "temperature",
-        "tf_legacy_loss",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "torch_dtype",
-        "torchscript",
-        "transformers.js_config",
-        "transformers_version",
-        "typical_p",
-        "unk_token_id",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_bfloat16",
-        "use_cache",
-        "use_flash_attention_2",
-        "use_flash_attn",
-        "use_return_dict",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_attn_implementation_internal",
-        "_commit_hash",
-        "_flash_attn_2_enabled",
-        "_name_or_path",
-    }
-)
 _ROPE_COMMON = {
     "rope_theta",
     "partial_rotary_factor",
@@ -123,7 +18,7 @@ _ROPE_COMMON = {
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 _ROPE_KEYS = {
     "default": (),
-    "dynamic": ("factor",),  # plain as far as max_position_embeddings, our limit
+    "dynamic": ("factor",),  # unscaled up to max_position_embeddings, our limit
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (
@@ -140,12 +35,12 @@ _ROPE_KEYS = {
 
 
 class Config:
-    """The attributes of a config.json; `finish` complains of those nobody asked for.
+    """The attributes of a config.json; `finish` refuses those that were never read.
 
     Args:
       values: the JSON object.
       source: the folder, for messages.
-      context: tokens that the model will be used for; None for all it can read.
+      context: longest context that the model will be used with; None for its full one.
     """
 
     def __init__(self, values: Mapping[str, Any], source, context: int | None = None):
@@ -153,7 +48,7 @@ class Config:
         self._known = set(HARMLESS)
 
     def get(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A value of any type; null and absent are the default."""
+        """Returns a value of any type; the default if it is null or absent."""
         self._known.add(key)
         value = self.values.get(key)
         if value is None:
@@ -163,13 +58,14 @@ class Config:
         return value
 
     def number(self, key: str, default: Any = _REQUIRED) -> int | float:
+        """Returns a finite number."""
         value = self.get(key, default)
         if not _is_number(value):
             raise self.error(f"has {key} = {value!r}", "it must be a number")
         return value
 
     def size(self, key: str, default: Any = _REQUIRED, least: int = 1) -> int:
-        """A whole number, of layers, heads, channels or tokens."""
+        """Returns a whole number, such as one of layers, heads, channels or tokens."""
         value = self.get(key, default)
         if type(value) is not int or value < least:
             remedy = f"it must be a whole number, {least} or more"
@@ -177,7 +73,7 @@ class Config:
         return value
 
     def part(self, key: str) -> dict[str, Any]:
-        """A JSON object of its own; null and absent are an empty one."""
+        """Returns a nested JSON object; an empty one if it is null or absent."""
         value = self.get(key, {})
         if not isinstance(value, dict):
             raise self.unsupported(key, value)
@@ -186,49 +82,51 @@ class Config:
     def windows(
         self, layers: int, size: int, usual: Sequence[str] = ()
     ) -> tuple[int, ...]:
-        """The window of each layer; empty where none has one.
+        """Returns the window of each layer; an empty tuple if none has one.
 
         Args:
-          layers: how many there are.
+          layers: number of layers.
           size: tokens that a layer with a window sees; 0 is no window.
-          usual: the kinds of layers (`LAYER_TYPES`) that `layer_types` may replace.
-            Empty for families whose layers are alike: they may only repeat it.
+          usual: the default types of the layers (of `LAYER_TYPES`), which `layer_types`
+            may override. Empty for families whose layers are all of one type, which
+            `layer_types` may only repeat.
         """
-        alike = [SLIDING if size else FULL] * layers
-        kinds = self.get("layer_types", usual or alike)
+        uniform = [SLIDING if size else FULL] * layers
+        kinds = self.get("layer_types", usual or uniform)
         known = isinstance(kinds, list) and all(kind in LAYER_TYPES for kind in kinds)
         if not known or len(kinds) != layers:
             remedy = f"it must be a list of {layers} of {', '.join(LAYER_TYPES)}"
             raise self.error(f"has layer_types = {kinds!r:.80}", remedy)
-        if kinds != alike and not (usual and size):
+        if kinds != uniform and not (usual and size):
             what = f"has layer_types = {kinds!r:.80}, but by its other attributes all"
-            raise self.error(f"{what} are {alike[0]}", "correct those that are wrong")
+            raise self.error(f"{what} are {uniform[0]}", "correct those that are wrong")
         sizes = tuple(size if kind == SLIDING else 0 for kind in kinds)
         return sizes if any(sizes) else ()
 
     def absent(self, **usual: Any) -> None:
-        """What attributes are that the file lacks; null stays null."""
+        """Sets values of attributes that the file lacks; null stays null."""
         self.values = usual | self.values
 
     def flag(self, key: str, default: bool = False) -> bool:
+        """Returns the truth of a value."""
         return bool(self.get(key, default))
 
     def only(self, **allowed: Any) -> None:
-        """Attributes that may be there if they say this; null and false ask nothing."""
-        for key, wanted in allowed.items():
-            wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        """Raises UserError for a value that is neither allowed, null nor false."""
+        for key, values in allowed.items():
+            values = values if isinstance(values, tuple) else (values,)
             value = self.get(key, None)
-            if value and value not in wanted:
+            if value and value not in values:
                 raise self.unsupported(key, value)
 
     def ignore(self, *keys: str) -> None:
-        """Attributes whose meaning is covered by others."""
+        """Accepts any value of attributes that others make redundant."""
         self._known.update(keys)
 
     def finish(self) -> None:
-        """Raises UserError for attributes that nobody has asked for.
+        """Raises UserError for attributes that the family has not read.
 
-        Families without windows do not ask for `layer_types`, which may say so.
+        Families without windows do not read `layer_types`; it may repeat that.
         """
         if "layer_types" not in self._known:
             self.windows(self.size("num_hidden_layers"), 0)
@@ -237,16 +135,18 @@ class Config:
                 raise self.unsupported(key, value)
 
     def unsupported(self, key: str, value: Any) -> UserError:
+        """Returns the error for an attribute that kvjax does not compute."""
         return self.error(
             f"has {key} = {value!r}, which is not supported",
             "use another checkpoint, or remove it if it does not change the maths",
         )
 
     def error(self, what: str, remedy: str) -> UserError:
+        """Returns an error that names the file, the fault and the remedy."""
         return UserError(f"config.json in {self.source} {what}: {remedy}")
 
     def shape(self) -> dict[str, Any]:
-        """The fields of `ModelSpec` that most families name alike."""
+        """Returns the `ModelSpec` fields that have the same names in most families."""
         heads, width = self.size("num_attention_heads"), self.size("hidden_size")
         return {
             "num_layers": self.size("num_hidden_layers"),
@@ -262,11 +162,11 @@ class Config:
         }
 
     def context_length(self) -> int:
-        """Tokens that the model can read.
+        """Returns the model's context length in tokens.
 
-        With `linear` and `yarn` rotary scaling `max_position_embeddings` is that of
-        before, as checkpoints have it (Vicuna 16k; Qwen2.5 as its card says), unless it
-        is already as long as YaRN makes it; vLLM reads them alike.
+        Under `linear` and `yarn` scaling, `max_position_embeddings` is the length
+        before scaling, as in published checkpoints (Vicuna 16k; Qwen2.5 by its card),
+        unless it already is YaRN's length. vLLM reads it the same way.
         """
         trained = self.size("max_position_embeddings", 2048)
         kind, said = self._rope_said()
@@ -281,17 +181,17 @@ class Config:
     def rope(
         self, head_dim: int, theta: float = 10_000.0, partial: bool = False
     ) -> dict[str, Any]:
-        """`rope_theta`, `rope` and `rotary_dim` of `ModelSpec`.
+        """Returns `rope_theta`, `rope` and `rotary_dim` of `ModelSpec`.
 
-        transformers 5 nests them in `rope_parameters`; earlier ones have `rope_theta`
-        and, for scaled positions, `rope_scaling`.
+        transformers 5 nests them in `rope_parameters`; earlier versions have
+        `rope_theta` and, for scaled positions, `rope_scaling`.
 
         Args:
           head_dim: channels of a head.
-          theta: the base, where none is given.
-          partial: whether heads of this family may rotate in part. Of others
-            transformers rotates all channels, whatever `partial_rotary_factor` says,
-            and vLLM that part: which one a model was trained with is not known.
+          theta: the default base.
+          partial: whether this family supports `partial_rotary_factor`. In the others,
+            transformers ignores it and vLLM applies it, so a factor other than 1 is
+            ambiguous and refused.
         """
         theta = self.number("rope_theta", theta)
         part = self.number("partial_rotary_factor", 1.0)
@@ -308,10 +208,9 @@ class Config:
             )
         odd = turning % 2 and kind in ("yarn", "longrope")  # transformers fails too
         if turning != head_dim and (odd or not 0 < turning < head_dim):
-            what = f"has a partial_rotary_factor that turns {turning} channels"
-            raise self.error(
-                what, f"it must be a part of the {head_dim}, even in {kind}"
-            )
+            what = f"has a partial_rotary_factor that rotates {turning} channels"
+            remedy = f"it must rotate fewer than {head_dim}, an even number in {kind}"
+            raise self.error(what, remedy)
         return {
             "rope_theta": theta,
             "rope": self._scaling(kind, said, turning),
@@ -319,7 +218,7 @@ class Config:
         }
 
     def _rope_said(self) -> tuple[str, dict[str, Any]]:
-        """The kind of scaling, and what both attributes say; null says nothing."""
+        """Returns the kind of scaling, and both attributes merged, without nulls."""
         said = {**self.part("rope_scaling"), **self.part("rope_parameters")}
         said = {key: value for key, value in said.items() if value is not None}
         kind = said.get("rope_type") or said.get("type") or "default"
@@ -332,14 +231,14 @@ class Config:
         return kind, said
 
     def _original(self, said: dict[str, Any]) -> int:
-        """Tokens of the context trained on."""
+        """Returns the tokens of the trained context."""
         key = "original_max_position_embeddings"
         nested = Config(said, self.source)
         trained = self.size("max_position_embeddings", 2048)
         return self.size(key, nested.size(key, trained))
 
     def _scaling(self, kind: str, said: dict[str, Any], turning: int) -> RopeScaling:
-        """The scaling of the frequencies of so many channels that rotate."""
+        """Returns the scaling of the frequencies of `turning` channels."""
         original = self._original(said)
         if kind in ("default", "dynamic"):
             return RopeScaling()
@@ -363,7 +262,7 @@ class Config:
     def _positive(
         self, said: dict[str, Any], key: str, default: float | None = None
     ) -> float:
-        """A number of the rotary scaling; None is no default."""
+        """Returns a positive number of the scaling, required if there is no default."""
         value = said.get(key) or default
         if value is None:
             raise self.error(f"has rope_parameters without {key}", "fetch it again")
@@ -373,7 +272,7 @@ class Config:
         return float(value)
 
     def _factors(self, said: dict[str, Any], key: str, count: int) -> tuple[float, ...]:
-        """One factor per frequency."""
+        """Returns LongRoPE's factors, one per frequency."""
         values = said.get(key)
         if values is None:
             raise self.error(f"has rope_parameters without {key}", "fetch it again")
@@ -384,14 +283,18 @@ class Config:
         return tuple(map(float, values))
 
     def _yarn(self, said, factor: float, original: int) -> RopeScaling:
-        """YaRN; its scale of cosine and sine is given, or grows with the factor."""
+        """Returns YaRN's scaling.
 
-        def grown(weight):
+        Cosine and sine are scaled by `attention_factor`, by default computed from the
+        factor (Peng et al. 2023, section 3.4).
+        """
+
+        def attention_scale(weight):
             return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
-        scale, keys = grown(1.0), ("mscale", "mscale_all_dim")
+        scale, keys = attention_scale(1.0), ("mscale", "mscale_all_dim")
         if all(map(said.get, keys)):
-            one, all_dims = (grown(self._positive(said, key)) for key in keys)
+            one, all_dims = (attention_scale(self._positive(said, key)) for key in keys)
             scale = one / all_dims
         return RopeScaling(
             kind="yarn",
@@ -405,6 +308,6 @@ class Config:
 
 
 def _is_number(value: Any) -> bool:
-    """Finite, and not a truth value."""
+    """Returns whether a value is a finite number, and not a bool."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""Mistral: Llama with a window on what every layer's queries see."""
+"""Mistral: Llama with a sliding window in every layer."""
 
 from kvjax.models.families.hf_config import Config
 from kvjax.models.families.names import Names, usual
@@ -7,7 +7,7 @@ from kvjax.types import ModelSpec
 
 def spec_from_hf(config: Config, name: str) -> ModelSpec:
     config.absent(max_position_embeddings=131_072, num_key_value_heads=8)
-    config.absent(sliding_window=4096)  # null is none
+    config.absent(sliding_window=4096)  # null is no window
     shape = config.shape()
     config.only(hidden_act="silu")
     window = config.size("sliding_window", 0, least=0)

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with eight MLPs, of which every token uses two."""
+"""Mixtral: Mistral with eight experts, of which every token uses two."""
 
 from kvjax.models.families.hf_config import Config
 from kvjax.models.families.names import Names, usual
@@ -15,7 +15,7 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
     chosen = config.size("num_experts_per_tok", 2)
     if chosen > experts:
         what = f"has num_experts_per_tok = {chosen} for {experts} num_local_experts"
-        raise config.error(what, "it must be no more than there are")
+        raise config.error(what, f"it must be {experts} at most")
     return ModelSpec(
         name,
         **shape,

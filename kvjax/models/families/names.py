@@ -1,4 +1,4 @@
-"""Where a checkpoint keeps its tensors: Hugging Face names by their role."""
+"""Names of a checkpoint's tensors: Hugging Face names by their role."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,17 +6,18 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Tensor names of one family, without the ending `.weight` or `.bias`.
+    """Tensor names of one family, without the suffix `.weight` or `.bias`.
 
     Attributes:
-      ends: of `embed`, `final_norm`, `head`, `positions`, `embed_in`, `embed_out`.
-      layer: of each layer's parts, with `{i}` for its number: the norms and
-        projections of `kvjax.models.decoder`, `q`, `k` and `v` where they are apart,
-        `gate` and `up` likewise; experts have `{e}` for theirs.
-      grouped: of a fused `qkv`, whether its rows go KV head by KV head (its query
-        heads, its key, its value), or all queries, all keys, all values.
+      ends: names of `embed`, `final_norm`, `head`, `positions`, `embed_in`,
+        `embed_out`.
+      layer: names of each layer's tensors, with `{i}` for its index: the norms and
+        projections of `kvjax.models.decoder`, or `q`, `k` and `v`, and `gate` and `up`,
+        where the checkpoint stores them separately. `{e}` is an expert's index.
+      grouped: whether the rows of a fused `qkv` are ordered by KV head (its query
+        heads, its key, its value), or as all queries, all keys, all values.
       skipped_positions: rows of `positions` before that of the first token.
-      dropped: endings of tensors that early checkpoints carry and we compute.
+      dropped: suffixes of tensors in early checkpoints that kvjax computes itself.
     """
 
     ends: Mapping[str, str]
@@ -27,7 +28,7 @@ class Names:
 
 
 def usual(**changes: str | None) -> Names:
-    """Llama's names, which most families share; None leaves a part out."""
+    """Returns Llama's names with changes; a name of None is left out."""
     attention = {part: f"self_attn.{part}_proj" for part in "qkv"}
     layer = {
         "attn_norm": "input_layernorm",

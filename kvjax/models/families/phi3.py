@@ -1,9 +1,9 @@
 """Phi-3, Phi-3.5 and Phi-4: fused projections, LongRoPE, partly rotated heads.
 
-LongRoPE has one set of frequencies for contexts up to the one trained on and one for
-longer ones, and transformers takes the one that a call's length asks for. Keys are
-stored rotated, so a run has to keep to one: that of the whole context, or, with
-`kvjax.load(..., context=4096)`, that of the tokens which the model will be used for.
+LongRoPE has one set of frequencies for contexts up to the trained one and another for
+longer ones, and transformers chooses by the length of each call. Keys are stored
+rotated, so kvjax uses one set for a loaded model: that of the model's full context, or,
+with `kvjax.load(..., context=4096)`, that of the context given there.
 """
 
 from kvjax.models.families.hf_config import Config
@@ -18,7 +18,7 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
     config.only(hidden_act="silu", full_attn_mod=1, interpolate_factor=1)
     window = config.size("sliding_window", 0, least=0)
     rope = config.part("rope_scaling")
-    if rope.get("type") == "yarn":  # what early Phi-3 checkpoints call LongRoPE
+    if rope.get("type") == "yarn":  # the name of LongRoPE in early Phi-3 checkpoints
         config.values["rope_scaling"] = {**rope, "type": "longrope"}
     return ModelSpec(
         name,

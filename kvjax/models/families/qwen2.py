@@ -19,8 +19,11 @@ def spec_from_hf(config: Config, name: str) -> ModelSpec:
 
 
 def windows(config: Config, layers: int) -> tuple[int, ...]:
-    """The window of each layer: named by `layer_types`, or from a layer onwards."""
-    config.absent(sliding_window=4096)  # null is none
+    """Returns the window of each layer.
+
+    `layer_types` names the layers with a window, else `max_window_layers` is the first.
+    """
+    config.absent(sliding_window=4096)  # null is no window
     size = config.size("sliding_window", 0, least=0)
     first = config.size("max_window_layers", 28, least=0)
     if not config.flag("use_sliding_window"):

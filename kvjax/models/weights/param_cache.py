@@ -5,13 +5,13 @@ A copy is a folder `<name>-<dtype>-<key>` with
     params/      safetensors files in the layout of `kvjax.models.decoder`
     files.json   size and CRC-32 of each other file
 
-and, of a GGUF file, whose own fields take long to read,
+and, for a GGUF file, whose own fields take long to read,
 
     model.json   the `ModelSpec` and the end tokens
     tokenizer/   the tokenizer's own files, absent where there is none
 
-A copy is written under another name and renamed when it is complete, so an interrupted
-write leaves no copy. `files.json` detects damage after that.
+A copy is written under a temporary name and renamed when it is complete, so an
+interrupted write leaves no copy. `files.json` detects later damage.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ from kvjax.types import Model, ModelSpec, PyTree, RopeScaling, UserError
 
 Kept = TypeVar("Kept", Model, PyTree)
 
-# Part of every copy's key: raise it whenever the layout of the params or of the copy
-# changes, and old copies are no longer found.
+# Part of every copy's key. Raise it whenever the layout of the params or of the copy
+# changes, so that old copies are no longer found.
 FORMAT = 6
 
 
@@ -49,7 +49,10 @@ class _UnusableCopy(Exception):
 
 
 def identity(files: Sequence[pathlib.Path]) -> str:
-    """Returns text that changes when a file is replaced or written to; reads none."""
+    """Returns a text that changes when a file is replaced or written to.
+
+    It uses paths, sizes and times; no file is read.
+    """
     stats = [(path.resolve(), path.stat()) for path in files]
     return "\n".join(f"{path}:{s.st_size}:{s.st_mtime_ns}" for path, s in stats)
 
@@ -61,9 +64,9 @@ def copy_path(
 
     Args:
       name: readable start of the folder's name.
-      identity: of the source, see `identity`.
-      dtype: of the params.
-      order: of their rows and columns, see `kvjax.models.weights.pack.Placement`.
+      identity: the source's, see `identity`.
+      dtype: dtype of the params.
+      order: order of their rows and columns, see `pack.Placement`.
     """
     key = f"{FORMAT}:{dtype.name}:{order}:{identity}"
     digest = hashlib.sha256(key.encode()).hexdigest()
@@ -79,16 +82,16 @@ def load(
 ) -> Model:
     """Returns the model from its copy, or calls `make` and writes a copy.
 
-    A copy that cannot be used is made again, with a notice. A copy that cannot be
-    written is a notice, and the load succeeds.
+    A copy that cannot be used is made again, with a notice. If a copy cannot be
+    written, a notice says so and the load succeeds.
 
     Args:
       name: readable start of the copy's folder name.
-      identity: of the source, see `identity`.
-      dtype: of the params that `make` returns.
-      make: converts the source; called only when there is no good copy.
-      placement: where the params of a copy go, and those of `make` already are; None
-        for the default device.
+      identity: the source's, see `identity`.
+      dtype: dtype of the params that `make` returns.
+      make: converts the source; called only when there is no usable copy.
+      placement: destination of the params, of a copy's and of `make`'s; None for the
+        default device.
     """
 
     def read(copy: pathlib.Path) -> Model:
@@ -145,12 +148,12 @@ def _kept(
             )
     made = make()
     try:
-        # Only now: where `make` fails too (no memory left), the copy was not at fault.
+        # Removed only now: if `make` fails too (no memory), the copy was not at fault.
         if unusable:
             shutil.rmtree(copy)
         _write(copy, lambda part: write(part, made))
     except Exception as error:
-        # A full disk is more than one type of exception, by the library that writes.
+        # Libraries raise different exceptions for a full disk.
         messages.notice(f"no copy is kept in {copy}: {_one_line(error)}")
     return made
 
@@ -165,13 +168,13 @@ def _read(copy: pathlib.Path, read: Callable[[pathlib.Path], Kept]) -> Kept:
     except (_UnusableCopy, UserError):
         raise
     except Exception as error:
-        # Damage, or a copy by another version of transformers: whatever
-        # the readers raise, the answer is the same.
+        # Damage, or a copy by another version of transformers: readers raise many
+        # types, and in every case the copy is made again.
         raise _UnusableCopy(_one_line(error)) from error
 
 
 def _spec(fields: dict[str, Any]) -> ModelSpec:
-    """Returns the spec of JSON fields, which know neither tuples nor dataclasses."""
+    """Returns the spec from JSON fields, whose lists become tuples."""
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
     rope = {
         k: tuple(v) if isinstance(v, list) else v for k, v in fields["rope"].items()
@@ -189,7 +192,7 @@ def _write(copy: pathlib.Path, fill: Callable[[pathlib.Path], None]) -> None:
         listed = {str(path.relative_to(part)): _fingerprint(path) for path in files}
         (part / "files.json").write_text(json.dumps(listed, indent=1))
         part.chmod(0o755)
-        # Another process may have been first; its copy is as good as this one.
+        # Another process may have finished first; its copy is as good as this one.
         if not copy.exists():
             part.rename(copy)
     finally:
@@ -197,7 +200,7 @@ def _write(copy: pathlib.Path, fill: Callable[[pathlib.Path], None]) -> None:
 
 
 def _sweep(folder: pathlib.Path) -> None:
-    """Removes what killed processes left behind; an hour outlasts any live one."""
+    """Removes the unfinished copies of killed processes, which are over an hour old."""
     for part in folder.glob(".making-*"):
         if time.time() - part.stat().st_mtime > 3600:
             shutil.rmtree(part, ignore_errors=True)
@@ -212,7 +215,7 @@ def _fingerprint(path: pathlib.Path) -> list[int]:
 
 
 def _save(folder: pathlib.Path, params: PyTree) -> None:
-    """Writes a file per layer and per other entry; the host holds one file's arrays."""
+    """Writes one file per layer and per other entry, with one in host memory."""
     folder.mkdir()
     for name, leaves in _by_file(params).items():
         arrays = {key: np.asarray(leaf) for key, leaf in leaves.items()}
@@ -225,7 +228,7 @@ def _restore(
     dtype: jnp.dtype,
     placement: Placement | None,
 ) -> PyTree:
-    """Reads what `_save` wrote; the host holds one array at a time."""
+    """Reads the files of `_save`, with one array at a time in host memory."""
     shapes = decoder.param_shapes(spec, dtype)
     found = {
         name: tensors.read_header(folder / f"{name}.safetensors")
@@ -249,7 +252,7 @@ def _restore(
 
 
 def _by_file(params: PyTree) -> dict[str, dict[str, Any]]:
-    """Groups the leaves of params: name of a file -> name in it -> leaf."""
+    """Groups the leaves of params by file: file name -> name in the file -> leaf."""
     files: dict[str, dict[str, Any]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name, key = _place(path)

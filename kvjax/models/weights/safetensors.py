@@ -1,4 +1,4 @@
-"""Hugging Face folders: `config.json` with safetensors, read tensor by tensor."""
+"""Reads Hugging Face folders: `config.json` with safetensors, tensor by tensor."""
 
 import json
 import pathlib
@@ -27,23 +27,23 @@ def load(
     placement: pack.Placement | None = None,
     cache_converted: bool = False,
 ) -> Model:
-    """Reads a folder with a model of one of the families.
+    """Loads a model of one of the families from a folder.
 
-    The host holds one tensor at a time (one fused one and a part of it), in the dtype
-    of the params.
+    The host holds one tensor at a time in the dtype of the params; for a fused one, one
+    of its parts as well.
 
     Args:
       path: the folder.
-      dtype: of the params.
-      context: tokens that the model will be used for; None for all it can read.
-      placement: where the params go; None for the default device.
+      dtype: dtype of the params.
+      context: limit on the context, see `kvjax.load`; None for the model's own.
+      placement: destination of the params; None for the default device.
       cache_converted: whether to read the params from their copy in the cache folder,
-        and to leave one there; see `kvjax.models.weights.param_cache`.
+        and to write one if there is none; see `kvjax.models.weights.param_cache`.
 
     Raises:
-      UserError: a file is missing or truncated, pickled weights only, an attribute in
-        config.json that changes the maths in a way we do not compute, tensors
-        missing, unknown, of another shape or dtype.
+      UserError: a missing or truncated file; pickled weights only; an attribute in
+        config.json that needs a computation kvjax does not have; tensors that are
+        missing, unknown, or of another shape or dtype.
     """
     spec, names = _spec(path, context)
     pack.check_room(spec, dtype, placement)
@@ -55,7 +55,7 @@ def load(
         return pack.pack(spec, names, read, dtype, placement)
 
     if cache_converted:
-        # The params depend on both, but not on the context.
+        # The params depend on config.json and the files, but not on the context.
         identity = param_cache.identity([path / "config.json", *files])
         params = param_cache.params(spec, identity, dtype, make, placement)
     else:
@@ -77,7 +77,7 @@ def _checked(
                     f"{file.name}: fetch the checkpoint again into an empty folder"
                 )
             tensors[name] = tensor
-    # Early checkpoints carry the rotary frequencies, and some their masks.
+    # Early checkpoints hold the rotary frequencies, and some their causal masks.
     dropped = ("rotary_emb.inv_freq", *names.dropped)
     tensors = {k: t for k, t in tensors.items() if not k.endswith(dropped)}
     for name, tensor in tensors.items():
@@ -120,7 +120,7 @@ def _family(values: dict[str, Any], path: pathlib.Path) -> ModuleType:
     """Returns the family that `architectures` names, or else `model_type`.
 
     Raises:
-      UserError: neither names one that is known, or they name two.
+      UserError: neither names a known family, or they name two.
     """
     named, kind = values.get("architectures"), values.get("model_type")
     types = {family.__name__.rsplit(".", 1)[-1]: family for family in FAMILIES.values()}
@@ -176,14 +176,14 @@ def _shards(index: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _end_tokens(path: pathlib.Path) -> tuple[int, ...]:
-    """Returns the ids that end a completion, as the folder lists them.
+    """Returns the ids that end a completion according to the folder.
 
-    generation_config.json takes precedence over config.json, as in transformers; chat
-    models have several there (Llama 3: end of text, of turn, of message), of which the
-    tokenizer knows one.
+    generation_config.json takes precedence over config.json, as in transformers. Chat
+    models list several there (Llama 3: end of text, of turn, of message); their
+    tokenizer has only one.
 
     Raises:
-      UserError: ids that are no whole numbers.
+      UserError: ids that are not whole numbers.
     """
     for name in ("generation_config.json", "config.json"):
         file = path / name

@@ -1,4 +1,4 @@
-"""Reads and writes the tensors of safetensors files, a few numbers at a time."""
+"""Reads and writes the tensors of safetensors files, in blocks."""
 
 import json
 import math
@@ -12,20 +12,20 @@ import numpy as np
 from kvjax.types import UserError
 
 DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
-_BLOCK = 1 << 18  # numbers read at a time: a cast of them stays in the CPU's cache
+_BLOCK = 1 << 18  # numbers per read: casting that many stays in the CPU's cache
 
 
 class Tensor(NamedTuple):
-    """A tensor in a file, not read yet.
+    """A tensor in a file, read on demand.
 
-    Plain reads, no memory map: pages of a mapped file stay in the process's resident
-    set for as long as the map does, so that a shard of 5 GB costs 5 GB.
+    It uses plain reads, not a memory map: the pages of a mapped file stay in the
+    process's resident set as long as the map does, so a shard of 5 GB would take 5 GB.
 
     Attributes:
       file: the safetensors file.
-      start: offset of its first byte in the file.
-      dtype: as safetensors names it ("BF16").
-      shape: of the tensor.
+      start: offset of the tensor's first byte in the file.
+      dtype: safetensors' name of the dtype ("BF16").
+      shape: the tensor's shape.
     """
 
     file: pathlib.Path
@@ -34,7 +34,7 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """Yields its numbers in order, a few at a time, in the file's dtype."""
+        """Yields the numbers in order, block by block, in the file's dtype."""
         left = math.prod(self.shape)
         with self.file.open("rb") as file:
             file.seek(self.start)
@@ -46,7 +46,7 @@ class Tensor(NamedTuple):
                 yield block
 
     def read(self, dtype: jnp.dtype) -> np.ndarray:
-        """Returns the whole tensor; casts by blocks, so no second one is in memory."""
+        """Returns the whole tensor; casts block by block, without a second copy."""
         whole = np.empty(self.shape, dtype)
         flat, done = whole.reshape(-1), 0
         for block in self.blocks():
@@ -87,9 +87,9 @@ def read_header(file: pathlib.Path) -> dict[str, Tensor]:
 
 
 def write(file: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a file of these tensors."""
+    """Writes arrays by name to a safetensors file."""
     from safetensors import numpy as writer
 
-    # The writer takes the memory as it lies: a transposed view would be shuffled.
+    # The writer copies raw memory: it would write a transposed view in wrong order.
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     writer.save_file(contiguous, file)

@@ -1,4 +1,4 @@
-"""Tokenizers from a GGUF file's own fields or from a Hugging Face folder."""
+"""Makes tokenizers from the fields of a GGUF file or from a Hugging Face folder."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_WHOLE = "tokenizer.json"  # the tokenizer as it is, whatever its class
+_WHOLE = "tokenizer.json"  # the complete tokenizer, independent of its class
 _PIECES = "tokenizer.model"  # SentencePiece's own file
 _FOLDER_FILES = (_WHOLE, _PIECES, "tokenizer_config.json")
 _PROBES = "A b c.", "  def f(x):\n    return 12", "caf\u00e9 \U0001f600\t end \n"
@@ -24,9 +24,9 @@ _PROBES = "A b c.", "  def f(x):\n    return 12", "caf\u00e9 \U0001f600\t end \n
 def from_gguf(fields: Mapping[str, Any], source: pathlib.Path, spec: ModelSpec):
     """Builds the tokenizer that a GGUF file describes.
 
-    Byte-level BPE with the splitting rules 'smollm', 'llama-bpe' and 'gpt-2'; a file
-    that says 'default', or nothing, was converted without noting its rule and gets
-    GPT-2's.
+    Supports byte-level BPE with the pre-tokenizers 'smollm', 'llama-bpe' and 'gpt-2'.
+    A file with 'default' or none was converted without recording its pre-tokenizer, and
+    gets GPT-2's.
 
     Args:
       fields: the file's fields by key.
@@ -37,7 +37,7 @@ def from_gguf(fields: Mapping[str, Any], source: pathlib.Path, spec: ModelSpec):
       A `transformers.PreTrainedTokenizerFast`, or None for a file without one.
 
     Raises:
-      UserError: another kind of tokenizer or splitting rule, or more tokens than V.
+      UserError: another kind of tokenizer or pre-tokenizer, or more tokens than V.
     """
     import tokenizers
 
@@ -88,7 +88,7 @@ def from_gguf(fields: Mapping[str, Any], source: pathlib.Path, spec: ModelSpec):
         )
         if field(f"{key}_token_id") is not None
     }
-    # llama.cpp puts the first token there unasked under Llama 3's rule alone.
+    # By default, llama.cpp adds BOS only under Llama 3's pre-tokenizer.
     first = field("add_bos_token", rule == "llama-bpe") and named.get("bos_token")
     last = field("add_eos_token", False) and named.get("eos_token")
     if first or last:
@@ -109,18 +109,17 @@ def from_gguf(fields: Mapping[str, Any], source: pathlib.Path, spec: ModelSpec):
 def from_folder(path: pathlib.Path):
     """Returns the tokenizer of a Hugging Face folder, None without tokenizer files.
 
-    tokenizer.json alone decides which tokens a text has, BOS and EOS included. The
-    class that tokenizer_config.json names does not: AutoTokenizer would build it by the
-    rules of the class, which differ from the file's (Phi-4, OLMo 2 and SmolLM2 name
-    GPT-2's).
-    Without tokenizer.json the class has to do; with tokenizer.model beside it,
-    SentencePiece itself is asked whether some texts come out right.
+    tokenizer.json alone decides the tokens of a text, BOS and EOS included. The class
+    named in tokenizer_config.json is ignored: AutoTokenizer would apply that class's
+    rules, which differ from the file's (Phi-4, OLMo 2 and SmolLM2 name GPT-2's).
+    Without tokenizer.json, the class is used; if there is a tokenizer.model, its tokens
+    of some texts are compared with SentencePiece's.
 
-    Decoding leaves spaces in front of punctuation where they are, whatever
-    `clean_up_tokenization_spaces` says: code would lose some.
+    Decoding keeps spaces in front of punctuation, and ignores
+    `clean_up_tokenization_spaces`, which would remove some from code.
 
-    The chat template is, in this order, that of chat_template.jinja, of
-    tokenizer_config.json (one, or several by name) or of chat_template.json.
+    The chat template comes from the first of chat_template.jinja, tokenizer_config.json
+    (one, or several by name) and chat_template.json that has one.
 
     Raises:
       UserError: files that cannot be read, or from which transformers makes other
@@ -131,7 +130,7 @@ def from_folder(path: pathlib.Path):
     try:
         found = restore(path) if (path / _WHOLE).exists() else _by_class(path)
         found.clean_up_tokenization_spaces = False
-        # transformers reads this file for processors of images only.
+        # transformers reads this file only for multimodal processors.
         template = path / "chat_template.json"
         if found.chat_template is None and template.exists():
             found.chat_template = json.loads(template.read_text())["chat_template"]
@@ -147,7 +146,7 @@ def from_folder(path: pathlib.Path):
 
 
 def restore(folder: pathlib.Path):
-    """Returns the tokenizer of a folder with tokenizer.json, as that file has it."""
+    """Returns the tokenizer that a folder's tokenizer.json describes."""
     return _fast_class().from_pretrained(folder, local_files_only=True)
 
 
@@ -197,7 +196,7 @@ def _fast_class():
 
 @contextlib.contextmanager
 def _no_advice():
-    """For importing transformers without its advice to install PyTorch."""
+    """Imports transformers without its advice to install PyTorch."""
     key = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(key)
     os.environ[key] = "1"
