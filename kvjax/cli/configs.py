@@ -1,7 +1,7 @@
 """Finds configs: those that come with kvjax by name, others by the path of their file.
 
 `kvjax/configs` is a link to the folder `configs` of the repository; a wheel has the
-files themselves in its place.
+files themselves in its place. A checkout without links has the folder alone.
 """
 
 import ast
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from kvjax.types import UserError
 
-FOLDER = pathlib.Path(__file__).parents[1] / "configs"
+_LINK, _BESIDE = (pathlib.Path(__file__).parents[i] / "configs" for i in (1, 2))
+FOLDER = _LINK if _LINK.is_dir() else _BESIDE
 _FLAG = re.compile(r"(--?config=)([^:]*)(:?.*)", re.DOTALL)
 
 
