@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvjax import types
@@ -238,9 +238,9 @@ def taken(fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: fields.pop(name) for name in names if name in fields}
 
 
-def each_of(fields: dict[str, Any], what: str, default: tuple = ()) -> Sequence[Any]:
-    """Removes `methods` or `tasks` from a config's fields, and returns them."""
-    found = fields.pop(what, default)
+def _each(fields: Fields, what: str) -> Sequence[Any]:
+    """Returns the `methods` or `tasks` of a config."""
+    found = fields.get(what, ())
     if not isinstance(found, list | tuple):
         raise UserError(f"{what} {found!r:.80}: give a tuple, of a dict for each")
     return found
@@ -313,6 +313,31 @@ def task(fields: Fields, shared: Fields) -> TaskRun:
     what = f"task {fields.get('name')!r}"
     options = as_dict(fields.get("options", {}), f"{what}: options")
     return build(TaskRun, {**fields, "options": option_pairs(what, options)}, what)
+
+
+def experiment(
+    cls: type[Any],
+    fields: Fields,
+    of_methods: tuple[str, ...],
+    of_tasks: tuple[str, ...],
+    build_method: Callable[[Any, Fields], Method] = method,
+) -> Any:
+    """Builds an experiment from the fields of a config.
+
+    Args:
+      cls: a subclass of `Experiment`.
+      fields: its fields, and the defaults of its methods and tasks.
+      of_methods, of_tasks: names of the fields that are such defaults.
+      build_method: builds a method from its fields and the defaults.
+
+    Raises:
+      UserError: a field is missing or unknown.
+    """
+    own = dict(fields)
+    method_defaults, task_defaults = taken(own, of_methods), taken(own, of_tasks)
+    methods = (build_method(each, method_defaults) for each in _each(own, "methods"))
+    tasks = (task(each, task_defaults) for each in _each(own, "tasks"))
+    return build(cls, own | {"methods": (*methods,), "tasks": (*tasks,)}, "config")
 
 
 def build(cls: type, fields: Fields, what: str) -> Any:

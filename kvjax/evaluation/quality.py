@@ -99,16 +99,9 @@ def from_config(fields: config.Fields, overrides: config.Fields) -> Quality:
       UserError: a field is missing or unknown.
     """
     merged = config.flattened(fields, overrides)
-    of_methods = config.taken(merged, config.OF_METHODS)
-    of_tasks = config.taken(merged, config.OF_TASKS)
-    windows = config.build(Fidelity, merged.pop("fidelity", {}), "fidelity")
-    merged["methods"] = tuple(
-        config.method(each, of_methods) for each in config.each_of(merged, "methods")
-    )
-    merged["tasks"] = tuple(
-        config.task(each, of_tasks) for each in config.each_of(merged, "tasks")
-    )
-    return config.build(Quality, merged | {"fidelity": windows}, "config")
+    windows = config.build(Fidelity, merged.get("fidelity", {}), "fidelity")
+    merged["fidelity"] = windows
+    return config.experiment(Quality, merged, config.OF_METHODS, config.OF_TASKS)
 
 
 def rows(setting: Setting) -> list[Row]:
@@ -362,11 +355,11 @@ def _forced_batch(engine: _Engine, job: Job, windows) -> np.ndarray:
         job, batch=-(-len(windows) // job.data_parallel) * job.data_parallel
     )
     run = engine.runner(job)
-    state = run.prefill([window.prompt for window in windows])
+    prefilled = run.prefill([window.prompt for window in windows])
     targets = np.zeros((job.batch, job.max_new_tokens), np.int32)
     targets[: len(windows)] = [window.continuation for window in windows]
     lengths = np.where(np.arange(job.batch) < len(windows), job.max_new_tokens, 0)
-    scores = run.score(state, targets, lengths.astype(np.int32))
+    scores = run.score(prefilled, targets, lengths.astype(np.int32))
     return np.swapaxes(scores.logits, 0, 1)[: len(windows)]
 
 

@@ -146,17 +146,12 @@ def from_config(fields: config.Fields, overrides: config.Fields) -> Throughput:
     Raises:
       UserError: a field is missing or unknown.
     """
-    merged = config.flattened(fields, overrides)
-    of_methods = config.taken(merged, ("prefill_chunk", "budget", "codec"))
-    of_tasks = config.taken(merged, ("num_examples", "prompt_tokens"))
-    tasks = config.each_of(merged, "tasks", ({"name": "needle"},))
-    merged["tasks"] = tuple(config.task(each, of_tasks) for each in tasks)
-    merged["methods"] = tuple(
-        _method(each, of_methods) for each in config.each_of(merged, "methods")
-    )
+    merged = {"tasks": ({"name": "needle"},)} | config.flattened(fields, overrides)
     if isinstance(merged.get("max_new_tokens"), int):
         merged["max_new_tokens"] = (merged["max_new_tokens"],)
-    return config.build(Throughput, merged, "config")
+    of_methods = ("prefill_chunk", "budget", "codec")
+    of_tasks = ("num_examples", "prompt_tokens")
+    return config.experiment(Throughput, merged, of_methods, of_tasks, _method)
 
 
 def _method(fields: str | Mapping[str, Any], shared: dict[str, Any]) -> Method:

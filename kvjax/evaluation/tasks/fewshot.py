@@ -35,8 +35,8 @@ class Form(NamedTuple):
 
     def shot(self, row: data.Row) -> str:
         """Returns a solved row as text."""
-        asked, answer = self.turn(row)
-        return asked + self.primer + self.gap + answer + self.between
+        question, answer = self.turn(row)
+        return question + self.primer + self.gap + answer + self.between
 
     def turn(self, row: data.Row) -> tuple[str, str]:
         """Returns a row's question and the answer that a shot shows."""
@@ -61,12 +61,12 @@ def examples_of(
         data_dir: str | None = None,
         shots: int = default,
     ) -> list[Example]:
-        asked = data.draw(data.rows(source, split, data_dir), count, seed, source.name)
+        drawn = data.draw(data.rows(source, split, data_dir), count, seed, source.name)
         shown = _shots(source, shots, seed, data_dir)
         turns = tuple(map(form.turn, shown)) if form.turns else ()
         prompt = form.head + "".join(map(form.shot, () if turns else shown))
         found = (
-            example(f"{source.name}/{split}/{i}", prompt, row, form) for i, row in asked
+            example(f"{source.name}/{split}/{i}", prompt, row, form) for i, row in drawn
         )
         return [dataclasses.replace(each, turns=turns) for each in found]
 

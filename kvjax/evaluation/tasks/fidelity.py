@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from scipy import special
 
 from kvjax.types import UserError
 
@@ -123,14 +124,11 @@ def _starts(total: int, count: int, size: int, seed: int) -> list[int]:
 
 def _place(reference: np.ndarray, row: np.ndarray, target: int) -> tuple[float, ...]:
     """Returns reference loss, loss, KL and agreement for logits f[V] and f[V]."""
-    reference, row = _log_softmax(reference), _log_softmax(row)
+    reference, row = (
+        special.log_softmax(logits.astype(np.float64)) for logits in (reference, row)
+    )
     p = np.exp(reference)
     used = p > 0  # avoids 0 * inf; a token of probability 0 adds nothing
     kl = np.sum(p[used] * (reference[used] - row[used]))
     agree = np.argmax(reference) == np.argmax(row)
     return -reference[target], -row[target], max(kl, 0.0), float(agree)
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - np.max(logits)
-    return shifted - np.log(np.sum(np.exp(shifted)))

@@ -75,10 +75,10 @@ def _needles(
     examples = []
     for index, depth in zip(range(count), itertools.cycle(depths), strict=False):
         (own,) = np.random.SeedSequence((seed, index)).generate_state(1).tolist()
-        (made,) = needle.examples(tokenizer, 1, length, [depth], own, prose)
-        details = (("depth", made.depth), ("length", float(length)))
+        (drawn,) = needle.examples(tokenizer, 1, length, [depth], own, prose)
+        details = (("depth", drawn.depth), ("length", float(length)))
         name = f"{length}-{seed}-{index}"
-        examples.append(Example(name, made.message, (made.answer,), primer, details))
+        examples.append(Example(name, drawn.message, (drawn.answer,), primer, details))
     return examples
 
 
