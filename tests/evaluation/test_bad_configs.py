@@ -139,7 +139,7 @@ TWINS = [  # what tells them apart is in no table
     ],
 )
 def test_experiment(tmp_path, changes, words):
-    """Found before long work, and no folder is left behind."""
+    """Errors are found before long work, and no folder is left behind."""
     with pytest.raises(UserError) as caught:
         experiment = from_config(config(**changes), {})
         run.run(experiment, tmp_path / "runs" / "w", lambda what, units: None)
@@ -227,7 +227,7 @@ BROKEN = [
     ("body", "words"), often(BROKEN, BROKEN[:1], others="e2e", several=True)
 )
 def test_a_config_that_does_not_load(tmp_path, body, words):
-    """One line that names the file and the line."""
+    """The error is one line that names the file and the line."""
     (tmp_path / "mine.py").write_text(f"import sys\n\n\ndef get_config():\n{body}\n")
     done = subprocess.run(
         [
@@ -290,7 +290,7 @@ OVERRIDES = [  # the help's examples
 
 
 def test_the_help_s_examples_work():
-    """What is left to complain of is the model, which is asked for last."""
+    """The only error left is the model's, which is loaded last."""
     for chosen in (OVERRIDES[:5], OVERRIDES[5:]):
         told = [f"--config={ROOT}/configs/quickstart.py", *chosen, "--workdir=w"]
         done = command_line(*told, "--config.model=nowhere")

@@ -1,4 +1,4 @@
-"""Runs that store pairs in fewer bits: what records say of it, and that it counts."""
+"""Experiments with codecs: what records hold, and that codecs change the bytes."""
 
 import pytest
 from conftest import tiny_model
@@ -32,7 +32,7 @@ QUALITY = {
 
 @pytest.mark.e2e
 def test_records_name_the_codec(tmp_path, monkeypatch):
-    """The full cache takes one of its own; the shared one is for the others."""
+    """The full cache takes only its own codec; the default is for the others."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(HAYSTACK)
     model = tiny_model(vocab_size=2000)._replace(tokenizer=make_tokenizer())

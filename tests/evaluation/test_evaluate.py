@@ -1,4 +1,4 @@
-"""Runs of the whole experiment on a tiny model, interrupted and taken up again."""
+"""Quality experiments on a tiny model, interrupted and resumed."""
 
 import dataclasses
 import json
@@ -83,7 +83,7 @@ def without_times(records):
 
 
 def test_records_and_resumption(experiment, tmp_path):
-    """Stopped after any step, it goes on there and ends with the same records."""
+    """A run stopped after any step resumes there and ends with the same records."""
     steps = []
     whole = run.run(experiment, tmp_path / "whole", lambda *step: steps.append(step))
     assert [r["method"] for r in whole] == ["Full cache", "KeyDiff", "ED", "slots 48"]
@@ -146,7 +146,7 @@ def test_records_and_resumption(experiment, tmp_path):
 
 
 def test_a_split_model_scores_the_same(experiment, tmp_path, monkeypatch):
-    """Tasks and fidelity over a mesh; three windows do not fill two ways."""
+    """Tasks and fidelity over a mesh; three windows leave a row of two empty."""
     asked = dataclasses.replace(
         experiment,
         methods=experiment.methods[:2],
@@ -174,12 +174,12 @@ def test_a_split_model_scores_the_same(experiment, tmp_path, monkeypatch):
 
 def test_another_run_s_results_are_not_taken(experiment, tmp_path):
     append_record(tmp_path / "records.jsonl", {"method": "KeyDiff"})
-    with pytest.raises(UserError, match=r"holds records.jsonl of a run that nothing"):
+    with pytest.raises(UserError, match=r"holds records.jsonl without the exp"):
         run.run(experiment, tmp_path, lambda *step: None)
 
 
 def test_a_needle_is_never_cut_out(experiment):
-    """256 tokens are all that the model reads: none is left for an answer."""
+    """The model's context is 256 tokens: none is left for an answer."""
     model, (needle, _) = run.load("", "float32", None), experiment.tasks
     asked = dataclasses.replace(needle, prompt_tokens=256, max_new_tokens=64)
     with pytest.raises(UserError, match="prompt_tokens of 192 or less"):
@@ -191,7 +191,7 @@ def test_a_needle_is_never_cut_out(experiment):
 def test_answers_end_where_they_are_to(
     experiment, tmp_path, monkeypatch, ignore_eos, layerwise
 ):
-    """Every token ends a text, and yet a run that is timed may go on."""
+    """Every token is an end token; with `ignore_eos` generation continues."""
     monkeypatch.setattr(api, "end_tokens", lambda model: tuple(range(2000)))
     task = dataclasses.replace(experiment.tasks[1], ignore_eos=ignore_eos)
     one = {"methods": experiment.methods[:1], "tasks": (task,), "fidelity": Fidelity()}
@@ -209,7 +209,7 @@ def test_answers_end_where_they_are_to(
 def test_answers_go_on_past_stop_texts_if_asked_to(
     experiment, tmp_path, monkeypatch, ignore_eos
 ):
-    """Any text ends an answer, at the first look for one."""
+    """Any text is a stop text, so the first search for one ends an answer."""
     task, passkey = experiment.tasks[1], tasks.get("passkey")
     monkeypatch.setattr(tasks, "get", lambda name: passkey._replace(stop=("",)))
     monkeypatch.setattr(quality, "_STOP_INTERVAL", 1)
@@ -229,7 +229,8 @@ def test_negative_numbers(experiment, change):
 
 def test_the_full_cache_is_read_in_the_same_blocks():
     full, key_diff = from_config(CONFIG, {}).methods[:2]
-    assert full.prefill_chunk == key_diff.prefill_chunk == 16 and full.budget is None
+    chunks = [method.schedule.prefill_chunk for method in (full, key_diff)]
+    assert chunks == [16, 16] and full.budget is None
 
 
 def test_h2o_s_window_as_a_count():
@@ -245,12 +246,12 @@ def sweep(quick):
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_sweep_fits_smollm2(quick):
-    """Its layers and heads, under every budget and schedule."""
+    """Every budget and schedule is valid for its layers and heads."""
     sweep(quick).check()
     spec = tiny_spec(num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
     for method in sweep(quick).methods:
         made = checked(spec, method.cache)
-        assert made.rope_positions == method.rope_positions
+        assert made.rope_positions == method.cache.rope_positions
         assert made.schedule.prefill_chunk == 128
 
 

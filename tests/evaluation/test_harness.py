@@ -1,4 +1,4 @@
-"""The lm-evaluation-harness's requests to write, and its own side of it."""
+"""The lm-evaluation-harness's generation requests, and its own interface."""
 
 import dataclasses
 import subprocess
@@ -45,7 +45,7 @@ def model():
 @pytest.mark.parametrize("how", [TokenSampler(), TokenSampler(0.9, 20, 0.8)], ids=repr)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_pauses_change_nothing(model, case, how):
-    """Looked at every 5 tokens, rows write what they write in one go."""
+    """Pausing every 5 tokens to search stop texts does not change the tokens."""
     policy, phases = case
     schedule = Schedule(phases, 8, 8)
     config = make_spec(
@@ -86,7 +86,7 @@ def test_stopped_rows_end_at_the_next_look(model):
 
 
 def plain(model, context, new, case=(None, "none"), **how):
-    """What the model writes if nothing stops it but its end token."""
+    """Returns the text that the model generates without stop texts."""
     policy, phases = case
     schedule = Schedule(phases, 8, 8) if policy else None
     return api.generate(
@@ -346,7 +346,7 @@ def task(kind, **fields):
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: "-".join(map(str, case)))
 def test_tasks_of_all_kinds_run(model, case):
-    """One task of each kind of request; the metrics follow from our answers."""
+    """One task per kind of request; the metrics follow from our answers."""
     import lm_eval
 
     from kvjax.evaluation.lm_harness import model_class

@@ -1,4 +1,4 @@
-"""A config that names a policy, a task and a codec of one's own, run by command."""
+"""Runs a config with the user's own policy, task and codec by command."""
 
 import json
 import os
@@ -112,7 +112,7 @@ def command(tmp_path):
 
 @pytest.mark.parametrize("name", ["quality", "throughput"])
 def test_a_config_names_the_user_s_own(command, tmp_path, name):
-    """From a file in the folder that the command is started in; run twice."""
+    """The module lies in the current folder; the second run measures nothing."""
     done = command(name)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])

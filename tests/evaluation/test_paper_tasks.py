@@ -206,7 +206,7 @@ def test_gsm8k_shows_worked_train_rows(shots):
 
 
 class Conversation:
-    """A tokenizer whose tokens are the bytes of the messages that it was given."""
+    """A tokenizer whose tokens are the bytes of its messages as JSON."""
 
     chat_template = "yes"
 

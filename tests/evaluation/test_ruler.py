@@ -133,7 +133,7 @@ def common_parts(whole):
 
 
 def spectrum(listed):
-    """How many words stand in a list how often."""
+    """Returns a Counter: the number of words that occur n times, by n."""
     return collections.Counter(collections.Counter(listed).values())
 
 
@@ -265,7 +265,7 @@ def test_rows_of_the_authors_are_read(tmp_path):
 
 @pytest.mark.parametrize("key", list(GOLDEN["rows"]))
 def test_rows_that_end_in_the_primer_are_cut_there(key, tmp_path):
-    """As RULER wrote them before rows had an `answer_prefix`."""
+    """Files of RULER versions whose rows have no `answer_prefix`."""
     name = key.partition("@")[0]
     old = [{"input": whole, "outputs": row["outputs"]} for whole, row in golden(key)]
     path = tmp_path / f"{name}.jsonl"
@@ -300,7 +300,7 @@ def test_sample_of_the_authors_is_what_we_would_write():
 
 @pytest.mark.model
 def test_sample_of_the_authors_is_as_long_as_ours(smollm2):
-    """The same needles take the same tokens, and stand everywhere."""
+    """Equally many needles take equally many tokens, at uniform depths."""
     _, theirs = sample()
     writer = niah.writer(niah.TASKS["niah_multikey_3"])
     ours = [writer.write((0, i), 50) for i in range(len(theirs))]

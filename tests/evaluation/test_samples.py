@@ -1,4 +1,4 @@
-"""What answers are worth: where they end, and what their scores come to."""
+"""Grading: where answers end, and how their scores are averaged."""
 
 import types
 
@@ -20,14 +20,14 @@ TASK = Task("t", lambda *_: [], said, "said", 9, "a test", stop=("w8",))
 
 @pytest.fixture
 def model():
-    """Token 3 is w3, and 1 ends a text, though its tokenizer would show it."""
+    """A model whose token 3 is w3, and whose end token 1 decodes to text."""
     told = types.SimpleNamespace(eos_token_id=1)
     told.decode = lambda tokens, **_: " ".join(f"w{token}" for token in tokens)
     return tiny_model()._replace(tokenizer=told)
 
 
 def answered(*answers):
-    """A task whose prompts have these answers."""
+    """Samples whose prompts have these answers."""
     examples = [Example(f"t-{i}", "", (answer,)) for i, answer in enumerate(answers)]
     prompts = [Encoded((5, 6), 0)] * len(answers)
     return samples.Samples(TaskRun("t", len(answers)), TASK, examples, prompts, 9)

@@ -1,4 +1,4 @@
-"""Throughput over several tasks, and the search for the fewest pairs that do."""
+"""Throughput over several tasks, and the search for the smallest |kv|."""
 
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ SPEED = ("second", "_per_s", "roofline", "predicted", "measured")
 
 
 class Words(NamedTuple):
-    """A task whose prompts differ in length, and whose grade counts words."""
+    """A task with prompts of different lengths, graded by the number of words."""
 
     name: str
     longest: int
@@ -67,7 +67,7 @@ class Words(NamedTuple):
 
 @pytest.fixture
 def model(monkeypatch):
-    """All of whose tokens are words; two tasks are there to be asked."""
+    """A model whose tokens are all words; registers two tasks."""
     tokenizer = make_tokenizer()
     found = tiny_model(vocab_size=len(tokenizer))._replace(tokenizer=tokenizer)
     monkeypatch.setattr(run, "load", lambda name, dtype, mesh: found)
@@ -94,7 +94,7 @@ def test_tasks_take_turns():
 
 @pytest.mark.e2e
 def test_several_tasks_in_one_batch(model, tmp_path):
-    """Graded each by its own task, to the scores that each has alone."""
+    """Each answer is graded by its own task, with the same scores as alone."""
     (both,) = measured(CONFIG, tmp_path / "both")
     assert both["prompts"] == both["num_examples"] == 8
     told = both["tasks"]
@@ -129,7 +129,7 @@ def test_the_fewest_pairs_that_keep_the_score(enough, steps, tried, found):
 
 
 def test_what_is_missed_by_luck_ends_the_descent():
-    """A smaller size that would do again is not looked at."""
+    """A smaller size that would keep the score again is not tried."""
     seen = []
     keeps = lambda size: seen.append(size) or size != 256
     assert search.fewest(64, 400, (128, 64), keeps) == 320
@@ -137,7 +137,7 @@ def test_what_is_missed_by_luck_ends_the_descent():
 
 
 def test_the_best_that_may_still_come(model):
-    """What did not run counts as right, and every task as much."""
+    """Examples that did not run count as right; tasks have equal weights."""
     samples = mixed([task_samples("count", 2), task_samples("long", 4)])
     assert search.best_score(samples, []) == 1
     lines = [{"examples": [0, 1], "scores": [{"words": 0.5}, {"words": 0.0}]}]
@@ -176,7 +176,7 @@ def graded(model, monkeypatch):
 
 @pytest.mark.e2e
 def test_search(graded, tmp_path):
-    """The paper's table; interrupted anywhere, it goes on there to the same one."""
+    """The paper's table; runs interrupted at any step resume to the same table."""
     found, full = measured(SEARCH, tmp_path / "whole")
     assert (full["score"], full["budget"]) == (1, None)
     told = [(t["budget"], t["score"], t["chosen"]) for t in found["tried"]]
@@ -208,7 +208,7 @@ def test_search(graded, tmp_path):
 
 
 def stopping(steps):
-    """Progress that is interrupted by and by."""
+    """A progress callback that interrupts the run repeatedly."""
     left = iter(range(steps))
 
     def step(*_):
@@ -260,7 +260,7 @@ TRIED = [(768, 3, 0.9, 12), (640, 4, 0.89, 12), (512, 6, 0.5, 6)]
 
 
 def test_table_of_what_was_tried(tmp_path):
-    """The paper's columns; the chosen row stands out, and is told how it was chosen."""
+    """The paper's columns; the chosen row is bold, and a note explains the choice."""
     common = {
         "experiment": "throughput",
         "format": 2,

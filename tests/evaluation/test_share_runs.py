@@ -1,4 +1,4 @@
-"""Runs whose budgets are shares of the prompt, shared out by heads."""
+"""Experiments whose budgets are shares of the prompt, divided between heads."""
 
 import dataclasses
 import importlib.util
@@ -48,7 +48,7 @@ THROUGHPUT = {key: QUALITY[key] for key in QUALITY if key != "fidelity"} | {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """With texts, a calibration, and a model in the place of whatever is loaded."""
+    """A folder with texts and a calibration; `run.load` returns a tiny model."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(HAYSTACK)
     found = calibrations.shipped("smollm2-135m-instruct")
@@ -70,7 +70,7 @@ def load_config(name):
 
 @pytest.mark.parametrize("percent", ["50", "25", "12.5"])
 def test_rules_of_the_comparison_share_out_as_much(percent):
-    """`configs/heads.py`: the same total, sinks and newest pairs pinned."""
+    """`configs/heads.py`: every rule has the same total, and pins the same pairs."""
     fields = load_config("heads.py")(percent).to_dict()
     experiment = from_config(fields, {})
     experiment.check()
@@ -90,7 +90,7 @@ def test_rules_of_the_comparison_share_out_as_much(percent):
 
 
 def test_rules_of_the_survey():
-    """`configs/perplexity.py`: every rule at every share, all heads alike."""
+    """`configs/perplexity.py`: every policy at every share, uniform over heads."""
     experiment = from_config(load_config("perplexity.py")().to_dict(), {})
     experiment.check()
     spec = tiny_spec(num_layers=30, num_kv_heads=3, name="smollm2-135m-instruct")
@@ -105,7 +105,7 @@ def test_rules_of_the_survey():
 
 
 def test_rules_of_squeeze_attention():
-    """`configs/squeeze/budgets.py`: three rules at every share, with and without it."""
+    """`configs/squeeze/budgets.py`: each policy and share, with and without it."""
     experiment = from_config(load_config("squeeze/budgets.py")("0.4").to_dict(), {})
     experiment.check()
     spec = tiny_spec(num_layers=30, num_kv_heads=3, name="smollm2-135m-instruct")
@@ -125,7 +125,7 @@ def test_rules_of_squeeze_attention():
 
 
 def test_batches_of_squeeze_attention():
-    """`configs/squeeze/throughput.py`: the same total, whoever shares it out."""
+    """`configs/squeeze/throughput.py`: the same total under every budget rule."""
     experiment = from_config(load_config("squeeze/throughput.py")().to_dict(), {})
     experiment.check()
     spec = tiny_spec(num_layers=30, num_kv_heads=3, name="smollm2-135m-instruct")
@@ -149,7 +149,7 @@ def records(folder, fields):
 
 @pytest.mark.e2e
 def test_a_share_is_of_the_run_s_longest_prompt(folder):
-    """Of all tasks and windows: here the windows' 120 tokens."""
+    """The longest prompt over tasks and windows: here the windows' 120 tokens."""
     full, need, alike = records(folder, QUALITY)
     assert full["budget"] is full["budget_share"] is None and "sizes" not in full
     assert (need["budget"], need["budget_share"]) == (72, 0.6)
@@ -176,7 +176,7 @@ def test_throughput_of_shares(folder):
 @pytest.mark.parametrize("budget", ["0%", "125%", "25", "a lot"])
 @pytest.mark.parametrize("method", [False, True])
 def test_no_such_share(folder, monkeypatch, budget, method):
-    """Told before a model is loaded, whoever asks for it."""
+    """The error comes before a model is loaded."""
     monkeypatch.setattr(run, "load", None)
     fields = QUALITY | {"budget": budget}
     if method:
@@ -188,7 +188,7 @@ def test_no_such_share(folder, monkeypatch, budget, method):
 
 @pytest.mark.parametrize("percent", ["50", "25", "12.5"])
 def test_rules_in_equal_bytes(percent):
-    """`configs/equal_bytes.py`: as many bytes, or all pairs if these take fewer."""
+    """`configs/equal_bytes.py`: equal bytes, or all pairs if these take fewer."""
     experiment = from_config(load_config("equal_bytes.py")(percent).to_dict(), {})
     experiment.check()
     spec = tiny_spec(
@@ -210,7 +210,7 @@ def test_bytes_that_are_no_part_of_the_full_caches(percent):
 
 
 def test_blocks_are_larger_where_nothing_is_evicted_from_them():
-    """`configs/heads.py`: and `--config.prefill_chunk` is of the others."""
+    """`configs/heads.py`: `--config.prefill_chunk` sets only the smaller chunks."""
     fields = load_config("heads.py")("25")
     fields.prefill_chunk = fields.evict_size = 32
     blocks = {
@@ -221,7 +221,7 @@ def test_blocks_are_larger_where_nothing_is_evicted_from_them():
 
 
 def test_some_ways_to_share_out():
-    """`configs/heads.py`: all rows of it, or those of the rules that are named."""
+    """`configs/heads.py`: all rows, or those of the budget rules that are named."""
     get_config = load_config("heads.py")
     every, some = (get_config(f"12.5{more}").methods for more in ("", ",alike,by_head"))
     assert len(every) == 1 + 10 + 11 + 3 * 7 and len(some) == 1 + 5 + 4
@@ -232,7 +232,7 @@ def test_some_ways_to_share_out():
 
 
 def test_one_thing_changed_at_a_time():
-    """`configs/reasoning.py`: every row keeps its share, in all heads what it pins."""
+    """`configs/reasoning.py`: rows keep their share; heads hold pinned pairs."""
     shipped = calibrations.__file__.replace("calibrations/__init__.py", "calibrated")
     get_config = load_config("reasoning.py")
     fields = get_config(f"{shipped}/smollm2-135m-instruct.json").to_dict()
@@ -253,7 +253,7 @@ def test_one_thing_changed_at_a_time():
 
 @pytest.mark.parametrize("name", ["heads.py", "equal_bytes.py"])
 def test_other_lengths_are_of_prompts_and_texts(name):
-    """With shorter texts, their share would be larger than the prompts'."""
+    """`prompt_tokens` also sets the texts' length, so that shares are equal."""
     fields = load_config(name)()
     fields.prompt_tokens = 2000
     experiment = from_config(fields.to_dict(), {})
@@ -263,7 +263,7 @@ def test_other_lengths_are_of_prompts_and_texts(name):
 
 @pytest.mark.parametrize("when", ["as_it_comes", "after_prompt"])
 def test_codecs_that_are_compared(when):
-    """`configs/codecs.py`: the same ones, from the first block on or later."""
+    """`configs/codecs.py`: the same codecs, from the start or after the prompt."""
     experiment = from_config(load_config("codecs.py")(when).to_dict(), {})
     experiment.check()
     full, *methods = experiment.methods

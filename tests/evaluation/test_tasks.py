@@ -252,7 +252,7 @@ def own_task(examples):
 
 
 def test_options_of_a_task_of_one_s_own():
-    """Checked where they are annotated, and named where there are none."""
+    """Annotated options are checked; an unknown option's error lists the known."""
     quiz = own_task(lambda tokenizer, count, seed, topic="all": [])
     base.check_options(quiz, {"topic": 3})
 

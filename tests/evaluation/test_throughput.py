@@ -1,4 +1,4 @@
-"""Batch-Max's protocol on a tiny model: batches, clocks, steps back, resumption."""
+"""Batch-Max's protocol on a tiny model: batches, timing, stepping back, resuming."""
 
 import dataclasses
 import json
@@ -91,7 +91,7 @@ def test_divisors():
 
 
 def test_batches_of_the_protocol(experiment, model):
-    """By the compiler's own count: b0 is the first that does not fit."""
+    """By the compiled programs' bytes, b0 is the first batch that does not fit."""
     ed = find_batch("ed", job_of(experiment, model, 1), MEMORY, 12, 12)
     assert 1 < ed.batch < 12 and ed.limited_by != "prompts"
     b0 = dataclasses.replace(ed.job, batch=ed.batch + 1)
@@ -109,13 +109,13 @@ def test_batches_of_the_protocol(experiment, model):
 
 
 def test_a_divisor_only(experiment, model):
-    """13 prompts have no even batch but 1 and 13: the protocol takes 1 of those."""
+    """13 has only the divisors 1 and 13; with at most 12 rows the batch is 1."""
     job = job_of(experiment, model, 3)
     assert find_batch("batch_max", job, MEMORY, 13, 12).batch == 1
 
 
 def test_a_fixed_batch(experiment, model):
-    """That one and no other, or a line that says what there is no room for."""
+    """The batch is the fixed one, or an error says what does not fit."""
     fields = FIXED | {"policy": "key_diff", "batch_size": 5}
     (method,) = run.from_config(CONFIG | {"methods": [fields]}, {}).methods
     job = throughput._job(model, method, 100, 6)
@@ -144,12 +144,12 @@ def test_a_fixed_batch(experiment, model):
     ],
 )
 def test_turns(count, batch, least, expected):
-    """Every prompt once, full batches only, as many as are to be timed."""
+    """Every prompt runs, in full batches, and in at least `least` of them."""
     assert turns(count, batch, least) == expected
 
 
 def test_turns_that_are_lost_are_run_again():
-    """Whichever these are: somebody may have removed a line."""
+    """Any missing turn is run again, also in the middle of the file."""
     asked = [[0, 1], [2, 3], [0, 1]]
     assert list(throughput._left(asked, [[2, 3], [0, 1]])) == [[0, 1]]
     assert list(throughput._left(asked, [[0, 1], [0, 1]])) == [[2, 3]]
@@ -157,7 +157,7 @@ def test_turns_that_are_lost_are_run_again():
 
 
 def test_records_and_resumption(experiment, tmp_path):
-    """Stopped at any step, it goes on there and ends with the same records."""
+    """A run stopped at any step resumes there and ends with the same records."""
     steps = []
     whole = run.run(experiment, tmp_path / "a", lambda *step: steps.append(step))
     assert sum(units for _, units in steps) == 4 * experiment.units_per_method == 8
@@ -209,7 +209,7 @@ def test_records_and_resumption(experiment, tmp_path):
 
 
 def check_record(record):
-    """Its own arithmetic, and that JSON holds it."""
+    """Checks a record's arithmetic, and that it can be written as JSON."""
     assert record["experiment"] == "throughput" and record["format"] == 2
     assert record["codec"] == "identity" and record["engine"] == "kvjax"
     batches = max(-(-12 // record["batch_size"]), 2)
@@ -237,7 +237,7 @@ def check_record(record):
 
 
 def test_out_of_memory_steps_back(experiment, model, tmp_path, monkeypatch):
-    """ED's batch fails twice, FKV follows it; a pool first reads fewer at a time."""
+    """ED steps back and bounds FKV; a pool first halves its prefill groups."""
     real, tried = runner.of_plan, []
 
     def of_plan(params, planned):
@@ -289,14 +289,14 @@ def test_one_row_that_does_not_run(experiment, model):
 
 
 def short(experiment, **changes):
-    """One method, one measurement, a batch of all prompts or fewer."""
+    """Returns the experiment with one method and one measurement."""
     sizes = {"max_new_tokens": (3,), "min_timed_batches": 1}
     sizes["methods"] = experiment.methods[:1]
     return dataclasses.replace(experiment, **(sizes | changes))
 
 
 def test_baselines_stand_beside_ours(experiment, model, tmp_path):
-    """Other libraries get the same prompts, once, graded like ours; they come last."""
+    """Baselines run once, on the same prompts, are graded alike and come last."""
     asked, told = [], []
 
     def baseline(prompts, new_tokens, memory_bytes, least, progress):
@@ -336,7 +336,7 @@ def test_baselines_stand_beside_ours(experiment, model, tmp_path):
 
 @pytest.fixture
 def speaking(experiment, monkeypatch):
-    """A model all of whose tokens are words, loaded by runs from here on."""
+    """A model whose tokens are all words; `run.load` returns it."""
     tokenizer = make_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer))._replace(tokenizer=tokenizer)
     monkeypatch.setattr(run, "load", lambda name, dtype, mesh: model)
@@ -344,7 +344,7 @@ def speaking(experiment, monkeypatch):
 
 
 class Count(NamedTuple):
-    """A task whose prompts differ in length, and whose grade counts words."""
+    """A task with prompts of different lengths, graded by the number of words."""
 
     lengths: tuple[int, ...] = (20, 35, 50)
 
@@ -363,7 +363,7 @@ class Count(NamedTuple):
 
 
 def test_any_task_and_its_grades(speaking, tmp_path, monkeypatch):
-    """What is timed is graded, as quality would: up to the token that ends a text."""
+    """Timed answers are graded as in quality: up to the first end token."""
     monkeypatch.setattr(tasks, "_registry", Registry("task", base.Task))
     tasks.register("count", Count().task)
     asked = {"tasks": [{"name": "count"}], "num_examples": 5, "max_new_tokens": 6}
@@ -403,7 +403,7 @@ def test_any_task_and_its_grades(speaking, tmp_path, monkeypatch):
 def test_answers_are_graded_up_to_their_end(
     experiment, speaking, tmp_path, monkeypatch, ends
 ):
-    """All tokens are generated and timed, whatever ends a text."""
+    """End tokens stop neither generation nor timing."""
     monkeypatch.setattr(api, "end_tokens", lambda model: ends)
     run.run(short(experiment), tmp_path, lambda *step: None)
     for batch in read_records(tmp_path / "batches.jsonl"):
@@ -412,7 +412,7 @@ def test_answers_are_graded_up_to_their_end(
 
 
 def test_a_mesh(experiment, model, tmp_path, monkeypatch):
-    """Batches are of as many rows as the mesh divides; pools are not."""
+    """Batches are multiples of the mesh's data axis; pools need one device."""
     alone = short(experiment, memory_gb=0.05)
     (one,) = run.run(alone, tmp_path / "one", lambda *step: None)
 
@@ -437,7 +437,7 @@ def test_a_mesh(experiment, model, tmp_path, monkeypatch):
 
 
 def test_a_model_without_a_tokenizer(model, tmp_path, monkeypatch):
-    """Random prompts of exactly the length, and nothing to grade; at a fixed batch."""
+    """Prompts are random tokens of the exact length, and are not graded."""
     bare = model._replace(tokenizer=None)
     monkeypatch.setattr(run, "load", lambda name, dtype, mesh: bare)
     fixed = run.from_config(CONFIG | {"methods": [FIXED | {"batch_size": 2}]}, {})

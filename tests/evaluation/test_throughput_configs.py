@@ -13,7 +13,7 @@ import pytest
 
 from kvjax import load
 from kvjax.cache.spec import checked
-from kvjax.engine import compiled, footprint
+from kvjax.engine import footprint, steps
 from kvjax.evaluation import batch_rules, report, run, search, tasks, throughput
 from kvjax.evaluation.batch_rules import divisors
 from kvjax.models import decoder, presets
@@ -50,7 +50,7 @@ ONE_STAYS = "ignore:an eviction leaves 1 of the 65 pairs"  # as ED has it
 
 @pytest.fixture(autouse=True)
 def large_machine(monkeypatch):
-    """As the configs want: `check` refuses more memory than there is."""
+    """A device with the memory of the configs; `check` refuses more than there is."""
     monkeypatch.setattr(limits, "host_bytes", lambda: 10**12)
 
 
@@ -94,14 +94,14 @@ def test_the_papers_settings(task, model):
         batch_rules.check(method.batch_rule, job, memory * 10**9)
         schedule = job.config.schedule
         assert (schedule.prefill_chunk, job.max_new_tokens) == (P, NEW)
-        assert job.eos == compiled.NO_EOS
+        assert job.eos == steps.NO_EOS
         if method in own:
             assert (schedule.phases, schedule.evict_size) == ("prefill_and_decode", P)
 
 
 @pytest.mark.filterwarnings(ONE_STAYS)
 def test_the_papers_procedure():
-    """Its |kv| sought in the place of its |kv|; all else is as it was."""
+    """The config with searched |kv| differs from the other only in |kv|."""
     path = CONFIGS / "batch_max" / "paper.py"
     for task, model in PAPER:
         fixed, sought = (
@@ -143,7 +143,7 @@ def test_the_papers_batches():
     "path", sorted((CONFIGS / "batch_max").glob("*.py")), ids=lambda path: path.stem
 )
 def test_configs(path):
-    """They are understood, and fit the models that they name."""
+    """The configs are valid, and fit the models that they name."""
     fields = config_of(path).to_dict()
     asked = run.from_config(fields, {})
     assert asked.experiment == "throughput"
@@ -167,8 +167,8 @@ def test_kcache_at_two_limits():
         config_of(CONFIGS / "kcache" / "throughput.py").to_dict(), {}
     )
     asked.check()
-    away = [method for method in asked.methods if method.offload]
-    assert [method.made_offload().top_n for method in away] == [32, 64, 128]
+    away = [method for method in asked.methods if method.cache.offload]
+    assert [method.cache.offload.top_n for method in away] == [32, 64, 128]
     for method in away:
         kept = checked(presets.spec("llama-2-7b"), method.cache)
         assert kept.compacts and not kept.recalls(0) and kept.recalls(1)
@@ -182,7 +182,7 @@ def test_kcache_s_table_2(length):
     asked.check()
     table = {
         (kept.top_n, kept.device_layers)
-        for kept in (method.made_offload() for method in asked.methods)
+        for kept in (method.cache.offload for method in asked.methods)
         if kept and not kept.renormalize
     }
     assert table == {(n, layers) for n in (16, 32, 64, 128) for layers in range(4)}
@@ -190,7 +190,7 @@ def test_kcache_s_table_2(length):
 
 
 def test_phi35_keeps_its_longrope():
-    """Of the whole context: every one of its frequencies by a factor of its own."""
+    """RoPE of the whole context: each frequency is scaled by its own factor."""
     spec = presets.spec("phi-3.5-mini")
     rope = spec.rope
     assert (rope.kind, rope.factor, rope.original) == ("longrope", 32, 4096)
@@ -221,7 +221,7 @@ def test_random_models(monkeypatch):
 
 
 def test_random_weights_that_do_not_fit_are_not_made(tmp_path, monkeypatch):
-    """Making them takes minutes; nothing is left behind."""
+    """They are refused before weights are drawn, and no folder is left behind."""
     monkeypatch.setattr(run, "load", lambda *_, **__: pytest.fail("weights were made"))
     fields = dict(config_of(CONFIGS / "batch_max" / "random_8b.py"))
     asked = run.from_config(fields, {"memory_gb": 16})

@@ -1,4 +1,4 @@
-"""The folder of a run: one process at a time, and nothing damaged is read."""
+"""A run's workdir: one process at a time, and damaged files are refused."""
 
 import dataclasses
 import fcntl
@@ -74,7 +74,7 @@ def experiment():
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process, which is at work in the folder."""
+    """Another process that holds the lock of the folder."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -188,7 +188,7 @@ def test_a_folder_that_was_there_stays(experiment, tmp_path):
 
 
 def test_other_devices_want_another_folder(experiment, tmp_path, monkeypatch):
-    """Batches of both would become one record, under the name of the last."""
+    """Otherwise one record would mix batches of two devices."""
     with run.opened(experiment, tmp_path) as folder:
         append_record(folder / "batches.jsonl", {})
     with run.opened(experiment, tmp_path):
@@ -223,7 +223,7 @@ def test_damaged_files_are_told(experiment, tmp_path, name, content):
 
 @pytest.mark.parametrize(("kind", "field"), LACKING)
 def test_a_batch_that_lacks_a_field_is_told(tmp_path, kind, field):
-    """Once somebody has edited the file; whole lines are taken up again."""
+    """A line without a field is an error; complete lines are read."""
     measurement, line = LINES[kind]
     asked = run.from_config(
         {"experiment": measurement} | FIELDS | ASKED[measurement], {}
