@@ -31,6 +31,7 @@ import targets
 from absl import flags
 
 from kvjax import attention
+from kvjax.attention import AttentionSpec, Pairs, Queries
 from kvjax.attention.stored import Stored, decoded
 from kvjax.cache import codecs
 from kvjax.cli import command
@@ -253,8 +254,11 @@ def ways():
 def by(name, stats=frozenset()):
     """Returns an implementation as a function of a shape's arrays."""
 
-    def way(*arrays):
-        partial, stats_found = attention.attend(*arrays, stats, name)
+    spec = AttentionSpec(stats, name)
+
+    def way(q, k, v, pos, q_pos, n):
+        queries, pairs = Queries(q, q_pos, n), Pairs(k, v, pos)
+        partial, stats_found = attention.attend(queries, pairs, spec)
         return attention.normalize(partial), stats_found.attn_sum
 
     return way

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import attention
-from kvjax.attention import backends, ops
+from kvjax.attention import AttentionSpec, Pairs, Queries, backends, ops
 from kvjax.attention.reference import PLAIN
 from kvjax.attention.stored import Stored
 from kvjax.cache import codecs
@@ -76,6 +76,9 @@ class Arrays(NamedTuple):
     q_pos: Any
     n: Any
 
+    def arguments(self) -> tuple[Queries, Pairs]:
+        return Queries(self.q, self.q_pos, self.n), Pairs(self.k, self.v, self.pos)
+
 
 def drawn(case: Case, seed: int = 0) -> Arrays:
     """Draws KV pairs in slots in random order, and queries that see some of them."""
@@ -133,37 +136,28 @@ def by_numpy(arrays: Arrays, scoring: Scoring = PLAIN) -> dict[str, np.ndarray]:
 # --- ways to call ---------------------------------------------------------------------
 
 
-class Call(NamedTuple):
-    """The arguments of a call after its arrays, in the order of `ops`."""
-
-    stats: frozenset[str]
-    name: str
-    scoring: Scoring
+def _attend(arrays: Arrays, call: AttentionSpec) -> Row:
+    return _found(*jax.jit(ops.attend)(*arrays.arguments(), call), call.stats)
 
 
-def _attend(arrays: Arrays, call: Call) -> Row:
-    run = jax.jit(lambda *leaves: ops.attend(*leaves, *call))
-    return _found(*run(*arrays), call.stats)
-
-
-def _segments(arrays: Arrays, call: Call) -> Row:
+def _segments(arrays: Arrays, call: AttentionSpec) -> Row:
     """Attends to the slots in two segments."""
     half = arrays.pos.shape[2] // 2 // 8 * 8
 
     @jax.jit
-    def run(q, k, v, pos, q_pos, n):
+    def run(queries, pairs):
         cut = [
-            tuple(x[:, :, at] for x in (k, v, pos))
+            Pairs(*(x[:, :, at] for x in pairs))
             for at in (slice(half), slice(half, None))
         ]
-        return ops.attend_segments(q, cut, q_pos, n, *call)
+        return ops.attend_segments(queries, cut, call)
 
-    whole, seen = run(*arrays)
+    whole, seen = run(*arrays.arguments())
     join = lambda stat: np.concatenate([getattr(each, stat) for each in seen], 2)
     return {"out": attention.normalize(whole), **{s: join(s) for s in call.stats}}
 
 
-def _twice(arrays: Arrays, call: Call) -> Row:
+def _twice(arrays: Arrays, call: AttentionSpec) -> Row:
     """Runs the same call twice; raises ArithmeticError unless all bits agree."""
     first, second = (_attend(arrays, call) for _ in range(2))
     for what, value in first.items():
@@ -172,17 +166,18 @@ def _twice(arrays: Arrays, call: Call) -> Row:
     return first
 
 
-def _write(arrays: Arrays, call: Call) -> Row:
+def _write(arrays: Arrays, call: AttentionSpec) -> Row:
     """Writes the pair of slot 5 in the call; drops it in the last row."""
-    q, k, v, pos, q_pos, n = arrays
-    if not ops.fuses_write(q, k, v, *call):
-        raise UserError(f"{call.name} leaves the write of these to the layout")
+    queries, pairs = arrays.arguments()
+    k, v, pos = pairs
+    if not ops.fuses_write(queries, pairs, call):
+        raise UserError(f"{call.implementation} leaves the write to the layout")
     slot = np.full(pos.shape[:2], 5, np.int32)
     slot[-1] = pos.shape[2]
     empty = [x.at[:-1, :, 5].set(0) for x in (k, v)]
-    run = jax.jit(lambda *leaves: ops.write_attend(*leaves, *call))
     new = k[:, :, 5], v[:, :, 5], jnp.asarray(slot)
-    partial, seen, *written = run(q, *new, *empty, pos, q_pos, n)
+    run = jax.jit(ops.write_attend)
+    partial, seen, *written = run(queries, Pairs(*empty, pos), *new, call)
     for what, have, want in zip("kv", written, (k, v), strict=True):
         if np.asarray(have).tobytes() != np.asarray(want).tobytes():
             raise ArithmeticError(f"{what} differs from the values to write")
@@ -193,7 +188,7 @@ def _found(partial, seen, stats) -> Row:
     return {"out": attention.normalize(partial), **{s: getattr(seen, s) for s in stats}}
 
 
-WAYS: dict[str, Callable[[Arrays, Call], Row]] = {
+WAYS: dict[str, Callable[[Arrays, AttentionSpec], Row]] = {
     "attend": _attend,
     "segments": _segments,
     "twice": _twice,
@@ -209,7 +204,7 @@ def prove(case: Case, name: str) -> Row:
 
     `not taken` holds the reason why the kernel declines a case.
     """
-    arrays, call = drawn(case), Call(frozenset(case.stats), name, case.scoring)
+    arrays, call = drawn(case), AttentionSpec(frozenset(case.stats), name, case.scoring)
     placed = arrays
     if case.codec:
         placed, arrays = stored(arrays, codecs.make(case.codec))
@@ -218,7 +213,7 @@ def prove(case: Case, name: str) -> Row:
     row |= {"statistics": len(case.stats), "live": case.live}
     row |= {"cap": case.scoring.logits_soft_cap, "window": case.scoring.local_window}
     try:
-        backends.select_backend(placed.q, placed.k, *call)  # raises if it declines
+        backends.select_backend(*placed.arguments(), call)  # raises if it declines
         found = WAYS[case.way](placed, call)
     except UserError as error:
         return row | {"not taken": str(error)}

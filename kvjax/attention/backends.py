@@ -15,16 +15,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array
 
 from kvjax.attention import kernels, library, reference
-from kvjax.attention.reference import PLAIN
-from kvjax.attention.stored import Pairs, Stored
+from kvjax.attention.inputs import AttentionSpec, Pairs, Queries, Unsupported
+from kvjax.attention.stored import Stored, Tensor
 from kvjax.messages import warn
-from kvjax.pallas.common import device, not_hopper
+from kvjax.pallas.common import device
 from kvjax.registry import Registry
 from kvjax.tracing import run_aside
-from kvjax.types import Observation, Partial, Scoring, UserError
+from kvjax.types import Observation, Partial, UserError
 
 BY_NAME = 0  # priority of a backend that runs only when asked for by name
 
@@ -34,23 +33,21 @@ class Backend(NamedTuple):
 
     Attributes:
       name: its name in configs and calls.
-      attend: (q, k, v, pos, q_pos, n, stats, scoring) -> attention and observation, as
-        `kvjax.attention.attend` has them; `stats` are some of `ATTENTION_STATS`, and k
-        and v may be `kvjax.attention.stored.Stored`.
-      attention_stats: (q, k, pos, q_pos, n, whole, stats, scoring) -> observation, as
-        `kvjax.attention.attention_stats`.
-      write_attend: (q, new_k, new_v, slot, k, v, pos, q_pos, n, stats, scoring) ->
-        attention, observation, k, v, as `kvjax.attention.write_attend`; None if the
-        layout has to write first.
+      attend: (queries, pairs, spec) -> attention and observation, as
+        `kvjax.attention.attend` has them; `spec.stats` are some of `ATTENTION_STATS`,
+        and keys and values may be `kvjax.attention.stored.Stored`.
+      attention_stats: (queries, pairs, whole, spec) -> observation, as
+        `kvjax.attention.attention_stats`; `pairs.v` is None.
+      write_attend: (queries, pairs, new_k, new_v, slot, spec) -> attention,
+        observation, k, v, as `kvjax.attention.write_attend`; None if the layout has
+        to write first.
       write_grain: keys or values -> the divisor that the number of slots must have for
         `write_attend`; None if it cannot write them as they are stored.
       platform: the only platform it runs on: tpu, gpu or cpu; None for any.
-      device_reason: device kind -> why it cannot run on this kind of its platform, or
-        None. Reported once per process, when another backend runs instead.
-      unsupported_reason: (q, k, stats, scoring) -> why it cannot take them, or None.
-        Depends only on shapes, dtypes and the device, so it works while tracing.
-      priority: (q, k) -> rank when the caller names no backend: the highest that can
-        run is chosen, never one of rank `BY_NAME`.
+      check: (queries, pairs, spec) -> None; raises `Unsupported` where it cannot take
+        them. Depends only on shapes, dtypes and the device, so it works while tracing.
+      priority: (queries, pairs) -> rank when the caller names no backend: the highest
+        that can run is chosen, never one of rank `BY_NAME`.
       self_test: (head dim, the keys' `TensorCodec` or None) -> description of its error
         on this device, or None. Runs once per process, before the backend is chosen
         without being named.
@@ -60,13 +57,10 @@ class Backend(NamedTuple):
     attend: Callable[..., tuple[Partial, Observation]]
     attention_stats: Callable[..., Observation] = reference.attention_stats
     write_attend: Callable[..., tuple] | None = None
-    write_grain: Callable[[Pairs], int | None] = lambda pairs: 1
+    write_grain: Callable[[Tensor], int | None] = lambda tensor: 1
     platform: str | None = None
-    device_reason: Callable[[str], str | None] = lambda kind: None
-    unsupported_reason: Callable[
-        [Array, Array, frozenset[str], Scoring], str | None
-    ] = lambda *_: None
-    priority: Callable[[Array, Pairs], int] = lambda q, k: BY_NAME
+    check: Callable[[Queries, Pairs, AttentionSpec], None] = lambda *_: None
+    priority: Callable[[Queries, Pairs], int] = lambda *_: BY_NAME
     self_test: Callable[[int, Any], str | None] = lambda *_: None
 
 
@@ -89,72 +83,60 @@ def check_name(implementation: str | None) -> None:
         BACKENDS.factory(implementation)
 
 
-def select_backend(
-    q: Array,
-    k: Pairs,
-    stats: frozenset[str],
-    implementation: str | None,
-    scoring: Scoring = PLAIN,
-) -> Backend:
-    """Returns the backend for queries `q` and keys `k`.
+def select_backend(queries: Queries, pairs: Pairs, spec: AttentionSpec) -> Backend:
+    """Returns the backend that attends: the one named, or the fastest that can run.
 
     Depends only on shapes, dtypes and the device, so it works while tracing.
-
-    Args:
-      q: [B, K, G, T, D].
-      k: [B, K, C, D].
-      stats: statistics that attention must return.
-      implementation: a backend's name, or None for the fastest that can run.
-      scoring: soft cap and sliding window.
 
     Raises:
       UserError: the named backend is unknown or cannot run; the message says why.
     """
-    if implementation is None:
+    name = spec.implementation
+    if name is None:
         return next(
             backend
-            for backend in _by_priority(q, k)
-            if _runs_here(backend)
-            and not backend.unsupported_reason(q, k, stats, scoring)
-            and _works(backend, k)
+            for backend in _by_priority(queries, pairs)
+            if _accepts(backend, queries, pairs, spec) and _works(backend, pairs.k)
         )
-    backend = BACKENDS.make(implementation)
-    if reason := _unsupported(backend, q, k, stats, scoring):
+    backend = BACKENDS.make(name)
+    try:
+        _check(backend, queries, pairs, spec)
+    except Unsupported as reason:
         raise UserError(
-            f"attention implementation {implementation!r} cannot run: {reason}; None "
-            "chooses one that does"
-        )
+            f"attention implementation {name!r} cannot run: {reason}; None chooses one "
+            "that does"
+        ) from None
     return backend
 
 
-def _by_priority(q: Array, k: Pairs) -> list[Backend]:
+def _by_priority(queries: Queries, pairs: Pairs) -> list[Backend]:
     """Lists the backends that need not be named, fastest for these arrays first."""
     every = [BACKENDS.make(name) for name in BACKENDS.names()]
-    priority = lambda backend: backend.priority(q, k)
+    priority = lambda backend: backend.priority(queries, pairs)
     return sorted(filter(priority, every), key=priority, reverse=True)
 
 
-def _unsupported(
-    backend: Backend, q: Array, k: Array, stats: frozenset[str], scoring: Scoring
-) -> str | None:
-    """Returns why a backend cannot run, or None."""
-    platform, here = backend.platform, device()
-    if platform and here.platform != platform:
-        return f"it needs a {platform.upper()}, and this is a {here.platform.upper()}"
-    return backend.device_reason(here.kind) or backend.unsupported_reason(
-        q, k, stats, scoring
-    )
+def _check(
+    backend: Backend, queries: Queries, pairs: Pairs, spec: AttentionSpec
+) -> None:
+    """Raises Unsupported if a backend cannot run."""
+    needed, here = backend.platform, device().platform
+    if needed and needed != here:
+        raise Unsupported(f"it needs a {needed.upper()}, and this is a {here.upper()}")
+    backend.check(queries, pairs, spec)
 
 
-def _runs_here(backend: Backend) -> bool:
-    """Returns whether a backend runs on this device; warns if its kind cannot."""
-    platform, kind = device()
-    if backend.platform not in (None, platform):
+def _accepts(
+    backend: Backend, queries: Queries, pairs: Pairs, spec: AttentionSpec
+) -> bool:
+    """Returns whether a backend can run; warns of a reason worth a warning."""
+    try:
+        _check(backend, queries, pairs, spec)
+    except Unsupported as reason:
+        if reason.warn:
+            _warn_once(backend.name, str(reason))
         return False
-    reason = backend.device_reason(kind)
-    if reason:
-        _warn_once(backend.name, reason)
-    return not reason
+    return True
 
 
 @functools.cache
@@ -165,7 +147,7 @@ def _warn_once(name: str, reason: str) -> None:
     )
 
 
-def _works(backend: Backend, k: Pairs) -> bool:
+def _works(backend: Backend, k: Tensor) -> bool:
     """Returns whether a backend passes its self-test on this device.
 
     A new compiler or device may cost speed, but must not fail a run. Ahead-of-time
@@ -175,10 +157,10 @@ def _works(backend: Backend, k: Pairs) -> bool:
     return ahead_of_time or _passes_self_test(backend, k.shape[3], _codec_of_codes(k))
 
 
-def _codec_of_codes(k: Pairs) -> Any:
+def _codec_of_codes(k: Tensor) -> Any:
     """Returns the codec whose codes kernels can read; None for decoded pairs."""
-    pairs = k.inner if isinstance(k, Stored) else None
-    return pairs.codec if pairs and pairs.codes is not None else None
+    inner = k.inner if isinstance(k, Stored) else None
+    return inner.codec if inner and inner.codes is not None else None
 
 
 @functools.cache
@@ -197,9 +179,9 @@ def _passes_self_test(backend: Backend, head_dim: int, codec: Any) -> bool:
     return not failure
 
 
-def _tiles_first(q: Array, k: Pairs) -> int:
+def _tiles_first(queries: Queries, pairs: Pairs) -> int:
     """Prefers tiles on a CPU, for prompts and for pairs that must be decoded."""
-    pieces = q.shape[3] > 1 or isinstance(k, Stored)
+    pieces = queries.q.shape[3] > 1 or isinstance(pairs.k, Stored)
     return 2 * (device().platform == "cpu" and pieces)
 
 
@@ -207,22 +189,12 @@ _TPU = kernels.Kernels("kvjax.pallas.tpu", writes=True)
 _GPU = kernels.Kernels("kvjax.pallas.gpu")
 
 for _backend in (
-    Backend("reference", reference.attend, priority=lambda q, k: 1),
-    Backend(
-        "tiles",
-        reference.attend_in_tiles,
-        priority=_tiles_first,
-    ),
+    Backend("reference", reference.attend, priority=lambda *_: 1),
+    Backend("tiles", reference.attend_in_tiles, priority=_tiles_first),
     Backend("xla", **library.functions("xla")),
     Backend("cudnn", platform="gpu", **library.functions("cudnn")),
-    Backend("pallas_tpu", platform="tpu", priority=lambda q, k: 3, **_TPU.functions()),
-    Backend(
-        "pallas_gpu",
-        platform="gpu",
-        device_reason=not_hopper,
-        priority=lambda q, k: 3,
-        **_GPU.functions(),
-    ),
+    Backend("pallas_tpu", platform="tpu", priority=lambda *_: 3, **_TPU.functions()),
+    Backend("pallas_gpu", platform="gpu", priority=lambda *_: 3, **_GPU.functions()),
     Backend("pallas_tpu_interpret", **_TPU.interpreted().functions()),
     Backend("pallas_gpu_interpret", **_GPU.interpreted().functions()),
 ):

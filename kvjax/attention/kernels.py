@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.attention.reference import NO_STATS, PLAIN
-from kvjax.attention.stored import Pairs, Stored, decoded
-from kvjax.pallas.common import Scored, device
+from kvjax.attention.inputs import AttentionSpec, Pairs, Queries, Unsupported
+from kvjax.attention.stored import Stored, Tensor, decoded
+from kvjax.pallas.common import Scored, device, not_hopper
 from kvjax.types import Codes, Observation, Partial, Scoring, numbers_of
 
 TOLERATED = 0.05  # absolute error of results around 1, rounded to bfloat16
@@ -45,7 +45,7 @@ class Kernels:
         return {
             "attend": self.attend,
             "attention_stats": self.attention_stats,
-            "unsupported_reason": self.unsupported_reason,
+            "check": self.check,
             "self_test": functools.partial(self_test, self.attend, write_attend),
             "write_attend": write_attend,
             "write_grain": self.write_grain,
@@ -55,72 +55,69 @@ class Kernels:
         """Returns the same kernels, run by the interpreter."""
         return dataclasses.replace(self, interpret=True)
 
-    def unsupported_reason(
-        self, q: Array, k: Pairs, stats: frozenset[str], scoring: Scoring
-    ) -> str | None:
-        """Returns why the kernels cannot take these arrays, or None."""
-        if "attn_weights" in stats:
-            return "no fused kernel returns all the weights"
-        kind = None if self.interpret else device().kind
-        if isinstance(k, Stored):
-            k = jax.ShapeDtypeStruct(k.shape, k.dtype)
-        return self._load().unsupported_reason(q, k, stats, kind)
+    def check(self, queries: Queries, pairs: Pairs, spec: AttentionSpec) -> None:
+        """Raises Unsupported if the kernels cannot take these arrays on this device."""
+        platform, kind = (None, None) if self.interpret else device()
+        if platform == "gpu" and (reason := not_hopper(kind)):
+            raise Unsupported(reason, warn=True)
+        if "attn_weights" in spec.stats:
+            raise Unsupported("no fused kernel returns all the weights")
+        k = jax.ShapeDtypeStruct(pairs.k.shape, pairs.k.dtype)
+        module = self._load()
+        if reason := module.unsupported_reason(queries.q, k, spec.stats, kind):
+            raise Unsupported(reason)
 
     def attend(
-        self, q, k, v, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
+        self, queries: Queries, pairs: Pairs, spec: AttentionSpec
     ) -> tuple[Partial, Observation]:
         """Implements `kvjax.attention.attend`."""
-        k, v = self._readable(k), self._readable(v)
-        found = self._run("attend", stats, scoring, q, k, v, pos, q_pos, n)
-        return _to_package_types(found, n, q_pos)
+        (q, *rows), (*tensors, pos) = queries, pairs
+        found = self._run("attend", spec, q, *map(self._readable, tensors), pos, *rows)
+        return _to_package_types(found, queries)
 
     def attention_stats(
-        self, q, k, pos, q_pos, n, whole: Partial, stats, scoring: Scoring
+        self, queries: Queries, pairs: Pairs, whole: Partial, spec: AttentionSpec
     ) -> Observation:
         """Implements `kvjax.attention.attention_stats`."""
-        k = self._readable(k)
-        softmax = whole.max_logit, whole.denominator
-        found = self._run(
-            "attention_stats", stats, scoring, q, k, pos, q_pos, n, *softmax
-        )
-        return Observation(num_tokens=n, positions=q_pos, **found)
+        (q, *rows), k = queries, self._readable(pairs.k)
+        arrays = q, k, pairs.positions, *rows, whole.max_logit, whole.denominator
+        found = self._run("attention_stats", spec, *arrays)
+        return Observation(num_tokens=queries.n, positions=queries.positions, **found)
 
     def write_attend(
-        self, q, new_k, new_v, slot, k, v, pos, q_pos, n, stats, scoring: Scoring
+        self, queries: Queries, pairs: Pairs, new_k, new_v, slot, spec: AttentionSpec
     ) -> tuple[Partial, Observation, Array, Array]:
         """Implements `kvjax.attention.write_attend`."""
-        k, v = self._readable(k), self._readable(v)
-        new = new_k, new_v, slot
-        found, k, v, *_ = self._run(
-            "write_attend", stats, scoring, q, *new, k, v, pos, q_pos, n
-        )
-        return *_to_package_types(found, n, q_pos), k, v
+        (q, *rows), (*tensors, pos) = queries, pairs
+        arrays = q, new_k, new_v, slot, *map(self._readable, tensors), pos, *rows
+        found, k, v, *_ = self._run("write_attend", spec, *arrays)
+        return *_to_package_types(found, queries), k, v
 
-    def write_grain(self, pairs: Pairs) -> int | None:
+    def write_grain(self, tensor: Tensor) -> int | None:
         """Returns the divisor of slots for a fused write; None if there is none."""
-        shown = self._readable_form(pairs)
+        shown = self._readable_form(tensor)
         return self._load().write_grain(shown) if shown is not None else None
 
-    def _readable(self, pairs: Pairs) -> Array | Codes:
+    def _readable(self, tensor: Tensor) -> Array | Codes:
         """Returns keys or values for the kernels: known codes, else decoded."""
-        shown = self._readable_form(pairs)
-        return decoded(pairs) if shown is None else shown
+        shown = self._readable_form(tensor)
+        return decoded(tensor) if shown is None else shown
 
-    def _readable_form(self, pairs: Pairs) -> Array | Codes | None:
+    def _readable_form(self, tensor: Tensor) -> Array | Codes | None:
         """Returns the array or its known codes; None if they must be decoded."""
-        if not isinstance(pairs, Stored):
-            return pairs
-        codes = pairs.codes
-        known = codes is not None and self._load().reads(codes, pairs.shape[-1])
+        if not isinstance(tensor, Stored):
+            return tensor
+        codes = tensor.codes
+        known = codes is not None and self._load().reads(codes, tensor.shape[-1])
         return codes if known else None
 
     def _load(self) -> ModuleType:
         return importlib.import_module(self.module)
 
-    def _run(self, name: str, stats: frozenset[str], scoring: Scoring, *arrays) -> Any:
+    def _run(self, name: str, spec: AttentionSpec, *arrays) -> Any:
         kernel = _jitted(getattr(self._load(), name))
-        options = scoring._asdict()
-        return kernel(*arrays, stats=stats, interpret=self.interpret, **options)
+        options = spec.scoring._asdict()
+        return kernel(*arrays, stats=spec.stats, interpret=self.interpret, **options)
 
 
 @functools.cache
@@ -133,13 +130,11 @@ def _jitted(kernel: Callable) -> Callable:
     return jax.jit(kernel, static_argnames=static)
 
 
-def _to_package_types(
-    found: Scored, n: Array, q_pos: Array
-) -> tuple[Partial, Observation]:
+def _to_package_types(found: Scored, queries: Queries) -> tuple[Partial, Observation]:
     """Converts a kernel's result to the package's types."""
     return Partial(found.out, found.max_logit, found.denominator), Observation(
-        num_tokens=n,
-        positions=q_pos,
+        num_tokens=queries.n,
+        positions=queries.positions,
         attn_sum=found.attn_sum,
         attn_sq_sum=found.attn_sq_sum,
         last_attn=found.last_attn,
@@ -185,14 +180,14 @@ def _attend_error(attend: Callable, length: int, depth: int, codec: Any) -> floa
     weights = np.where(seen, np.exp(weights), 0)
     weights /= weights.sum(-1, keepdims=True)
     k[:, last + 1 :], v[:, last + 1 :] = np.nan, np.nan
-    run = jax.jit(attend, static_argnums=(6, 7))
-    found, observation = run(
-        *(row(q), _stored(row(k), codec), _stored(row(v), codec)),
-        row(np.broadcast_to(pos, (2, slots)).astype(np.int32)),
-        row(q_pos.astype(np.int32)),
-        jnp.full((1,), length, jnp.int32),
-        frozenset({"attn_sum"}),
-        PLAIN,
+    found, observation = jax.jit(attend)(
+        Queries(row(q), row(q_pos.astype(np.int32)), jnp.full((1,), length, jnp.int32)),
+        Pairs(
+            _stored(row(k), codec),
+            _stored(row(v), codec),
+            row(np.broadcast_to(pos, (2, slots)).astype(np.int32)),
+        ),
+        AttentionSpec(frozenset({"attn_sum"})),
     )
     out, denominator, sums = (
         np.asarray(x, np.float64)[0]
@@ -216,22 +211,24 @@ def _write_error(write_attend: Callable, depth: int, codec: Any) -> float:
     slot = jnp.asarray(
         [[37, 128]], jnp.int32
     )  # the second head's slot is past the end: dropped
-    given = array(1, 2, 4, 1, depth), new_k, new_v, slot, k, v, zeros, one[:, None], one
-    found = jax.jit(write_attend, static_argnums=(9, 10))(*given, NO_STATS, PLAIN)[2:]
+    queries = Queries(array(1, 2, 4, 1, depth), one[:, None], one)
+    new = new_k, new_v, slot
+    run = jax.jit(write_attend)
+    found = run(queries, Pairs(k, v, zeros), *new, AttentionSpec())[2:]
     put = lambda old, new: _numbers(old).at[0, 0, 37].set(new[0, 0])
     wide = lambda x: np.asarray(_numbers(x), np.float64)
     pairs = zip(found, (put(k, new_k), put(v, new_v)), strict=True)
     return max(_largest(wide(a) - wide(b)) for a, b in pairs)
 
 
-def _stored(x: Array, codec: Any) -> Pairs:
+def _stored(x: Array, codec: Any) -> Tensor:
     """Encodes keys or values [B, K, C, D] with the codec, if any."""
     return x if codec is None else Stored(codec.encode(x), codec, x.shape, x.dtype)
 
 
-def _numbers(pairs: Pairs | Codes) -> Array:
-    """Returns the array that a fused write updates: the pairs, or their codes."""
-    return numbers_of(pairs.codes if isinstance(pairs, Stored) else pairs)
+def _numbers(tensor: Tensor | Codes) -> Array:
+    """Returns the array that a fused write updates: the numbers, or their codes."""
+    return numbers_of(tensor.codes if isinstance(tensor, Stored) else tensor)
 
 
 def _largest(difference: np.ndarray) -> float:

@@ -6,42 +6,42 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array
 
-from kvjax.attention.reference import plain_only, visible
+from kvjax.attention.inputs import AttentionSpec, Pairs, Queries, Unsupported
+from kvjax.attention.reference import PLAIN, visible
 from kvjax.attention.stored import decoded
-from kvjax.types import Observation, Partial, Scoring
+from kvjax.types import Observation, Partial
 
 
 def functions(name: str) -> dict[str, Any]:
     """Returns the fields of a `Backend` for one of JAX's implementations."""
-    return {
-        "attend": functools.partial(attend, name=name),
-        "unsupported_reason": unsupported_reason,
-    }
+    return {"attend": functools.partial(attend, name=name), "check": check}
 
 
-def unsupported_reason(
-    q: Array, k: Array, stats: frozenset[str], scoring: Scoring
-) -> str | None:
-    """Returns why `jax.nn.dot_product_attention` cannot run, or None."""
-    if reason := plain_only(scoring):
-        return reason
-    if stats:
-        return f"it returns no statistics, and {sorted(stats)} are needed"
-    return None
+def check(queries: Queries, pairs: Pairs, spec: AttentionSpec) -> None:
+    """Raises Unsupported for what `jax.nn.dot_product_attention` cannot do."""
+    if spec.scoring != PLAIN:
+        raise Unsupported(
+            f"it neither caps logits nor limits a query's window ({spec.scoring})"
+        )
+    if spec.stats:
+        raise Unsupported(
+            f"it returns no statistics, and {sorted(spec.stats)} are needed"
+        )
 
 
 def attend(
-    q, k, v, pos, q_pos, n, stats: frozenset[str], scoring: Scoring, *, name: str
+    queries: Queries, pairs: Pairs, spec: AttentionSpec, *, name: str
 ) -> tuple[Partial, Observation]:
     """Attends by JAX's implementation `name`; see `kvjax.attention.attend`.
 
     JAX returns a normalised output, which is a `Partial` with a denominator of 1.
     """
-    k, v = decoded(k), decoded(v)
+    q, k, v = queries.q, decoded(pairs.k), decoded(pairs.v)
     flat = lambda x: rearrange(x, "b k g t d -> b t (k g) d")
-    seen = jnp.broadcast_to(visible(pos, q_pos), (*q.shape[:4], k.shape[2]))
+    seen = jnp.broadcast_to(
+        visible(pairs.positions, queries.positions), (*q.shape[:4], k.shape[2])
+    )
     with jax.numpy_dtype_promotion("standard"):  # it mixes dtypes inside
         out, lse = jax.nn.dot_product_attention(
             flat(q),
@@ -59,4 +59,4 @@ def attend(
         max_logit=jnp.where(any_seen, lse, -jnp.inf),
         denominator=any_seen.astype(jnp.float32),
     )
-    return partial, Observation(num_tokens=n, positions=q_pos)
+    return partial, Observation(num_tokens=queries.n, positions=queries.positions)

@@ -13,16 +13,10 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.attention.inputs import AttentionSpec, Pairs, Queries
 from kvjax.attention.stored import Stored, decoded
 from kvjax.pallas.common import LOWEST, NEVER
-from kvjax.types import (
-    ATTENTION_STATS,
-    EMPTY,
-    Observation,
-    Partial,
-    PyTree,
-    Scoring,
-)
+from kvjax.types import EMPTY, Observation, Partial, PyTree, Scoring
 
 NO_STATS: frozenset[str] = frozenset()
 PLAIN = Scoring()  # softmax without a soft cap or a window
@@ -32,11 +26,11 @@ PIECE = 3 << 20  # bytes of logits and decoded pairs per piece in `_over_rows`
 
 
 def attend(
-    q, k, v, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
+    queries: Queries, pairs: Pairs, spec: AttentionSpec
 ) -> tuple[Partial, Observation]:
     """Attends to all slots at once; see `kvjax.attention.attend`."""
-    v = decoded(v)
-    p, sums, seen = weights(q, k, pos, q_pos, n, stats, scoring)
+    v = decoded(pairs.v)
+    p, sums, seen = weights(queries, pairs, spec)
     out = jnp.einsum(
         "bkgtc,bkcd->bkgtd", p.astype(v.dtype), v, preferred_element_type=jnp.float32
     )
@@ -44,19 +38,20 @@ def attend(
 
 
 def weights(
-    q, k, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
+    queries: Queries, pairs: Pairs, spec: AttentionSpec
 ) -> tuple[Float[Array, "B K G T C"], Partial, Observation]:
     """Computes the unnormalised weights; see `kvjax.attention.weights`."""
-    logits = masked_logits(q, decoded(k), pos, q_pos, scoring)
+    logits = _logits(queries, pairs, spec)
     max_logit = jnp.max(logits, axis=-1)
     p = jnp.exp(logits - jnp.maximum(max_logit, LOWEST)[..., None])
     denominator = jnp.sum(p, axis=-1)
-    seen = _observed(p, denominator, n, q_pos, stats)
-    return p, Partial(jnp.zeros(q.shape, jnp.float32), max_logit, denominator), seen
+    out = jnp.zeros(queries.q.shape, jnp.float32)
+    seen = _observed(p, denominator, queries, spec.stats)
+    return p, Partial(out, max_logit, denominator), seen
 
 
 def attend_in_tiles(
-    q, k, v, pos, q_pos, n, stats: frozenset[str], scoring: Scoring
+    queries: Queries, pairs: Pairs, spec: AttentionSpec
 ) -> tuple[Partial, Observation]:
     """Attends in pieces whose logits stay in a processor's cache.
 
@@ -64,18 +59,20 @@ def attend_in_tiles(
     in use. Otherwise a piece is all slots of some rows, because statistics need the
     whole softmax. Stored pairs are decoded piece by piece too.
     """
-    cut = _over_rows if stats or k.shape[2] <= MANY else _over_slots
-    partial, found = cut(q, k, v, pos, q_pos, n, stats, scoring)
-    return partial, Observation(num_tokens=n, positions=q_pos, **found)
+    cut = _over_rows if spec.stats or pairs.k.shape[2] <= MANY else _over_slots
+    partial, found = cut(queries, pairs, spec)
+    return partial, Observation(
+        num_tokens=queries.n, positions=queries.positions, **found
+    )
 
 
 def attention_stats(
-    q, k, pos, q_pos, n, whole: Partial, stats: frozenset[str], scoring: Scoring
+    queries: Queries, pairs: Pairs, whole: Partial, spec: AttentionSpec
 ) -> Observation:
     """Computes only the statistics; see `kvjax.attention.attention_stats`."""
-    logits = masked_logits(q, decoded(k), pos, q_pos, scoring)
+    logits = _logits(queries, pairs, spec)
     p = jnp.exp(logits - jnp.maximum(whole.max_logit, LOWEST)[..., None])
-    return _observed(p, whole.denominator, n, q_pos, stats)
+    return _observed(p, whole.denominator, queries, spec.stats)
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -110,60 +107,52 @@ def visible(
     return seen & (seen_from > now - local_window) if local_window else seen
 
 
-def plain_only(scoring: Scoring) -> str | None:
-    """Returns why a backend without soft cap and window cannot run, or None."""
-    if scoring == PLAIN:
-        return None
-    return f"it neither caps logits nor limits a query's window ({scoring})"
-
-
-def _over_rows(q, k, v, pos, q_pos, n, stats, scoring):
+def _over_rows(queries: Queries, pairs: Pairs, spec: AttentionSpec):
     """Attends to a piece of the rows at a time; returns statistics by name."""
 
-    def attend_rows(*arrays):
-        partial, seen = attend(*arrays, stats, scoring)
-        return partial, {x: getattr(seen, x) for x in ATTENTION_STATS if x in stats}
+    def attend_rows(queries, pairs):
+        partial, seen = attend(queries, pairs, spec)
+        return partial, {x: getattr(seen, x) for x in spec.stats}
 
-    arrays = q, k, v, pos, q_pos, n
-    batch, *others = q.shape[:4]
-    slots = k.shape[2]
+    batch, *others, depth = queries.q.shape
+    slots = pairs.k.shape[2]
     piece = 4 * math.prod(others) * slots
-    coded = sum(isinstance(pairs, Stored) for pairs in (k, v))
-    piece += 4 * coded * others[0] * slots * q.shape[4]
+    coded = sum(isinstance(tensor, Stored) for tensor in (pairs.k, pairs.v))
+    piece += 4 * coded * others[0] * slots * depth
     rows = max(1, PIECE // piece)
     passes = -(-batch // rows)
     if passes == 1:
-        return attend_rows(*arrays)
+        return attend_rows(queries, pairs)
     rows = -(-batch // passes)
 
     def a_pass(i, found):
         start = jnp.minimum(i * rows, batch - rows)  # the last one may repeat some rows
-        part = attend_rows(*_cut(arrays, start, rows, axis=0))
+        part = attend_rows(*_cut((queries, pairs), start, rows, axis=0))
         put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, axis=0)
         return jax.tree.map(put, found, part)
 
-    shapes = jax.eval_shape(attend_rows, *arrays)
+    shapes = jax.eval_shape(attend_rows, queries, pairs)
     empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return lax.fori_loop(0, passes, a_pass, empty)
 
 
-def _over_slots(q, k, v, pos, q_pos, n, stats, scoring):
+def _over_slots(queries: Queries, pairs: Pairs, spec: AttentionSpec):
     """Attends to `TILE` slots at a time, up to the last in use; no statistics."""
-    slots = k.shape[2]
-    in_use = jnp.any(pos != EMPTY, axis=(0, 1))
+    shape, slots = queries.q.shape, pairs.k.shape[2]
+    in_use = jnp.any(pairs.positions != EMPTY, axis=(0, 1))
     end = jnp.max(jnp.where(in_use, jnp.arange(1, slots + 1), 0))
 
     def a_tile(i, done):
         start = jnp.minimum(i * TILE, slots - TILE)
         fresh = start + jnp.arange(TILE) >= i * TILE  # the last tile may repeat some
-        *pairs, live = _cut((k, v, pos), start, TILE, axis=2)
-        some = *pairs, jnp.where(fresh, live, EMPTY)
-        return merge(done, attend(q, *some, q_pos, n, stats, scoring)[0])
+        some = _cut(pairs, start, TILE, axis=2)
+        some = some._replace(positions=jnp.where(fresh, some.positions, EMPTY))
+        return merge(done, attend(queries, some, spec)[0])
 
     nothing = Partial(
-        out=jnp.zeros(q.shape, jnp.float32),
-        max_logit=jnp.full(q.shape[:4], -jnp.inf),
-        denominator=jnp.zeros(q.shape[:4]),
+        out=jnp.zeros(shape, jnp.float32),
+        max_logit=jnp.full(shape[:4], -jnp.inf),
+        denominator=jnp.zeros(shape[:4]),
     )
     return lax.fori_loop(0, -(-end // TILE), a_tile, nothing), {}
 
@@ -183,12 +172,12 @@ def _cut(arrays: PyTree, start: Array, size: int, axis: int) -> PyTree:
 def _observed(
     p: Float[Array, "B K G T C"],
     denominator: Float[Array, "B K G T"],
-    n: Int[Array, "B"],
-    q_pos: Int[Array, "B T"],
+    queries: Queries,
     stats: frozenset[str],
 ) -> Observation:
     """Computes the requested statistics from unnormalised weights and their sums."""
-    seen = Observation(num_tokens=n, positions=q_pos)
+    n = queries.n
+    seen = Observation(num_tokens=n, positions=queries.positions)
     if not stats:
         return seen
     group, length = p.shape[2:4]
@@ -217,6 +206,13 @@ def _observed(
         part = jnp.take_along_axis(share, newest, axis=3)[..., None]
         seen = seen._replace(last_attn=jnp.sum(row * part, axis=(2, 3)))
     return seen
+
+
+def _logits(
+    queries: Queries, pairs: Pairs, spec: AttentionSpec
+) -> Float[Array, "B K G T C"]:
+    k, now = decoded(pairs.k), queries.positions
+    return masked_logits(queries.q, k, pairs.positions, now, spec.scoring)
 
 
 def masked_logits(q, k, pos, q_pos, scoring: Scoring) -> Float[Array, "B K G T C"]:

@@ -44,24 +44,26 @@ class Stored(Struct):
         return self.replace(codec=turned[0]) if turned else self
 
 
-Pairs = Array | Stored  # keys, or values
+Tensor = Array | Stored  # keys, or values
 
 
-def decoded(pairs: Pairs) -> Float[Array, "B K C D"]:
+def decoded(tensor: Tensor) -> Float[Array, "B K C D"]:
     """Returns keys or values as one decoded array."""
-    return pairs.decoded() if isinstance(pairs, Stored) else pairs
+    return tensor.decoded() if isinstance(tensor, Stored) else tensor
 
 
-def unturned(pairs: Pairs) -> tuple[Pairs, Float[Array, "D D"] | None]:
-    """Splits pairs into those in the rotated basis and the rotation, or None.
+def unturned(
+    tensor: Tensor | None,
+) -> tuple[Tensor | None, Float[Array, "D D"] | None]:
+    """Splits keys or values into those in the rotated basis and the rotation, or None.
 
     Of x H stored, x' = decode(stored) H^T: so q (x')^T = (q H) decode(stored)^T, and
     p x' = (p decode(stored)) H^T: rotating queries and outputs costs less than pairs.
     """
-    if not isinstance(pairs, Stored) or pairs.codec.turned is None:
-        return pairs, None
-    rotation = pairs.codec.turned[1]
-    return pairs.inner, jnp.asarray(rotation(pairs.shape[-1]))
+    if not isinstance(tensor, Stored) or tensor.codec.turned is None:
+        return tensor, None
+    rotation = tensor.codec.turned[1]
+    return tensor.inner, jnp.asarray(rotation(tensor.shape[-1]))
 
 
 def turned(x: Float[Array, "... D"], matrix: Array | None) -> Float[Array, "... D"]:

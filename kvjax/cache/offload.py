@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import attention
+from kvjax.attention import AttentionSpec, Pairs, Queries
 from kvjax.cache.codecs import Codec
 from kvjax.cache.layouts.base import first_of
 from kvjax.parallel import host
@@ -27,7 +28,6 @@ from kvjax.types import (
     ModelSpec,
     Observation,
     Partial,
-    Scoring,
     UserError,
     build,
     real_number,
@@ -135,30 +135,20 @@ class Choice(NamedTuple):
 
 
 def choose(
-    q: Float[Array, "B K G T D"],
-    k: Float[Array, "B K C D"],
-    pos: Int[Array, "B K C"],
-    q_pos: Int[Array, "B T"],
-    n: Int[Array, "B"],
-    stats: frozenset[str],
-    scoring: Scoring,
-    offload: Offload,
+    queries: Queries, pairs: Pairs, spec: AttentionSpec, offload: Offload
 ) -> Choice:
     """Selects the pairs of the largest weights, whose values `attended` takes.
 
     Args:
-      q: queries, with rotary positions.
-      k: keys, with rotary positions.
-      pos: position of each slot's pair, -1 for an empty slot.
-      q_pos: position of each query.
-      n: real queries per row.
-      stats: statistics of the weights to return.
-      scoring: what the layer does to the products of queries and keys.
+      queries: queries.
+      pairs: keys, with rotary positions; their values are not read.
+      spec: statistics of the weights to return, and scoring.
       offload: N, and how queries that share a head select.
     """
-    weights, sums, observation = attention.weights(q, k, pos, q_pos, n, stats, scoring)
+    weights, sums, observation = attention.weights(queries, pairs, spec)
+    pos = pairs.positions
     selected = _select(weights, sums.denominator, pos, offload)
-    most = min(offload.fetched(q.shape[2]), pos.shape[2])
+    most = min(offload.fetched(queries.q.shape[2]), pos.shape[2])
     slots = first_of(selected, most)
     valid = slots < pos.shape[2]
     slots = jnp.where(valid, slots, 0)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import attention
+from kvjax.attention import AttentionSpec, Pairs, Queries
 from kvjax.cache import eviction, head_groups, offload
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import OVERFLOW, KVState, next_positions
@@ -23,20 +24,16 @@ class _Block(NamedTuple):
     """The T new tokens of a head group, as attention and the cache take them.
 
     Attributes:
-      q, k: queries and keys, with rotary positions; under `rope_positions="cache"` the
-        keys have none.
+      queries: queries, with rotary positions.
+      k: keys, likewise; under `rope_positions="cache"` they have none.
       v: values.
-      slots: i32[B, K, T], those claimed for the pairs; C for none.
-      positions: i32[B, T].
-      n: i32[B], real tokens per row.
+      slots: those claimed for the pairs; C for none.
     """
 
-    q: Float[Array, "B K G T D"]
+    queries: Queries
     k: Float[Array, "B K T D"]
     v: Float[Array, "B K T D"]
     slots: Int[Array, "B K T"]
-    positions: Int[Array, "B T"]
-    n: Int[Array, "B"]
 
 
 def step_layer(
@@ -142,10 +139,11 @@ def _step_group(
         q = ops.apply_rope(q, _next_slots(layout.live(layer), q.shape[3]))
     layer, per_slot, slots, overflow = layout.claim(layer, stats.per_slot, positions, n)
     stats = stats._replace(per_slot=per_slot)
-    block = _Block(q, k, v, slots, positions, n)
+    block = _Block(Queries(q, positions, n), k, v, slots)
     required = config.required_stats(is_prefill)
     attend = _recall if recalls and not is_prefill else _attend
-    layer, partial, observation = attend(layer, block, required, ops, config)
+    options = AttentionSpec(required, config.implementation, ops.scoring)
+    layer, partial, observation = attend(layer, block, options, ops, config)
     if config.policy and (is_prefill or config.schedule.evicts_in_decode):
         extra = _model_stats(required, block, before_rope, tokens, ops)
         observation = observation._replace(is_prefill=is_prefill, **extra)
@@ -163,50 +161,39 @@ def _step_group(
 def _attend(
     layer: PyTree,
     block: _Block,
-    required: frozenset[str],
+    options: AttentionSpec,
     ops: LayerOps,
     config: CacheSpec,
 ) -> tuple[PyTree, Partial, Observation]:
     """Writes the new pairs and attends, in one kernel if the layout has one."""
-    layout, options = config.layout, (required, config.implementation, ops.scoring)
-    q, k, v, slots, positions, n = block
-    if layout.write_attend and config.rope_positions == "original":
-        given = q, k, v, slots, positions, n
-        if both := layout.write_attend(layer, *given, *options):
-            return both
-    layer = layout.write(layer, k, v, slots, positions)
+    layout, (queries, k, v, slots) = config.layout, block
+    fuse = layout.write_attend if config.rope_positions == "original" else None
+    if fuse and (both := fuse(layer, queries, k, v, slots, options)):
+        return both
+    layer = layout.write(layer, k, v, slots, queries.positions)
     rotate = None
     if config.rope_positions != "original":
         rotate = functools.partial(
             eviction.rotated_keys, apply_rope=ops.apply_rope, config=config
         )
-    return layer, *layout.attend(layer, q, positions, n, *options, rotate)
+    return layer, *layout.attend(layer, queries, options, rotate)
 
 
 def _recall(
     layer: PyTree,
     block: _Block,
-    required: frozenset[str],
+    options: AttentionSpec,
     ops: LayerOps,
     config: CacheSpec,
 ) -> tuple[PyTree, Partial, Observation]:
     """Writes the new pairs and attends, fetching few values from host memory."""
-    layout = config.layout
-    layer = layout.write_keys(layer, block.k, block.slots, block.positions)
-    choice = offload.choose(
-        block.q,
-        eviction.rotated_keys(layout.keys(layer), ops.apply_rope, config),
-        layout.positions(layer),
-        block.positions,
-        block.n,
-        required,
-        ops.scoring,
-        config.offload,
-    )
+    layout, (queries, k, v, slots) = config.layout, block
+    layer = layout.write_keys(layer, k, slots, queries.positions)
+    keys = eviction.rotated_keys(layout.keys(layer), ops.apply_rope, config)
+    pairs = Pairs(keys, None, layout.positions(layer))
+    choice = offload.choose(queries, pairs, options, config.offload)
     fetched = choice.slots.reshape(*choice.slots.shape[:2], -1)
-    layer, values = layout.exchange_values(
-        layer, block.v, block.slots, block.positions, fetched
-    )
+    layer, values = layout.exchange_values(layer, v, slots, queries.positions, fetched)
     return layer, offload.attended(choice, values, config.offload), choice.observation
 
 
@@ -258,7 +245,7 @@ def _model_stats(
         return jnp.mean(jnp.sum(added, axis=-1), axis=2)
 
     known = {
-        "queries": lambda: block.q,
+        "queries": lambda: block.queries.q,
         "pre_rope_queries": lambda: before_rope,
         "output_norm": output_norm,
         "tokens": lambda: tokens,

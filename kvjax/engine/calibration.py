@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax import messages
-from kvjax.attention import reference
+from kvjax.attention import AttentionSpec, Pairs, Queries, reference
 from kvjax.cache import calibrations
 from kvjax.cache.budgets import squeeze_attention
 from kvjax.cache.calibrations import FLOOR, NEWEST, SINKS, Calibration, Measured
@@ -306,6 +306,7 @@ def _attend(
 ) -> tuple[Float[Array, "1 K G T D"], Float[Array, "1 K N"]]:
     """Returns causal attention and one layer's scores, `_PIECE` queries at a time."""
     target, (first, last) = TARGETS[reading.target], reading.asking
+    spec = AttentionSpec(_WEIGHTS, scoring=scoring)
     positions = jnp.arange(q.shape[3], dtype=jnp.int32)
     slots = jnp.broadcast_to(positions[None, None], k.shape[:3])
 
@@ -313,7 +314,7 @@ def _attend(
         q, now = queries
         every = jnp.full((1,), now.size, jnp.int32)
         partial, observed = reference.attend(
-            q, k, v, slots, now[None], every, _WEIGHTS, scoring
+            Queries(q, now[None], every), Pairs(k, v, slots), spec
         )
         scoring_queries = ((first <= now) & (now < last))[None, None, None, :, None]
         weights = jnp.where(

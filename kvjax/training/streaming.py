@@ -16,7 +16,7 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attention import reference
+from kvjax.attention import AttentionSpec, Pairs, Queries, reference
 from kvjax.cache import head_groups
 from kvjax.models import decoder
 from kvjax.policies import Policy, base
@@ -69,9 +69,9 @@ def read_whole(
         q, k = ops.apply_rope(q), ops.apply_rope(k)
         slots = jnp.broadcast_to(positions[None], k.shape[:3])
         every = jnp.full((1,), q.shape[3], jnp.int32)
-        partial, _ = reference.attend(
-            q, k, v, slots, positions, every, frozenset(), ops.scoring
-        )
+        queries, pairs = Queries(q, positions, every), Pairs(k, v, slots)
+        options = AttentionSpec(scoring=ops.scoring)
+        partial, _ = reference.attend(queries, pairs, options)
         return reference.normalize(partial).astype(q.dtype), cache
 
     return decoder.forward(params, spec, tokens, positions, (), attend)[0]

@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.attention import attend, backends, merge, normalize, reference
+from kvjax import attention
+from kvjax.attention import AttentionSpec, attend, merge, normalize, reference
 from kvjax.attention.reference import NO_STATS, PLAIN
 from kvjax.types import ATTENTION_STATS, Scoring
+
+SUMS = AttentionSpec(frozenset({"attn_sum"}))
 
 
 def draw(seed, batch, heads, group, length, slots, depth):
@@ -40,9 +43,10 @@ def by_hand(q, k, v, pos, q_pos, n):
     return out, attn_sum
 
 
-def arrays(q, k, v, pos, q_pos, n):
-    floats = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
-    return *floats, *(jnp.asarray(x, jnp.int32) for x in (pos, q_pos, n))
+def arguments(q, k, v, pos, q_pos, n, dtype=jnp.float32):
+    q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
+    pos, q_pos, n = (jnp.asarray(x, jnp.int32) for x in (pos, q_pos, n))
+    return attention.Queries(q, q_pos, n), attention.Pairs(k, v, pos)
 
 
 @settings(max_examples=8, deadline=None)
@@ -54,7 +58,7 @@ def arrays(q, k, v, pos, q_pos, n):
 )
 def test_attention_and_its_sums(seed, group, length, slots):
     case = draw(seed, 2, 2, group, length, slots, 8)
-    partial, seen = attend(*arrays(*case), frozenset({"attn_sum"}))
+    partial, seen = attend(*arguments(*case), SUMS)
     out, attn_sum = by_hand(*case)
     np.testing.assert_allclose(normalize(partial), out, atol=2e-6)
     np.testing.assert_allclose(seen.attn_sum, attn_sum, atol=1e-5)
@@ -75,11 +79,9 @@ def test_tiles_are_the_reference(monkeypatch, batch, many, stats, scoring):
     q, k, v, pos, q_pos, n = draw(3, batch, 2, 3, 4, 20, 8)
     pos[:, :, 14:] = -1  # the last slots are not in use
     pos[-1] = -1 if batch > 1 else pos[-1]
-    case = arrays(q, k, v, pos, q_pos, n)
-    wanted, seen = attend(*case, stats, "reference", scoring)
-    found, also_seen = jax.jit(attend, static_argnums=(6, 7, 8))(
-        *case, stats, "tiles", scoring
-    )
+    case = arguments(q, k, v, pos, q_pos, n)
+    wanted, seen = attend(*case, AttentionSpec(stats, "reference", scoring))
+    found, also_seen = jax.jit(attend)(*case, AttentionSpec(stats, "tiles", scoring))
     np.testing.assert_allclose(normalize(found), normalize(wanted), atol=2e-6)
     np.testing.assert_allclose(found.max_logit, wanted.max_logit, atol=1e-6)
     if scoring == PLAIN:
@@ -95,52 +97,51 @@ def test_tiles_are_the_reference(monkeypatch, batch, many, stats, scoring):
 def test_tiles_of_short_floats(monkeypatch, stats):
     """As the reference has them, and never wide all at once."""
     monkeypatch.setattr(reference, "PIECE", 1 << 16)
-    q, k, v, *rest = arrays(*draw(4, 16, 2, 3, 2, 1000, 64))
-    case = *(x.astype(jnp.bfloat16) for x in (q, k, v)), *rest
-    tiled = jax.jit(lambda *case: attend(*case, stats, "tiles"))
-    wanted, seen = attend(*case, stats, "reference")
-    found, also_seen = tiled(*case)
+    case = arguments(*draw(4, 16, 2, 3, 2, 1000, 64), jnp.bfloat16)
+    tiled, spec = jax.jit(attend), AttentionSpec(stats, "tiles")
+    wanted, seen = attend(*case, AttentionSpec(stats, "reference"))
+    found, also_seen = tiled(*case, spec)
     np.testing.assert_allclose(normalize(found), normalize(wanted), atol=3e-3)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5)
     jax.tree.map(close, also_seen, seen)
     if jax.default_backend() == "cpu":
-        program = tiled.lower(*case).compile().memory_analysis()
-        assert program.temp_size_in_bytes < case[1].nbytes
+        program = tiled.lower(*case, spec).compile().memory_analysis()
+        assert program.temp_size_in_bytes < case[1].k.nbytes
 
 
 def test_tiles_are_what_a_cpu_reads_prompts_with():
-    prompt, step = (jnp.zeros((1, 2, 3, length, 8)) for length in (4, 1))
-    k = jnp.zeros((1, 2, 20, 8))
-    assert backends.select_backend(prompt, k, NO_STATS, None).name == "tiles"
-    assert backends.select_backend(step, k, NO_STATS, None).name == "reference"
+    pairs = attention.Pairs(jnp.zeros((1, 2, 20, 8)), None, None)
+    for length, name in ((4, "tiles"), (1, "reference")):
+        queries = attention.Queries(jnp.zeros((1, 2, 3, length, 8)), None, None)
+        chosen = attention.backends.select_backend(queries, pairs, AttentionSpec())
+        assert chosen.name == name
 
 
 def test_sums_only_when_asked_for():
-    assert attend(*arrays(*draw(0, 1, 1, 1, 1, 4, 8)))[1].attn_sum is None
+    assert attend(*arguments(*draw(0, 1, 1, 1, 1, 4, 8)))[1].attn_sum is None
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 12])
 def test_segments_merge(cut):
     """Attention over two halves of the slots merges to attention over all."""
-    q, k, v, pos, q_pos, n = arrays(*draw(1, 2, 2, 3, 4, 12, 8))
+    queries, pairs = arguments(*draw(1, 2, 2, 3, 4, 12, 8))
     parts = [
-        attend(q, k[:, :, s], v[:, :, s], pos[:, :, s], q_pos, n)[0]
+        attend(queries, attention.Pairs(*(x[:, :, s] for x in pairs)))[0]
         for s in (slice(0, cut), slice(cut, None))
-        if pos[:, :, s].size
+        if pairs.positions[:, :, s].size
     ]
     merged = parts[0] if len(parts) == 1 else merge(*parts)
-    whole = attend(q, k, v, pos, q_pos, n)[0]
+    whole = attend(queries, pairs)[0]
     np.testing.assert_allclose(normalize(merged), normalize(whole), atol=1e-6)
     if len(parts) == 2:
         jax.tree.map(np.testing.assert_allclose, merge(*parts), merge(*parts[::-1]))
 
 
 def test_bfloat16():
-    q, k, v, *rest = arrays(*draw(2, 2, 2, 3, 4, 16, 8))
-    low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
-    wide = [x.astype(jnp.float32) for x in low]
-    a, seen_a = attend(*low, *rest, frozenset({"attn_sum"}))
-    b, seen_b = attend(*wide, *rest, frozenset({"attn_sum"}))
+    low = arguments(*draw(2, 2, 2, 3, 4, 16, 8), jnp.bfloat16)
+    widen = lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+    wide = jax.tree.map(widen, low)
+    (a, seen_a), (b, seen_b) = attend(*low, SUMS), attend(*wide, SUMS)
     assert normalize(a).dtype == jnp.float32
     np.testing.assert_allclose(normalize(a), normalize(b), atol=2e-2)
     np.testing.assert_allclose(seen_a.attn_sum, seen_b.attn_sum, atol=1e-5)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from conftest import often, tiny_spec
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from testing.kernels import TOLERANCE, by_hand, draw, finite, generated
+from testing.kernels import TOLERANCE, arguments, by_hand, draw, finite, generated
 
 from kvjax import attention, policies
-from kvjax.attention import Backend, backends, kernels, reference
+from kvjax.attention import AttentionSpec, Backend, backends, kernels, reference
 from kvjax.attention.reference import NO_STATS, PLAIN
 from kvjax.attention.stored import Stored, decoded
 from kvjax.cache import codecs
@@ -36,10 +36,14 @@ def on(platform, kind):
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def chosen(*given):
-    """The name of the backend that `given` gets where nobody names one."""
-    q, k, stats, *scoring = given
-    return backends.select_backend(q, k, stats, None, *scoring).name
+def select(q, k, stats, name=None, scoring=PLAIN):
+    queries, pairs = attention.Queries(q, None, None), attention.Pairs(k, k, None)
+    return backends.select_backend(queries, pairs, AttentionSpec(stats, name, scoring))
+
+
+def chosen(q, k, stats, scoring=PLAIN):
+    """The name of the backend that these get where nobody names one."""
+    return select(q, k, stats, scoring=scoring).name
 
 
 def test_a_cpu_gets_the_reference():
@@ -83,7 +87,7 @@ def test_a_gpu_that_is_no_hopper_runs_xla_and_says_so_once(kind):
             assert chosen(*arrays(slots=512), NO_STATS) == "reference"
         assert len(told) == 1
         with pytest.raises(UserError, match=f"'pallas_gpu' cannot run: .*{kind}"):
-            backends.select_backend(*arrays(), SUMS, "pallas_gpu")
+            select(*arrays(), SUMS, "pallas_gpu")
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA H100 PCIe", "NVIDIA GH200 480GB"])
@@ -99,7 +103,7 @@ def test_windows_and_caps_are_for_kernels_too(scoring):
     with on("gpu", "NVIDIA H200"):
         assert chosen(*arrays(), SUMS, scoring) == "pallas_gpu"
         with pytest.raises(UserError, match="neither caps logits nor limits"):
-            backends.select_backend(*arrays(), NO_STATS, "cudnn", scoring)
+            select(*arrays(), NO_STATS, "cudnn", scoring)
     with on("tpu", "TPU v6 lite"):
         assert chosen(*arrays(), SUMS, scoring) == "pallas_tpu"
 
@@ -117,12 +121,12 @@ def test_windows_and_caps_are_for_kernels_too(scoring):
 )
 def test_a_named_one_that_cannot_run_says_why(name, stats, message):
     with pytest.raises(UserError, match=message):
-        backends.select_backend(*arrays(), stats, name)
+        select(*arrays(), stats, name)
 
 
 def test_too_many_slots_for_a_kernel():
     with pytest.raises(UserError, match=r"weights of 4194304 slots take \d+ MiB"):
-        backends.select_backend(*arrays(slots=2**22), SUMS, "pallas_tpu_interpret")
+        select(*arrays(slots=2**22), SUMS, "pallas_tpu_interpret")
 
 
 def test_a_config_knows_the_names():
@@ -144,9 +148,9 @@ def counted(table):
     """A registered backend that is the reference, and the lengths it was asked for."""
     asked = []
 
-    def attend(q, *rest):
-        asked.append(q.shape[3])
-        return reference.attend(q, *rest)
+    def attend(queries, pairs, spec):
+        asked.append(queries.q.shape[3])
+        return reference.attend(queries, pairs, spec)
 
     attention.register(Backend("counted", attend))
     return asked
@@ -154,18 +158,19 @@ def counted(table):
 
 def test_a_backend_of_ones_own(counted):
     """Found by its name alone; what it leaves out is the reference's."""
-    case = finite(draw(0, 2, 3, 4, 48, 64))
-    q, k, _, pos, q_pos, n = case
-    found, seen = attention.attend(*case, SUMS, "counted")
+    queries, pairs = arguments(finite(draw(0, 2, 3, 4, 48, 64)))
+    spec = AttentionSpec(SUMS, "counted")
+    found, seen = attention.attend(queries, pairs, spec)
     assert counted == [4]
-    wanted, also_seen = attention.attend(*case, SUMS, "reference")
+    by_reference = spec.replace(implementation="reference")
+    wanted, also_seen = attention.attend(queries, pairs, by_reference)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     np.testing.assert_array_equal(seen.attn_sum, also_seen.attn_sum)
-    given = q, k, pos, q_pos, n, found, SUMS, "counted"
-    again = attention.attention_stats(*given)
+    again = attention.attention_stats(queries, pairs, found, spec)
     np.testing.assert_allclose(again.attn_sum, seen.attn_sum, atol=1e-6)
-    assert not attention.fuses_write(q[:, :, :, :1], k, k, SUMS, "counted", PLAIN)
-    assert chosen(q, k, SUMS) == "tiles"
+    assert chosen(queries.q, pairs.k, SUMS) == "tiles"
+    step = queries._replace(q=queries.q[:, :, :, :1])
+    assert not attention.fuses_write(step, pairs, spec)
     assert counted == [4]
 
 
@@ -189,7 +194,7 @@ def test_a_backend_by_module_and_function():
     with pytest.raises(
         UserError, match="'test_backends:mine' cannot run: it needs a T"
     ):
-        backends.select_backend(*arrays(), SUMS, "test_backends:mine")
+        select(*arrays(), SUMS, "test_backends:mine")
 
 
 def test_a_name_is_taken_once(table):
@@ -197,19 +202,21 @@ def test_a_name_is_taken_once(table):
         attention.register(Backend("xla", reference.attend))
 
 
-def over_nan(q, k, v, *rest):
+def over_nan(queries, pairs, spec):
     """The reference, whatever the empty slots hold."""
-    return reference.attend(*finite((q, k, v, *rest[:3])), *rest[3:])
+    k, v = map(jnp.nan_to_num, pairs[:2])
+    return reference.attend(queries, pairs._replace(k=k, v=v), spec)
 
 
-def by_scatter(q, new_k, new_v, slot, k, v, *rest):
+def by_scatter(queries, pairs, new_k, new_v, slot, spec):
     """A fused write, of the reference."""
-    hit = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None] == slot[..., None]
+    slots = jnp.arange(pairs.k.shape[2], dtype=jnp.int32)
+    hit = slots[None, None] == slot[..., None]
     k, v = (
         jnp.where(hit[..., None], new[:, :, None], old)
-        for new, old in ((new_k, k), (new_v, v))
+        for new, old in ((new_k, pairs.k), (new_v, pairs.v))
     )
-    return *over_nan(q, k, v, *rest), k, v
+    return *over_nan(queries, pairs._replace(k=k, v=v), spec), k, v
 
 
 def register_kernel(attend=over_nan, write_attend=by_scatter):
@@ -219,7 +226,7 @@ def register_kernel(attend=over_nan, write_attend=by_scatter):
             "fused",
             attend,
             write_attend=write_attend,
-            priority=lambda q, k: 9,
+            priority=lambda *_: 9,
             self_test=functools.partial(kernels.self_test, attend, write_attend),
         )
     )
@@ -229,8 +236,8 @@ def raises(*given, **options):
     raise RuntimeError("no such instruction")
 
 
-def wrong(q, *rest):
-    return over_nan(q + 1, *rest)
+def wrong(queries, pairs, spec):
+    return over_nan(queries._replace(q=queries.q + 1), pairs, spec)
 
 
 def nowhere(*given):
@@ -238,8 +245,8 @@ def nowhere(*given):
     return partial._replace(out=partial.out * jnp.nan), seen
 
 
-def elsewhere(q, new_k, new_v, slot, *rest):
-    return by_scatter(q, new_k, new_v, slot + 1, *rest)
+def elsewhere(queries, pairs, new_k, new_v, slot, spec):
+    return by_scatter(queries, pairs, new_k, new_v, slot + 1, spec)
 
 
 @pytest.mark.parametrize(
@@ -263,9 +270,9 @@ def test_a_kernel_that_does_not_work_is_left_out(table, functions, message):
 
 def test_a_kernel_is_tried_with_the_head_dim_that_it_is_for(table):
     """What is right with one may be wrong with another, whose tiles are others."""
-    narrow_is_wrong = lambda q, *rest: (over_nan if q.shape[4] > 96 else wrong)(
-        q, *rest
-    )
+    narrow_is_wrong = lambda queries, *rest: (
+        over_nan if queries.q.shape[4] > 96 else wrong
+    )(queries, *rest)
     register_kernel(narrow_is_wrong)
     assert chosen(*arrays(), SUMS) == "fused"
     with pytest.warns(UserWarning, match=r"'fused' does not work on .* head dim 96"):
@@ -273,11 +280,13 @@ def test_a_kernel_is_tried_with_the_head_dim_that_it_is_for(table):
 
 
 def test_a_kernel_is_tried_with_the_codes_that_it_is_for(table):
-    codes_are_wrong = lambda q, k, v, *rest: (
-        wrong(q, decoded(k), decoded(v), *rest)
-        if isinstance(k, Stored)
-        else over_nan(q, k, v, *rest)
-    )
+
+    def codes_are_wrong(queries, pairs, spec):
+        if not isinstance(pairs.k, Stored):
+            return over_nan(queries, pairs, spec)
+        numbers = pairs._replace(k=decoded(pairs.k), v=decoded(pairs.v))
+        return wrong(queries, numbers, spec)
+
     backend = register_kernel(codes_are_wrong, None)
     q, k = arrays()
     tensor = codecs.int8().key
@@ -292,13 +301,14 @@ def test_a_kernel_that_works_is_taken(table):
     found = jax.jit(lambda: jnp.int32(len(chosen(*arrays(), SUMS))))
     assert found() == len("fused")  # also while tracing
     q, k = arrays()
-    assert attention.fuses_write(q, k, k, SUMS, None, PLAIN)
+    queries, pairs = attention.Queries(q, None, None), attention.Pairs(k, k, None)
+    assert attention.fuses_write(queries, pairs, AttentionSpec(SUMS))
 
 
 def test_a_real_kernel_is_tried_while_a_program_is_traced(table):
     """Its body asks for its place on the grid, of no array at all."""
     functions = kernels.Kernels("kvjax.pallas.tpu", writes=True).interpreted()
-    mine = Backend("mine", priority=lambda q, k: 9, **functions.functions())
+    mine = Backend("mine", priority=lambda *_: 9, **functions.functions())
     attention.register(mine)
     jax.jit(lambda: jnp.int32(chosen(*arrays(), SUMS) == "mine"))()
     assert chosen(*arrays(), SUMS) == "mine"
@@ -329,7 +339,8 @@ def test_our_kernels_are_what_is_tested(monkeypatch, broken):
 @pytest.mark.parametrize("length", [1, 16])
 def test_jax_s_own_attention(length, dtype):
     case = finite(draw(0, 2, 3, length, 48, 64, dtype))
-    partial, seen = attention.attend(*case, implementation="xla")
+    spec = AttentionSpec(implementation="xla")
+    partial, seen = attention.attend(*arguments(case), spec)
     allowed = 3 * TOLERANCE[dtype]["out"]
     np.testing.assert_allclose(
         attention.normalize(partial), by_hand(*case)[0], atol=allowed

@@ -8,6 +8,7 @@ from conftest import often, tiny_model
 from testing.kernels import (
     STATS,
     TOLERANCE,
+    arguments,
     by_hand,
     check,
     draw,
@@ -17,7 +18,7 @@ from testing.kernels import (
 )
 
 from kvjax import attention, policies
-from kvjax.attention import reference
+from kvjax.attention import AttentionSpec, Pairs, Queries, reference
 from kvjax.attention.stored import Stored, decoded, unturned
 from kvjax.cache import codecs
 from kvjax.cache.layouts import dense
@@ -61,9 +62,9 @@ def test_is_attention_over_what_it_decodes_to(
     monkeypatch.setattr(reference, "PIECE", 1)
     case, numbers = of(name, length)
     stats = STATS if implementation != "xla" else frozenset()
-    run = jax.jit(attention.attend, static_argnums=(6, 7))
     for asked in {stats, frozenset()}:
-        partial, seen = run(*case, asked, implementation)
+        spec = AttentionSpec(asked, implementation)
+        partial, seen = jax.jit(attention.attend)(*arguments(case), spec)
         out, expected = by_hand(*numbers)
         np.testing.assert_allclose(attention.normalize(partial), out, atol=1e-5)
         for stat in asked:
@@ -109,13 +110,11 @@ READ_OFTEN = [(*each, length) for each in BOTH for length in (1, 16)] + [
 def test_kernels_read_codes(name, depth, length, kernel):
     case, numbers = of(name, length, depth, slots=300)
     scoring = Scoring(logits_soft_cap=2.0, local_window=250)
-    partial, seen = jax.block_until_ready(
-        attention.attend(*case, STATS, kernel, scoring)
-    )
+    (queries, pairs), spec = arguments(case), AttentionSpec(STATS, kernel, scoring)
+    partial, seen = jax.block_until_ready(attention.attend(queries, pairs, spec))
     out, expected = by_hand(*numbers, scoring=scoring)
     np.testing.assert_allclose(attention.normalize(partial), out, atol=1e-5)
-    q, k, _, *rest = case
-    again = attention.attention_stats(q, k, *rest, partial, STATS, kernel, scoring)
+    again = attention.attention_stats(queries, pairs, partial, spec)
     for stat in STATS:
         for found in (seen, again):
             np.testing.assert_allclose(getattr(found, stat), expected[stat], atol=1e-5)
@@ -150,12 +149,13 @@ def test_what_is_no_number(implementation):
         for x in (k, v)
     ]
     live = jnp.where(here, 0, pos)  # the oldest, which every query sees
-    found, _ = attention.attend(q, *spoilt, live, *rest, STATS, implementation)
+    spec = AttentionSpec(STATS, implementation)
+    found, _ = attention.attend(*arguments((q, *spoilt, live, *rest)), spec)
     broken = np.isnan(attention.normalize(found))
     assert np.all(broken[0, 0]) and not np.any(broken[1]) and not np.any(broken[0, 1])
     if implementation in KERNELS:
         gone = jnp.where(here, EMPTY, pos)
-        found, _ = attention.attend(q, *spoilt, gone, *rest, STATS, implementation)
+        found, _ = attention.attend(*arguments((q, *spoilt, gone, *rest)), spec)
         want, _ = by_hand(*numbers[:3], gone, *rest)
         np.testing.assert_allclose(attention.normalize(found), want, atol=1e-5)
 
@@ -175,11 +175,12 @@ def test_no_decoded_copy_of_a_layer(stats, length):
     rows, slots = 32, 1024
     q, k = jnp.zeros((rows, 2, 3, length, 64)), jnp.zeros((rows, 2, slots, 64))
     pos, q_pos = jnp.zeros((rows, 2, slots), jnp.int32), jnp.zeros((rows, length), int)
-    run = jax.jit(attention.attend, static_argnums=(6, 7))
+    queries = Queries(q, q_pos, jnp.ones((rows,), jnp.int32))
+    run, spec = jax.jit(attention.attend), AttentionSpec(stats, "tiles")
 
-    def temporary(*pairs):
-        given = q, *pairs, pos, q_pos, jnp.ones((rows,), jnp.int32), stats, "tiles"
-        return run.lower(*given).compile().memory_analysis().temp_size_in_bytes
+    def temporary(k, v):
+        program = run.lower(queries, Pairs(k, v, pos), spec).compile()
+        return program.memory_analysis().temp_size_in_bytes
 
     more = temporary(*stored(codecs.int8(), k, k)) - temporary(k, k)
     assert more < k.nbytes / 2
@@ -199,9 +200,9 @@ def test_fused_write(name, depth):
     slots = jnp.array([[3, 255], [256, 0]], jnp.int32)[..., None]
     hit = jnp.arange(256, dtype=jnp.int32)[None, None] == slots
     layer = layer.replace(positions=jnp.where(hit, q_pos[:, :, None], pos))
-    given = q, *new, slots, q_pos, n, STATS, KERNEL, Scoring()
-    found, partial, seen = jax.jit(dense.write_attend, static_argnums=(7, 8, 9))(
-        layer, *given
+    queries, spec = Queries(q, q_pos, n), AttentionSpec(STATS, KERNEL)
+    found, partial, seen = jax.jit(dense.write_attend)(
+        layer, queries, *new, slots, spec
     )
     wrote = jax.jit(dense.write)(layer, *new, slots, q_pos)
     jax.tree.map(np.testing.assert_array_equal, found, wrote)

@@ -9,10 +9,12 @@ import pytest
 from conftest import often, tiny_model, tiny_spec
 from testing import layer
 from testing.engine import run_batch
+from testing.kernels import arguments
 from testing.toys import OF_8_CHANNELS
 
 import kvjax
 from kvjax import Offload, Schedule, UserError, attention, cache, policies
+from kvjax.attention import AttentionSpec, Pairs, Queries
 from kvjax.attention.reference import PLAIN
 from kvjax.cache import codecs, offload
 from kvjax.cache.spec import make_spec
@@ -91,7 +93,9 @@ def expected(q, k, v, pos, q_pos, asked, scoring):
 def recalled(q, k, v, pos, q_pos, asked, scoring=PLAIN, stats=NOTHING):
     @jax.jit
     def run(q, k, v, pos, q_pos, n):
-        choice = offload.choose(q, k, pos, q_pos, n, stats, scoring, asked)
+        queries, pairs = Queries(q, q_pos, n), Pairs(k, None, pos)
+        spec = AttentionSpec(stats, scoring=scoring)
+        choice = offload.choose(queries, pairs, spec, asked)
         slots = choice.slots.reshape(*choice.slots.shape[:2], -1, 1)
         values = jnp.take_along_axis(v, slots, axis=2)
         return offload.attended(choice, values, asked), choice.observation
@@ -133,8 +137,8 @@ def test_statistics_are_those_of_all_pairs():
     n, finite = np.full(3, 2, np.int32), np.nan_to_num(v)
     stats = frozenset({"attn_sum", "attn_sq_sum", "last_attn"})
     _, seen = recalled(q, k, v, pos, q_pos, on_host(2), stats=stats)
-    given = map(jnp.asarray, (q, k, finite, pos, q_pos, n))
-    _, wanted = attention.attend(*given, stats, "reference")
+    queries, pairs = arguments(map(jnp.asarray, (q, k, finite, pos, q_pos, n)))
+    _, wanted = attention.attend(queries, pairs, AttentionSpec(stats, "reference"))
     for name in stats:
         np.testing.assert_allclose(getattr(seen, name), getattr(wanted, name), 1e-6)
 

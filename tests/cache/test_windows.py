@@ -18,7 +18,7 @@ from testing.engine import run_batch, score_tokens
 
 import kvjax
 from kvjax import Schedule, cache, policies
-from kvjax.attention import reference
+from kvjax.attention import AttentionSpec, Pairs, Queries, reference
 from kvjax.cache.spec import make_spec
 from kvjax.engine import footprint, layerwise, runner, scoring, steps
 from kvjax.engine.compiled import programs
@@ -328,7 +328,9 @@ def test_rules_weigh_pairs_as_the_layer_does(scoring):
     pos = jnp.broadcast_to(jnp.arange(12), (1, 2, 12))
     n = jnp.asarray([4])
     _, seen = reference.attend(
-        *(q, k, k, pos, at, n), frozenset({"attn_weights"}), scoring
+        Queries(q, at, n),
+        Pairs(k, k, pos),
+        AttentionSpec(frozenset({"attn_weights"}), scoring=scoring),
     )
     spec = dataclasses.replace(model().spec, num_heads=6, num_kv_heads=2, head_dim=8)
     view = View(pos, n + 7, n[None] + 4, lambda: k, scoring=scoring)

@@ -14,9 +14,9 @@ import pytest
 from conftest import often
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testing.kernels import by_hand, shapes, stored
+from testing.kernels import arguments, by_hand, shapes, stored
 
-from kvjax.attention import attend, normalize
+from kvjax.attention import AttentionSpec, attend, normalize
 from kvjax.attention.reference import PLAIN
 from kvjax.attention.stored import decoded
 from kvjax.cache import codecs
@@ -157,7 +157,7 @@ def test_agrees_with_the_reference(t, dtype):
     case = Case(2, 2, 3, t, 136, 64, dtype, seed=1)
     scored = case.run()
     arrays = map(jnp.asarray, (case.q, case.k, case.v, case.pos, case.q_pos, case.n))
-    want, seen = attend(*arrays, ALL, "reference")
+    want, seen = attend(*arguments(arrays), AttentionSpec(ALL, "reference"))
     for name in SOFTMAX:
         have, expected = getattr(scored, name), getattr(want, name)
         assert have.shape == expected.shape and have.dtype == expected.dtype

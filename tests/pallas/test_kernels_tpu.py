@@ -11,9 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
+from testing import kernels
 from testing.kernels import STATS, TOLERANCE, by_hand, check, draw, finite, generated
 
 from kvjax import attention, policies
+from kvjax.attention import AttentionSpec, Pairs
 from kvjax.pallas import tpu
 from kvjax.policies.base import select_evictions
 from kvjax.types import Scoring, View
@@ -76,8 +78,10 @@ def test_is_deterministic(length):
 @pytest.mark.parametrize("length", [1, 16])
 def test_agrees_with_the_reference(length, dtype):
     case = finite(draw(3, 3, 4, length, 300, 128, dtype))
-    a, seen_a = attention.attend(*case, STATS, "reference")
-    b, seen_b = attention.attend(*case, STATS, "pallas_tpu_interpret")
+    (a, seen_a), (b, seen_b) = (
+        attention.attend(*kernels.arguments(case), AttentionSpec(STATS, name))
+        for name in ("reference", "pallas_tpu_interpret")
+    )
     allowed = TOLERANCE[dtype]
     whole = [attention.normalize(x) for x in (a, b)]
     np.testing.assert_allclose(*whole, atol=3 * allowed["out"])
@@ -94,11 +98,12 @@ def test_agrees_with_the_reference(length, dtype):
 def test_segments(length, name, cuts):
     """Statistics over segments are those of one softmax over all of them."""
     case = draw(4, 2, 3, length, 300, 64)
-    q, k, v, pos, q_pos, n = finite(case)
+    queries, pairs = kernels.arguments(finite(case))
     segments = [
-        tuple(x[:, :, a:b] for x in (k, v, pos)) for a, b in itertools.pairwise(cuts)
+        Pairs(*(x[:, :, a:b] for x in pairs)) for a, b in itertools.pairwise(cuts)
     ]
-    whole, seen = attention.attend_segments(q, segments, q_pos, n, STATS, name)
+    spec = AttentionSpec(STATS, name)
+    whole, seen = attention.attend_segments(queries, segments, spec)
     out, expected = by_hand(*case)
     np.testing.assert_allclose(attention.normalize(whole), out, atol=3e-6)
     for stat in STATS:
@@ -114,12 +119,13 @@ def test_segments(length, name, cuts):
 def test_capped_scores_and_windows(length, scoring, name):
     case = draw(7, 2, 3, length, 200, 64)
     out, expected = by_hand(*case, scoring=scoring)
-    found, seen = attention.attend(*finite(case), STATS, name, scoring)
+    queries, pairs = kernels.arguments(finite(case))
+    spec = AttentionSpec(STATS, name, scoring)
+    found, seen = attention.attend(queries, pairs, spec)
     np.testing.assert_allclose(attention.normalize(found), out, atol=3e-6)
     for stat in STATS:
         np.testing.assert_allclose(getattr(seen, stat), expected[stat], atol=1e-5)
-    q, k, _, pos, q_pos, n = finite(case)
-    again = attention.attention_stats(q, k, pos, q_pos, n, found, STATS, name, scoring)
+    again = attention.attention_stats(queries, pairs, found, spec)
     for stat in STATS:
         np.testing.assert_allclose(getattr(again, stat), expected[stat], atol=1e-5)
 

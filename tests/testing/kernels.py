@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import attention, cache
+from kvjax.attention import Pairs, Queries
 from kvjax.attention.reference import PLAIN
 from kvjax.attention.stored import Stored
 from kvjax.cache import codecs
@@ -48,6 +49,12 @@ def shapes(b, k, g, t, c, d, dtype=jnp.bfloat16, sharding=None):
     kv = of((b, k, c, d), dtype)
     pos, q_pos = of((b, k, c), jnp.int32), of((b, t), jnp.int32)
     return of((b, k, g, t, d), dtype), kv, kv, pos, q_pos, of((b,), jnp.int32)
+
+
+def arguments(case):
+    """A case's queries and pairs."""
+    q, k, v, pos, q_pos, n = case
+    return Queries(q, q_pos, n), Pairs(k, v, pos)
 
 
 def finite(case):

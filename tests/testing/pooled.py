@@ -101,10 +101,8 @@ def _partition(layer):
     raise NotImplementedError("a pool over all rows and heads lies on one device")
 
 
-def _attend(layer, q, positions, n, stats, implementation, scoring, rotate=None):
-    return dense.attend(
-        _as_dense(layer), q, positions, n, stats, implementation, scoring, rotate
-    )
+def _attend(layer, queries, spec, rotate=None):
+    return dense.attend(_as_dense(layer), queries, spec, rotate)
 
 
 def _only_identity(codec):

@@ -96,14 +96,13 @@ def _compact(layer, per_slot, capacity):
     return HalvesLayer(*parts), per_slot
 
 
-def _attend(layer, q, positions, n, stats, implementation, scoring, rotate=None):
+def _attend(layer, queries, spec, rotate=None):
     keys = _split(rotate(_whole(layer.k))) if rotate else layer.k
-    segments = list(zip(keys, layer.v, layer.positions, strict=True))
-    how = positions, n, stats, implementation, scoring
-    partial, seen = attention.attend_segments(q, segments, *how)
+    segments = list(map(attention.Pairs, keys, layer.v, layer.positions))
+    partial, seen = attention.attend_segments(queries, segments, spec)
     both = {
         name: jnp.concatenate([getattr(part, name) for part in seen], axis=-1)
-        for name in stats
+        for name in spec.stats
         if getattr(seen[0], name, None) is not None
         and name.startswith(("attn", "last"))
     }

@@ -47,13 +47,12 @@ class Layout(NamedTuple):
       partition: layer -> a `PartitionSpec` of mesh axes for each of its arrays.
       nbytes: layer -> (live, allocated), bytes of keys and values: those of the slots
         in use, and all.
-      attend: (layer, q, positions [B, T], n, stats, implementation, scoring, rotate)
-        -> (Partial, Observation), see `kvjax.attention.attend`. `rotate(keys)` applies
-        rotary positions that the stored keys lack; None if they have theirs.
+      attend: (layer, queries, spec, rotate) -> (Partial, Observation), see
+        `kvjax.attention.attend`. `rotate(keys)` applies rotary positions that the
+        stored keys lack; None if they have theirs.
       check: codec -> None; raises UserError for a codec that does not fit.
-      write_attend: None, or (layer, q, k, v, slots, positions, n, stats,
-        implementation, scoring) -> None where it cannot, or (layer, Partial,
-        Observation): `write` and `attend` at once.
+      write_attend: None, or (layer, queries, k, v, slots, spec) -> None where it
+        cannot, or (layer, Partial, Observation): `write` and `attend` at once.
       encode: (layer, codec) -> layer, the same pairs in the same slots, stored by
         another codec; None where the layout knows no codecs.
       write_keys: (layer, k, slots, positions) -> layer, the half of `write` that the

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvjax import attention
-from kvjax.attention.stored import Pairs, Stored
+from kvjax.attention import AttentionSpec, Pairs, Queries
+from kvjax.attention.stored import Stored
 from kvjax.cache.codecs import Codec, plain
 from kvjax.cache.layouts import groups, residual
 from kvjax.cache.layouts.base import (
@@ -275,71 +276,59 @@ def compact(
     return moved, jax.tree.map(move, per_slot)
 
 
-def attend(
-    layer: DenseLayer,
-    q: Array,
-    positions: Array,
-    n: Array,
-    stats: frozenset[str],
-    implementation: str | None,
-    scoring,
-    rotate=None,
-):
+def attend(layer: DenseLayer, queries: Queries, spec: AttentionSpec, rotate=None):
     """`attention.attend` over all slots."""
-    k, v = _stored(layer)
+    pairs = _pairs(layer)
     if rotate:
-        k = rotate(keys(layer))
-    given = q, k, v, layer.positions, positions, n
-    return attention.attend(*given, stats, implementation, scoring)
+        pairs = pairs._replace(k=rotate(keys(layer)))
+    return attention.attend(queries, pairs, spec)
 
 
-def write_attend(
-    layer: DenseLayer, q, k, v, slots, positions, n, stats, implementation, scoring
-):
+def write_attend(layer: DenseLayer, queries: Queries, k, v, slots, spec: AttentionSpec):
     """Writes and attends in one kernel, where one can write the stored dtype."""
-    options = stats, implementation, scoring
     if layer.codec.value.on_host:
         if all(host.can_write(leaf, k.shape[2]) for leaf in jax.tree.leaves(layer.v)):
             return None
-        return _attend_beside(layer, q, k, v, slots, positions, n, *options)
+        return _attend_beside(layer, queries, k, v, slots, spec)
     if layer.residual is not None:
         return None
-    if not attention.fuses_write(q, *_stored(layer), *options):
+    if not attention.fuses_write(queries, _pairs(layer), spec):
         return None
     new_k, new_v = layer.codec.key.encode(k), layer.codec.value.encode(v)
     layer = layer.replace(
         k=_with_scales(layer.k, new_k, slots), v=_with_scales(layer.v, new_v, slots)
     )
     new = numbers_of(new_k)[:, :, 0], numbers_of(new_v)[:, :, 0], slots[..., 0]
-    given = q, *new, *_stored(layer), layer.positions, positions, n
-    partial, seen, k, v = attention.write_attend(*given, *options)
+    partial, seen, k, v = attention.write_attend(queries, _pairs(layer), *new, spec)
     layer = layer.replace(k=_with_numbers(layer.k, k), v=_with_numbers(layer.v, v))
     return layer, partial, seen
 
 
-def _attend_beside(layer: DenseLayer, q, k, v, slots, positions, n, *options):
+def _attend_beside(layer: DenseLayer, queries: Queries, k, v, slots, spec):
     """Writes and attends where the host cannot write so many of its values itself.
 
     All values cross the link to the device and back.
     """
-    here = write(layer.replace(v=host.to_device(layer.v)), k, v, slots, positions)
-    partial, seen = attend(here, q, positions, n, *options)
+    on_device = layer.replace(v=host.to_device(layer.v))
+    here = write(on_device, k, v, slots, queries.positions)
+    partial, seen = attend(here, queries, spec)
     return here.replace(v=host.to_host(here.v)), partial, seen
 
 
-def _stored(layer: DenseLayer) -> tuple[Pairs, Pairs]:
-    """Returns keys and values for attention: decoded only if there is a residual."""
+def _pairs(layer: DenseLayer) -> Pairs:
+    """Returns the pairs for attention: decoded only if there is a residual."""
     arrays = layer.k, host.to_device(layer.v)
     if (layer.codec.key, layer.codec.value.decode) == (plain, plain.decode):
-        return arrays
+        return Pairs(*arrays, layer.positions)
     if layer.residual is not None:
-        return keys(layer), values(layer)
+        return Pairs(keys(layer), values(layer), layer.positions)
     shapes = jax.eval_shape(keys, layer), jax.eval_shape(values, layer)
     codecs = layer.codec.key, layer.codec.value
-    return tuple(
-        Stored(stored, codec, shape.shape, shape.dtype)
-        for stored, codec, shape in zip(arrays, codecs, shapes, strict=True)
+    stored = (
+        Stored(array, codec, shape.shape, shape.dtype)
+        for array, codec, shape in zip(arrays, codecs, shapes, strict=True)
     )
+    return Pairs(*stored, layer.positions)
 
 
 def _with_numbers(stored: PyTree, numbers: Array) -> PyTree:
