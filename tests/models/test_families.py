@@ -1,4 +1,4 @@
-"""Every family against transformers: logits, greedy tokens, and a budget that is large.
+"""Every family against transformers: logits and greedy tokens, also with a budget.
 
 The golden files are made by golden/make_families.py.
 """
@@ -36,13 +36,13 @@ OFTEN = ("falcon_7b", "gemma3_text", "llama_rope_llama3", "mixtral_window", "opt
 
 @pytest.fixture(params=[file.stem for file in FILES])
 def golden(request, tmp_path):
-    """The folder of a tiny checkpoint, and what transformers made of it."""
+    """The folder of a tiny checkpoint, and transformers' outputs for it."""
     file = next(file for file in FILES if file.stem == request.param)
     return written(file, tmp_path), dict(np.load(file))
 
 
 def written(file, folder, **changes):
-    """A golden file as a Hugging Face folder."""
+    """Writes a golden file as a Hugging Face folder."""
     data = np.load(file)
     config = json.loads(str(data["config"])) | changes
     (folder / "config.json").write_text(json.dumps(config))
@@ -52,12 +52,12 @@ def written(file, folder, **changes):
 
 
 def loaded(folder, data):
-    """For as many tokens as there are: LongRoPE rotates short texts another way."""
+    """Loads with the test's context: LongRoPE has other frequencies for short texts."""
     return kvjax.load(folder, context=data["tokens"].shape[1] + data["greedy"].shape[1])
 
 
 def run(model, data, policy=None, block=7, implementation=None):
-    """Logits after every prompt token and after every generated one, and the tokens.
+    """Returns logits after every prompt and generated token, and the tokens.
 
     Prompt blocks do not divide the prompt, so the last one is partly filled.
     """
@@ -149,7 +149,7 @@ def test_capped_scores_and_windows_in_the_kernels(tmp_path, name):
     ],
 )
 def test_what_is_not_understood_is_refused(tmp_path, name, changes, message):
-    """One line that names the attribute, before any weight is read."""
+    """The error is one line that names the attribute; no weight is read before it."""
     with pytest.raises(UserError, match=message) as error:
         kvjax.load(written(file_of(name), tmp_path, **changes))
     assert "\n" not in str(error.value)
@@ -200,7 +200,7 @@ def test_only_what_rotates_needs_even_heads():
 
 
 def spec_of(name, **changes):
-    """The spec of a golden file whose config says other things."""
+    """Returns the spec of a golden file with changes to its config."""
     return spec_from(config_of(name) | changes)
 
 
@@ -209,7 +209,7 @@ def config_of(name):
 
 
 def spec_from(values):
-    """The spec of a config.json, all of whose attributes are understood."""
+    """Returns the spec of a config.json; raises for attributes that are not read."""
     config = Config(values, "tiny")
     config.ignore("model_type")
     spec = FAMILIES[values["architectures"][0]].spec_from_hf(config, "tiny")

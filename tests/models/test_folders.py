@@ -1,4 +1,4 @@
-"""Hugging Face folders: what is read, where it goes, and what is refused."""
+"""Tests of Hugging Face folders: loaded params, and folders that are refused."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def tensors():
 
 
 def refused(path, message):
-    """The one line that a load ends with, which says `message` and where."""
+    """Checks that a load fails with one line that has `message` and the path."""
     with pytest.raises(UserError, match=message) as error:
         weights.load(path)
     said = one_line(error)
@@ -44,7 +44,7 @@ def refused(path, message):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, tensors):
-    """The params of the checkpoint in one file, in float32."""
+    """Returns the params of the checkpoint in one file, in float32."""
     folder = write_folder(tmp_path_factory.mktemp("whole"), tensors)
     return weights.load(folder).params
 
@@ -259,7 +259,7 @@ def test_folders_without_weights_or_config(tmp_path):
 
 
 def test_a_model_of_the_hub_loads_from_its_cache(tmp_path, tensors, monkeypatch):
-    """Without a network, what huggingface_hub has fetched before is used."""
+    """Without a network, a folder in huggingface_hub's cache is used."""
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

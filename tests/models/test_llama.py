@@ -15,7 +15,7 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 
 def causal_attend(layer, q, k, v, ops, cache):
-    """Full causal attention, no cache: [B, K, G, T, D] out."""
+    """Computes full causal attention without a cache: [B, K, G, T, D]."""
     q, k = ops.apply_rope(q), ops.apply_rope(k)
     scores = jnp.einsum("bkgtd,bksd->bkgts", q, k) * q.shape[-1] ** -0.5
     length = q.shape[-2]
@@ -25,7 +25,7 @@ def causal_attend(layer, q, k, v, ops, cache):
 
 
 def full_logits(model, ids):
-    """Logits [B, T, V] of whole prompts."""
+    """Returns logits [B, T, V] of whole prompts."""
     ids = jnp.asarray(ids, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
 
@@ -42,7 +42,7 @@ def full_logits(model, ids):
 
 @pytest.fixture(params=["mha", "gqa_tied", "mqa"])
 def tiny(request, tmp_path):
-    """A model, prompts and their logits by transformers."""
+    """A model, prompts, and transformers' logits of them."""
     golden = dict(np.load(GOLDEN / f"llama_{request.param}.npz"))
     (tmp_path / "config.json").write_text(str(golden.pop("config")))
     ids, expected = golden.pop("ids"), golden.pop("logits")

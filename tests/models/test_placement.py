@@ -1,4 +1,4 @@
-"""Where params go, and their copies in the cache folder, on eight devices."""
+"""Tests of params and their copies in the cache folder split over eight devices."""
 
 import json
 import weakref
@@ -145,7 +145,7 @@ def test_a_folder_whose_files_are_damaged_has_no_copy(folder):
 
 
 def test_the_spec_is_the_folders_and_the_context_the_callers(folder, made):
-    """A copy holds weights: all else comes from the folder at every load."""
+    """A folder's copy holds only weights; the rest is read from the folder."""
     weights.load(folder, cache_converted=True)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5]}))
     model = weights.load(folder, context=20, cache_converted=True)
@@ -170,7 +170,7 @@ def test_a_damaged_copy_of_a_folder_is_made_again(folder, made, cache, capsys, h
 
 
 def test_the_host_holds_one_tensor_at_a_time(folder, monkeypatch):
-    """When one is read, those read before are gone."""
+    """When an array is read, the host holds none of those before."""
     before, read = [], files.Tensor.read
 
     def watched(self, dtype):

@@ -1,4 +1,4 @@
-"""Shapes of published models: parameters, arithmetic, and names that are not there."""
+"""Tests of preset shapes: parameter counts, fields, unknown names."""
 
 import math
 

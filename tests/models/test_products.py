@@ -1,4 +1,4 @@
-"""Products with weights: summed in float32, rounded once, of few rows and of many."""
+"""Tests of matmuls with weights: float32 sums, one rounding, few and many rows."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face folders: ids, chat templates, BOS, the tokens that end."""
+"""Tests of Hugging Face folders' tokenizers: ids, chat templates, BOS, end tokens."""
 
 import json
 import sys
@@ -70,7 +70,7 @@ CODE = "in 2023 it cost 650841823 euro;\n\nand (yes)  \n\n 202 caf\u00e9 \U0001f
 
 
 def trained(*splitters):
-    """Byte-level BPE of a few hundred tokens, split by these rules first."""
+    """Returns byte-level BPE of a few hundred tokens with this pre-tokenizer."""
     core = tokenizers.Tokenizer(tokenizers.models.BPE())
     core.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(list(splitters))
     core.decoder = tokenizers.decoders.ByteLevel()
@@ -122,7 +122,7 @@ def ids_of(tokenizer, text):
     ],
 )
 def test_ids_are_those_of_tokenizer_json(folder, named, family):
-    """Whatever the class in tokenizer_config.json makes of the vocabulary."""
+    """tokenizer.json decides the ids, whatever class tokenizer_config.json names."""
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(CL100K), "isolated")
     core = trained(split, bytes_of(use_regex=False))
     add_bpe(folder, core, tokenizer_class=named)
@@ -146,7 +146,7 @@ def test_a_folder_and_a_gguf_file_have_the_same_ids(folder, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0:DeprecationWarning")
 def test_without_tokenizer_json_the_class_decides(folder):
-    """As in OPT's folders, of which the class adds BOS too."""
+    """tokenizer.json adds BOS, as in OPT's folders, whose class adds it too."""
     core = trained(bytes_of(use_regex=True))
     said = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True}
     add_bpe(folder, core, whole=False, **said)
@@ -155,7 +155,7 @@ def test_without_tokenizer_json_the_class_decides(folder):
 
 
 def test_sentencepiece_alone_is_read_right_or_refused(folder):
-    """Spaces would be lost by some versions of transformers, for some classes."""
+    """Decoding keeps spaces, which some versions of transformers remove."""
     sentencepiece = pytest.importorskip("sentencepiece")
     write(folder, "text", "\n".join([CODE, "def f(x):", "    return x"] * 9))
     sentencepiece.SentencePieceTrainer.train(
@@ -282,7 +282,7 @@ def test_one_bos_and_no_more(folder):
     ],
 )
 def test_tokens_that_end_a_completion(folder, generation, config, said):
-    """generation_config.json's, else config.json's; and the tokenizer's always."""
+    """generation_config.json takes precedence; the tokenizer's end token is added."""
     write_folder(folder, eos_token_id=config)
     if generation is not None:
         write(folder, "generation_config.json", generation)

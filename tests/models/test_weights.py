@@ -1,4 +1,4 @@
-"""Loading: names, GGUF files, and the copies in the cache folder."""
+"""Tests of `load`: names, GGUF files, and the copies in the cache folder."""
 
 import dataclasses
 import hashlib
@@ -57,7 +57,7 @@ def test_ids_of_the_hub_are_none_of_paths():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_that_do_not_fit_are_not_made(dtype, tensors, tmp_path, monkeypatch):
-    """Of every source, from the shapes, before a byte is read or drawn."""
+    """Weights of any source that do not fit are refused before any is read."""
     folder = write_folder(tmp_path / "a")
     file = tmp_path / "b.gguf"
     write_gguf(file, tensors)
