@@ -4,11 +4,8 @@ Nothing is run. Times are rooflines (`kvjax.evaluation.roofline`): the least tim
 device of given rates can take. L layers, K KV heads, D numbers per head.
 """
 
-import bisect
 import functools
-import itertools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -145,24 +142,6 @@ def gain(
     """Returns the speed-up of decoding with pairs of `bits` bits over 16 bits."""
     plain, small = (decode_step(spec, batch, tokens, b) for b in (BITS, bits))
     return plain.seconds(rates) / small.seconds(rates)
-
-
-def length_of_gain(
-    spec: ModelSpec,
-    batch: int,
-    bits: float,
-    least: float,
-    rates: Rates = BYTES_ALONE,
-    longest: int = 2**24,
-) -> int | None:
-    """Returns the first length at which `gain` is `least`; None up to `longest` tokens.
-
-    Gains grow with the length: pairs have fewer FLOPs per byte than a batch's weights.
-    """
-    lengths = range(1, longest + 1)
-    reached = lambda tokens: gain(spec, batch, tokens, bits, rates) >= least
-    found = bisect.bisect_left(lengths, True, key=reached)
-    return lengths[found] if found < longest else None
 
 
 # --- pages ----------------------------------------------------------------------------
@@ -308,24 +287,6 @@ def _block(spec: ModelSpec, new: int, before: int) -> Work:
     weights = roofline.matrices(spec, BITS / 8, 1, new, logits=False)
     pairs = roofline.attention(spec, BITS / 8, 1, new, held)
     return roofline.total([weights, pairs])
-
-
-def faster_to_recompute(
-    spec: ModelSpec, lengths: Sequence[int], rates: Rates, link: Link
-) -> list[tuple[int, int]]:
-    """Returns the (first, last) `lengths` between which recomputing beats swapping.
-
-    Short sequences wait for the weights, long ones for attention's FLOPs, which grow
-    quadratically: if there is such a range, it lies between.
-    """
-
-    def is_faster(tokens: int) -> bool:
-        return recompute_seconds(spec, tokens, rates) < swap_seconds(spec, tokens, link)
-
-    runs = [
-        (faster, list(run)) for faster, run in itertools.groupby(lengths, is_faster)
-    ]
-    return [(run[0], run[-1]) for faster, run in runs if faster]
 
 
 def equal_rate(spec: ModelSpec, tokens: int, rates: Rates) -> float:

@@ -1,6 +1,5 @@
 """Every formula against numbers worked out by hand from the models' config.json."""
 
-import functools
 import math
 
 import numpy as np
@@ -82,24 +81,6 @@ def test_gain_by_hand():
     assert arithmetic.gain(SMALL, 256, 16, 8, A100) == 1.0  # FLOPs, as before
 
 
-def test_published_gains():
-    """+26% and +43% at batch 256 of the 70B: by bytes at x times the weights' bytes.
-
-    (1 + x) / (1 + x / 2) = 1.26, and (1 + x) / (1 + x / 4) = 1.43.
-    """
-    layer = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
-    weights = 2 * (80 * layer + 128_256 * 8192)
-    token = 256 * 2 * 80 * 8 * 128 * 2
-    found = functools.partial(arithmetic.length_of_gain, LARGE, 256)
-    x8, x4 = 0.26 / (1 - 1.26 / 2), 0.43 / (1 - 1.43 / 4)
-    assert found(8, 1.26) == math.ceil(x8 * weights / token - 1) == 1164
-    assert found(4, 1.43) == math.ceil(x4 * weights / token - 1) == 1109
-    here, before = (arithmetic.gain(LARGE, 256, n, 8, A100) for n in (1965, 1964))
-    assert found(8, 1.26, A100) == 1965 and before < 1.26 <= here
-    assert found(4, 1.43, A100) > 1.2 * found(8, 1.26, A100)
-    assert found(8, 2.01) is None  # half the bytes are never more than twice as fast
-
-
 def test_lengths_are_seeded_and_in_range():
     for kind, mean in (("uniform", 2048), ("lognormal", 512 * math.exp(0.5))):
         drawn = arithmetic.draw_lengths(kind, 20_000, 4096, 3)
@@ -153,20 +134,6 @@ def test_reading_again_by_hand():
     assert found == pytest.approx(first + second)
     rate = arithmetic.equal_rate(SMALL, 600, A100)
     assert rate == pytest.approx(600 * 2**17 / (first + second))
-
-
-def test_where_reading_again_is_faster():
-    """In a stretch, and nowhere over a fast link."""
-    lengths = range(32, 1025, 32)
-    find = functools.partial(arithmetic.faster_to_recompute, SMALL, lengths, A100)
-    assert find(Link(25e9, 0.0, 16)) == []
-    assert find(Link(1e8, 0.0, 16)) == [(32, 1024)]
-    ((first, last),) = find(Link(25e9, 10e-6, 16))
-    assert 32 < first < last < 1024
-    for tokens, faster in ((first - 32, False), (first, True), (last + 32, False)):
-        again = arithmetic.recompute_seconds(SMALL, tokens, A100)
-        swapped = arithmetic.swap_seconds(SMALL, tokens, Link(25e9, 10e-6, 16))
-        assert (again < swapped) is faster
 
 
 @pytest.mark.parametrize(
