@@ -60,8 +60,10 @@ def make(factory: Callable[..., Any], value: Any) -> Any:
     """
     if not isinstance(value, Named):
         return factory(value)
-    each = ((key, option) for key, option in value.options)
-    options = {k: make(factory, v) if isinstance(v, Named) else v for k, v in each}
+    options = {
+        key: make(factory, option) if isinstance(option, Named) else option
+        for key, option in value.options
+    }
     return factory(value.name, **options)
 
 

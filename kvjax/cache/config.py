@@ -133,9 +133,10 @@ class CacheConfig:
           UserError: an unknown name; options that the named factory does not take; a
             budget that is too small for the policy and the schedule.
         """
-        self.made_codec(), self.made_layout()
-        policy, rule = self.made_policy(), self.made_rule()
+        self.made_codec()
+        self.made_layout()
         self.options()
+        policy, rule = self.made_policy(), self.made_rule()
         if policy is None:
             return
         if isinstance(self.budget, str):  # sizes follow from the prompts

@@ -279,7 +279,6 @@ def method(fields: Fields, shared: Fields) -> Method:
     cache = taken(own, tuple(field.name for field in dataclasses.fields(CacheConfig)))
     cache["policy"] = _policy(cache.get("policy"), own.pop("options", {}), what)
     cache["schedule"] = _schedule(cache, taken(own, _OF_SCHEDULE), what)
-    cache = {key: value for key, value in cache.items() if value not in ("",)}
     try:
         own["cache"] = build(CacheConfig, cache, what)
     except UserError as error:

@@ -111,12 +111,7 @@ def test_kept_positions_are_algorithm_1_s(tiny, policy, rule, p=8):
         prompt = rng.integers(0, tiny.spec.vocab_size, length)
         by_hand = oracle.Decoder(tiny.spec, tiny.params, rule, BUDGET, p)
         logits = by_hand.prefill(prompt)
-        state, found = after_prompt(tiny, config, prompt)
-        assert as_lists(cache.kept_positions(state)[0]) == by_hand.kept()
-        np.testing.assert_allclose(found[0], logits, atol=1e-3)
-        alone = layerwise.prefill(tiny, config, [prompt.tolist()], 21)
-        kept_alone = cache.kept_positions(alone.state)[0]
-        assert as_lists(kept_alone) == by_hand.kept()
+        state, found = read_as_by_hand(tiny, config, prompt, by_hand.kept(), logits)
         active, keys = jnp.ones((1,), bool), jax.random.split(jax.random.key(0), 1)
         how = {"spec": tiny.spec, "config": config, "count": 21}
         state, out = decode(tiny.params, state, found, active, keys, **how)
@@ -140,16 +135,21 @@ def test_large_heads_follow_one_rule_and_small_ones_another(tiny):
     prompt = np.random.default_rng(1).integers(0, tiny.spec.vocab_size, 61)
     by_hand = oracle.Decoder(tiny.spec, tiny.params, rule, BUDGET, p)
     logits = by_hand.prefill(prompt)
-    state, found = after_prompt(tiny, config, prompt)
-    assert as_lists(cache.kept_positions(state)[0]) == by_hand.kept()
-    np.testing.assert_allclose(found[0], logits, atol=1e-3)
-    alone = layerwise.prefill(tiny, config, [prompt.tolist()], 21)
-    kept_alone = cache.kept_positions(alone.state)[0]
-    assert as_lists(kept_alone) == by_hand.kept()
+    read_as_by_hand(tiny, config, prompt, by_hand.kept(), logits)
     alike = make_spec(tiny.spec, policy, 28, Schedule(prefill_chunk=p))
     by_keys = make_spec(tiny.spec, policies.key_diff(), 28, alike.schedule)
     states = (after_prompt(tiny, each, prompt)[0] for each in (alike, by_keys))
     jax.tree.map(np.testing.assert_array_equal, *map(cache.kept_positions, states))
+
+
+def read_as_by_hand(model, config, prompt, kept, logits):
+    """Checks a prefill, whole and layer by layer; returns its state and logits."""
+    state, found = after_prompt(model, config, prompt)
+    assert as_lists(cache.kept_positions(state)[0]) == kept
+    np.testing.assert_allclose(found[0], logits, atol=1e-3)
+    alone = layerwise.prefill(model, config, [prompt.tolist()], 21)
+    assert as_lists(cache.kept_positions(alone.state)[0]) == kept
+    return state, found
 
 
 def after_prompt(model, config, prompt, room=72):
