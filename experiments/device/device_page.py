@@ -8,7 +8,7 @@ from device_parts import Part
 from device_sizes import Row
 
 from kvjax.evaluation import files
-from kvjax.evaluation.report.tables import Table, markdown
+from kvjax.evaluation.report.grids import Table, markdown
 
 Line = dict[str, Any]  # of device.jsonl: part, step, and rows or absent
 

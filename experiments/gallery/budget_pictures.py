@@ -22,7 +22,7 @@ from absl import flags
 
 from kvjax.cli import command
 from kvjax.evaluation import files, report
-from kvjax.evaluation.report import figures, groups, tables
+from kvjax.evaluation.report import figures, grids, groups
 from kvjax.evaluation.report.records import Record
 from kvjax.types import UserError
 
@@ -141,7 +141,7 @@ def as_markdown(rows: pd.DataFrame, title: str) -> str:
             for way in run
         ]
         told.append(f"## {100 * share:g}% of {length:,} tokens")
-        told.append(tables.markdown(tables.Table(["", *rules], body)))
+        told.append(grids.markdown(grids.Table(["", *rules], body)))
     return "\n\n".join(map(str.strip, told)) + "\n"
 
 

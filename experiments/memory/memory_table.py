@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.evaluation import arithmetic, roofline
-from kvjax.evaluation.report.tables import Table, markdown
+from kvjax.evaluation.report.grids import Table, markdown
 from kvjax.types import ModelSpec
 
 Rows = list[dict[str, Any]]

@@ -13,7 +13,7 @@ import pytest
 from testing.records import SPEEDS, sweep_records, task_record, task_run, write_runs
 
 from kvjax.evaluation import report
-from kvjax.evaluation.report import groups, scatters, tables
+from kvjax.evaluation.report import grids, groups, scatters, tables
 from kvjax.types import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -245,7 +245,7 @@ def test_every_table_says_where_it_is_from(workdirs):
     sources = report.read(workdirs)
     (group,) = groups.quality_groups(sources)
     text = report.leaderboard(sources)
-    after = text[text.index(tables.markdown(tables.score_table(group))) :]
+    after = text[text.index(grids.markdown(tables.score_table(group))) :]
     quality, rates = after.split("## Throughput")
     assert "Model tiny on cpu" in quality and "Model tiny on cpu" in rates
     command = "`python experiments/run.py --config=a_b.py`"

@@ -1,7 +1,7 @@
 """Tables as Markdown and LaTeX."""
 
+from kvjax.evaluation.report.grids import Table, markdown
 from kvjax.evaluation.report.page import escaped, latex
-from kvjax.evaluation.report.tables import Table, markdown
 
 TABLE = Table(
     head=("Method", "a_b", "50%"),

@@ -17,11 +17,11 @@ from testing.records import (
 )
 
 from kvjax.evaluation import report
-from kvjax.evaluation.report import figures, groups, scatters, tables
+from kvjax.evaluation.report import figures, grids, groups, scatters, tables
 
 
 def table(records, width=None):
-    return tables.markdown(tables.run_table(records), width)
+    return grids.markdown(tables.run_table(records), width)
 
 
 def split(line):
@@ -256,7 +256,7 @@ def test_all_pairs_are_not_always_the_full_cache(change):
 def test_a_wide_table_comes_in_parts(width, parts):
     """Every column is there once, in order; the keys are in every part."""
     whole = tables.run_table(RECORDS)
-    drawn = tables.markdown(whole, width).split("\n\n")
+    drawn = grids.markdown(whole, width).split("\n\n")
     assert max(len(line) for part in drawn for line in part.split("\n")) <= width
     assert len(drawn) == parts
     found = [list(zip(*map(split, part.split("\n")), strict=True)) for part in drawn]
@@ -268,8 +268,8 @@ def test_a_wide_table_comes_in_parts(width, parts):
 
 def test_parts_repeat_all_keys_and_have_similar_widths():
     head = ["A", "B", *(f"column {i}" for i in range(6))]
-    whole = tables.Table(head, [["x"] * 8], keys=2)
-    parts = tables.markdown(whole, 50).split("\n\n")
+    whole = grids.Table(head, [["x"] * 8], keys=2)
+    parts = grids.markdown(whole, 50).split("\n\n")
     drawn = [split(part.split("\n")[0]) for part in parts]
     assert [len(each) for each in drawn] == [5, 5]
     assert all(each[:2] == ["A", "B"] for each in drawn)
@@ -278,8 +278,8 @@ def test_parts_repeat_all_keys_and_have_similar_widths():
 def test_a_table_that_fits_is_one():
     page = table(RECORDS)
     width = len(page.split("\n")[0])
-    assert tables.markdown(tables.run_table(RECORDS), width) == page
-    assert "\n\n" in tables.markdown(tables.run_table(RECORDS), width - 1)
+    assert grids.markdown(tables.run_table(RECORDS), width) == page
+    assert "\n\n" in grids.markdown(tables.run_table(RECORDS), width - 1)
     assert report.overview(RECORDS, 80).count("| Method") == 3
 
 
@@ -379,10 +379,10 @@ def test_the_best_of_each_setting_comes_first():
 def test_a_sweeps_report_has_its_pictures(tmp_path):
     records = sweep_records()
     text = report.write_report(records, tmp_path).read_text(encoding="utf-8")
-    assert report.overview(records, tables.PAGE) in text
-    assert table(records, tables.PAGE) in text
+    assert report.overview(records, grids.PAGE) in text
+    assert table(records, grids.PAGE) in text
     assert "26.5 / 53.0" in text and "frees nothing" in text
-    assert text.index("heat_map.png") < text.index(table(records, tables.PAGE))
+    assert text.index("heat_map.png") < text.index(table(records, grids.PAGE))
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [
         "heat_map.png",
         "pareto.png",
@@ -410,7 +410,7 @@ def test_perplexities_of_a_sweep(tmp_path):
         ["-", "7.39", "-"],
     ]
     page = report.write_report(runs, tmp_path).read_text()
-    assert tables.markdown(made) in page
+    assert grids.markdown(made) in page
     assert "Perplexity" in tables.memory_table(runs).head
     bare = [record | {"loss": None} for record in runs]
     assert "## Perplexity" not in report.write_report(bare, tmp_path).read_text()
@@ -431,7 +431,7 @@ def test_report_is_written(tmp_path):
     path = report.write_report(RECORDS, tmp_path)
     assert dict(matplotlib.rcParams) == before
     text = path.read_text(encoding="utf-8")
-    assert table(RECORDS, tables.PAGE) in text
+    assert table(RECORDS, grids.PAGE) in text
     assert "Model tiny on cpu with a memory limit of 512 MB" in text
     assert "numpy 2.0" in text
     assert (

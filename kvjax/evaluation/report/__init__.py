@@ -8,6 +8,7 @@ from kvjax.types import require_extra
 
 require_extra("eval", "pandas", "matplotlib", "markdown_it")  # before they are imported
 
+from kvjax.evaluation.report.grids import terminal_width
 from kvjax.evaluation.report.page import (
     comparison_overview,
     leaderboard,
@@ -17,7 +18,6 @@ from kvjax.evaluation.report.page import (
     write_report,
 )
 from kvjax.evaluation.report.records import read
-from kvjax.evaluation.report.tables import terminal_width
 
 __all__ = [
     "comparison_overview",

@@ -16,7 +16,7 @@ import jinja2
 from markdown_it import MarkdownIt
 
 from kvjax.evaluation import files
-from kvjax.evaluation.report import figures, groups, scatters, tables
+from kvjax.evaluation.report import figures, grids, groups, scatters, tables
 from kvjax.evaluation.report.groups import Quality, Throughput
 from kvjax.evaluation.report.records import PROBES, Record, Source
 from kvjax.types import UserError
@@ -165,13 +165,13 @@ def overview(records: Sequence[Record], width: int | None = None) -> str:
 
     Args:
       records: of a run.
-      width: see `tables.markdown`.
+      width: see `grids.markdown`.
     """
     kind = _kind(records)
     table, _ = _REPORTS[kind]
-    shown = tables.markdown(table(records), width)
+    shown = grids.markdown(table(records), width)
     if any(record.get("tried") for record in records):
-        shown += "\n\n" + tables.markdown(tables.search_table(records), width)
+        shown += "\n\n" + grids.markdown(tables.search_table(records), width)
     shown += tables.note(records) if kind == "throughput" else ""
     return shown + (tables.probe_note(records) if kind != "sweep" else "")
 
@@ -202,7 +202,7 @@ def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathl
     page = _render(
         "throughput.md" if kind == "throughput" else "run.md",
         records=records,
-        overview=overview(records, tables.PAGE),
+        overview=overview(records, grids.PAGE),
         score=groups.score_of(records),
         several=len(groups.metrics_of(records)) > 1,
         sweep=kind == "sweep",
@@ -285,11 +285,11 @@ def leaderboard(sources: Sequence[Source]) -> str:
 
 
 def comparison_overview(sources: Sequence[Source], width: int | None = None) -> str:
-    """Returns the tables of scores and rates; `width` as in `tables.markdown`."""
+    """Returns the tables of scores and rates; `width` as in `grids.markdown`."""
     scores = [tables.score_table(group) for group in groups.quality_groups(sources)]
     speeds = groups.throughput_groups(sources)
     rates = [overview(group.records, width) for group in speeds]
-    return "\n\n".join([*(tables.markdown(each, width) for each in scores), *rates])
+    return "\n\n".join([*(grids.markdown(each, width) for each in scores), *rates])
 
 
 def _comparison(
@@ -361,14 +361,14 @@ def _throughput_summary(group: Throughput) -> dict[str, Any]:
 # --- templates ------------------------------------------------------------------------
 
 
-def latex(parts: Sequence[tuple[str, tables.Table, str]]) -> str:
+def latex(parts: Sequence[tuple[str, grids.Table, str]]) -> str:
     """Returns (provenance, table, caption) parts for a document with booktabs."""
     return _render("tables.tex", parts=parts)
 
 
 def _latex_parts(
     qualities: Sequence[Quality], speeds: Sequence[Throughput]
-) -> Iterator[tuple[str, tables.Table, str]]:
+) -> Iterator[tuple[str, grids.Table, str]]:
     for group in qualities:
         metrics = ", ".join(f"{r[0]} ({r[1]})" for r in tables.task_table(group).rows)
         caption = f"{group.model} on {group.device}: {metrics}, in points of 100"
@@ -411,7 +411,7 @@ def _render(template: str, **values: Any) -> str:
         **(_LATEX_TAGS if template.endswith("tex") else {}),
     )
     environment.filters |= {
-        "markdown": functools.partial(tables.markdown, width=tables.PAGE),
+        "markdown": functools.partial(grids.markdown, width=grids.PAGE),
         "megabytes": tables.megabytes,
         "tex": escaped,
     }
