@@ -17,10 +17,16 @@ def cache_config(fields: dict[str, Any], options: dict[str, Any]) -> CacheConfig
         offload.
 
     Raises:
-      UserError: an option has no such prefix; see also `CacheConfig.check`.
+      UserError: an option has no such prefix; a budget for the full cache; see also
+        `CacheConfig.check`.
     """
     each = _options(options)
     if fields["policy"] in (None, "full", "none"):
+        if fields["budget"] is not None:
+            raise UserError(
+                f"budget {fields['budget']!r:.80} without a policy: the full cache has "
+                "no budget; give a policy, or leave the budget out"
+            )
         fields = fields | {"policy": None, "budget": None, "schedule": None}
     sizes = {name: fields.pop(name) for name in ("prefill_chunk", "evict_size")}
     phases = "none" if fields["policy"] is None else fields["schedule"]
