@@ -10,7 +10,7 @@ from kvjax.cache import budgets, codecs
 from kvjax.cache.spec import make_spec
 from kvjax.engine import compiled
 from kvjax.engine.memory import device_memory
-from kvjax.engine.sampling import TokenSampler
+from kvjax.engine.sampling import Sampling
 
 SPEC = tiny_spec()
 RULE = {"policy": "recency"}
@@ -157,9 +157,9 @@ def test_compression(changes, words):
         (lambda: Schedule("sometimes"), ["sometimes", "prefill_and_decode"]),
         (lambda: Schedule(prefill_chunk=0), ["prefill_chunk 0"]),
         (lambda: Schedule(first_chunk=64), ["first_chunk 64", "budget"]),
-        (lambda: TokenSampler(temperature=-1.0), ["-1.0"]),
-        (lambda: TokenSampler(top_p=0.0), ["top_p 0.0"]),
-        (lambda: TokenSampler(top_k=-1), ["top_k -1"]),
+        (lambda: Sampling(temperature=-1.0), ["-1.0"]),
+        (lambda: Sampling(top_p=0.0), ["top_p 0.0"]),
+        (lambda: Sampling(top_k=-1), ["top_k -1"]),
         (lambda: device_memory(0.0), ["memory_gb 0.0"]),
         (
             lambda: policies.validate(

@@ -18,7 +18,7 @@ from kvjax.engine.jobs import Job
 from kvjax.engine.memory import device_memory
 from kvjax.engine.planner import Plan, plan_job
 from kvjax.engine.runner import generate_batches
-from kvjax.engine.sampling import Sampling
+from kvjax.engine.sampling import Sampling, SamplingSpec
 from kvjax.engine.steps import NO_EOS
 from kvjax.models import fingerprints, placement, weights
 from kvjax.parallel import axes, meshes
@@ -137,6 +137,7 @@ def generate(
             memory,
             sampling.seed,
             stop=ends.stops if sampling.stop else None,
+            sampling=sampling,
             say=say,
         )
         for rows, result in batches:
@@ -262,7 +263,7 @@ def _job(model: Model, sampling: Sampling, config: CacheSpec, longest: int) -> J
     new = sampling.max_new_tokens
     prompt = jobs.bucket(model.spec, config, longest, new)
     eos = NO_EOS if sampling.ignore_eos else end_tokens(model)
-    job = jobs.job_of(model, config, prompt, new, sampling.sampler, eos)
+    job = jobs.job_of(model, config, prompt, new, SamplingSpec(sampling.samples), eos)
     return dataclasses.replace(job, decode_chunk=_LOOK) if sampling.stop else job
 
 

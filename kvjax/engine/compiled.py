@@ -21,7 +21,9 @@ from jaxtyping import Array, Int
 from kvjax import cache
 from kvjax.cache import sharded
 from kvjax.engine import memory, scoring, steps
+from kvjax.engine.forward import with_policy
 from kvjax.engine.jobs import Job
+from kvjax.engine.sampling import Requests
 from kvjax.models import decoder
 from kvjax.models.weights import param_cache
 from kvjax.parallel import axes, host, meshes
@@ -34,14 +36,21 @@ class Programs(NamedTuple):
     Attributes:
       init: () -> an empty state of the rows that are read together.
       prefill: (params, state, tokens, lengths) -> (state, logits).
-      keys: (seed, prompt numbers) -> keys, see `row_keys`; None in a scored job.
+      keys: (seeds, prompt numbers, samples) -> keys, see `row_keys`; None in a scored
+        job.
       compact: (state, policy's params) -> state; None if nothing happens between
         prefill and decode.
-      begin: (state, logits, active, keys) -> DecodeState; None in a scored job.
-      pool: () -> a DecodeState with no row in use; None unless prefill is staggered.
-      insert: (pool, part, rows) -> pool; None unless prefill is staggered.
-      decode: (params, DecodeState, limit) -> (DecodeState, tokens); in a scored job
-        `scoring.score`, (params, state, logits, tokens, lengths) -> (state, Scores).
+      begin: (state, logits, requests, keys) -> (DecodeState, Tokens); None in a scored
+        job.
+      pool: () -> a DecodeState with no row in use; None in a job without a pool.
+      insert: (pool, state, logits, requests, keys, rows) -> (pool, Tokens); None in a
+        job without a pool.
+      decode: (params, DecodeState, limit, until) -> (DecodeState, Tokens); in a scored
+        job `scoring.score`, (params, state, logits, tokens, lengths) -> (state,
+        Scores).
+      mixed: (params, DecodeState, Reading, tokens, lengths, limit, until) ->
+        (DecodeState, Reading, Tokens); None unless the job mixes.
+      logits: (params, hidden) -> logits, see `steps.last_logits`; None likewise.
     """
 
     init: jax.stages.Compiled
@@ -52,6 +61,8 @@ class Programs(NamedTuple):
     pool: jax.stages.Compiled | None = None
     insert: jax.stages.Compiled | None = None
     decode: jax.stages.Compiled | None = None
+    mixed: jax.stages.Compiled | None = None
+    logits: jax.stages.Compiled | None = None
 
 
 class _Kept(NamedTuple):
@@ -136,9 +147,11 @@ def _compile_decoding(job: Job, reading: Programs) -> Programs:
         return reading._replace(
             compact=_compile_compact(job.group) if job.config.compacts else None,
             begin=None if job.scored else _compile_begin(job.group),
-            pool=_compile_pool(job) if job.is_staggered else None,
-            insert=_compile_insert(job) if job.is_staggered else None,
+            pool=_compile_pool(job) if job.has_pool else None,
+            insert=_compile_insert(job) if job.has_pool else None,
             decode=_compile_score(job) if job.scored else _compile_decode(job),
+            mixed=_compile_mixed(job) if job.mixes else None,
+            logits=_compile_logits(job.group) if job.mixes else None,
         )
 
 
@@ -183,8 +196,8 @@ def _compile_compact(job: Job) -> jax.stages.Compiled:
 
 
 def _compile_keys(job: Job) -> jax.stages.Compiled:
-    seed = jax.ShapeDtypeStruct((), jnp.int32)
-    return _compiled(row_keys, seed, arguments(job).rows)
+    rows = arguments(job).rows
+    return _compiled(row_keys, rows, rows, rows)
 
 
 def _compile_begin(job: Job) -> jax.stages.Compiled:
@@ -194,7 +207,7 @@ def _compile_begin(job: Job) -> jax.stages.Compiled:
         steps.begin,
         state.cache,
         shapes.logits,
-        shapes.active,
+        state.requests,
         state.keys,
         sampling=job.sampling,
         eos=job.eos,
@@ -205,35 +218,79 @@ def _compile_pool(job: Job) -> jax.stages.Compiled:
     """Compiles a pool with no row in use."""
 
     def make():
-        shape = arguments(job).decode_state
         idle = jnp.zeros((job.batch,), jnp.int32)
-        state = init_state(job)
-        keys = row_keys(jnp.int32(0), idle)
-        return shape.replace(
-            cache=state, token=idle, done=idle == 0, step=idle, keys=keys
-        )
+        like = arguments(job).decode_state.requests
+        requests = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+        keys = row_keys(idle, idle, idle)
+        return steps.DecodeState(init_state(job), idle, idle == 0, keys, requests)
 
-    return jax.jit(make).lower().compile()
+    return _placed(job, make).lower().compile()
+
+
+def _placed(job: Job, make: Callable[[], steps.DecodeState]):
+    """Returns a program whose result lies on the mesh as a decode state does."""
+    if not job.mesh:
+        return jax.jit(make)
+    split = jax.tree.map(lambda leaf: leaf.sharding, arguments(job).decode_state)
+    return jax.jit(make, out_shardings=split)
 
 
 def _compile_insert(job: Job) -> jax.stages.Compiled:
-    pool, part = arguments(job).decode_state, arguments(job.group).decode_state
-    return _compiled(steps.insert, pool, part, arguments(job.group).rows)
+    part = arguments(job.group)
+    return _compiled(
+        steps.insert,
+        arguments(job).decode_state,
+        part.decode_state.cache,
+        part.logits,
+        part.decode_state.requests,
+        part.decode_state.keys,
+        part.rows,
+        sampling=job.sampling,
+        eos=job.eos,
+    )
 
 
 def _compile_decode(job: Job) -> jax.stages.Compiled:
-    shapes = arguments(job)
+    shapes, number = arguments(job), jax.ShapeDtypeStruct((), jnp.int32)
     return _compiled(
         steps.decode,
         shapes.params,
         shapes.decode_state,
-        jax.ShapeDtypeStruct((), jnp.int32),
+        number,
+        number,
         spec=job.spec,
         config=job.config,
-        steps=max(1, job.decode_chunk or job.max_new_tokens - 1),
+        steps=job.steps,
         sampling=job.sampling,
         eos=job.eos,
     )
+
+
+def _compile_mixed(job: Job) -> jax.stages.Compiled:
+    shapes, part = arguments(job), arguments(job.group)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    return _compiled(
+        steps.mixed,
+        shapes.params,
+        shapes.decode_state,
+        part.reading,
+        part.tokens,
+        part.rows,
+        number,
+        number,
+        spec=job.spec,
+        config=job.config,
+        steps=job.steps,
+        sampling=job.sampling,
+        eos=job.eos,
+        groups=job.data_parallel,
+    )
+
+
+def _compile_logits(job: Job) -> jax.stages.Compiled:
+    shapes = arguments(job)
+    last = jax.jit(steps.last_logits, static_argnames="spec")
+    return last.lower(shapes.params, shapes.reading.hidden, spec=job.spec).compile()
 
 
 def _compile_score(job: Job) -> jax.stages.Compiled:
@@ -256,32 +313,35 @@ class Arguments(NamedTuple):
 
     params: PyTree
     prefill_state: cache.KVState
+    reading: steps.Reading
     decode_state: steps.DecodeState
     tokens: jax.ShapeDtypeStruct
     rows: jax.ShapeDtypeStruct
     logits: jax.ShapeDtypeStruct
-    active: jax.ShapeDtypeStruct
     new: jax.ShapeDtypeStruct
 
 
 def arguments(job: Job) -> Arguments:
     """Returns the shapes of all arguments of the job's programs."""
     spec, array = job.spec, jax.ShapeDtypeStruct
-    rows, active = array((job.batch,), jnp.int32), array((job.batch,), jnp.bool)
+    rows, floats = array((job.batch,), jnp.int32), array((job.batch,), jnp.float32)
+    flags = array((job.batch,), jnp.bool)
     params = decoder.param_shapes(spec, jnp.dtype(job.dtype))
     like = lambda leaf: array(leaf.shape, leaf.dtype)
-    params = jax.tree.map(like, steps.with_policy(params, job.config))
-    keys = jax.eval_shape(row_keys, array((), jnp.int32), rows)
+    params = jax.tree.map(like, with_policy(params, job.config))
+    keys = jax.eval_shape(row_keys, rows, rows, rows)
+    requests = Requests(floats, rows, floats, floats, left=rows, ends=flags)
+    hidden = array((job.batch, spec.model_dim), jnp.dtype(job.dtype))
     after = host.like(functools.partial(init_state, job))
     before = host.like(functools.partial(init_state, job, is_prefill=True))
     shapes = Arguments(
         params=params,
         prefill_state=before,
-        decode_state=steps.DecodeState(after, rows, active, rows, keys),
+        reading=steps.Reading(before, hidden, array((), jnp.int32)),
+        decode_state=steps.DecodeState(after, rows, flags, keys, requests),
         tokens=array((job.batch, job.max_prompt_len), jnp.int32),
         rows=rows,
         logits=array((job.batch, spec.vocab_size), jnp.float32),
-        active=active,
         new=array((job.batch, job.max_new_tokens), jnp.int32),
     )
     return _split(job, shapes) if job.mesh else shapes
@@ -296,14 +356,16 @@ def _split(job: Job, shapes: Arguments) -> Arguments:
     if "policy" in shapes.params:
         params["policy"] = jax.tree.map(lambda _: whole, shapes.params["policy"])
     after = state(job.config, job.decode_capacity)
+    before = state(job.config.reading, job.prefill_capacity)
+    requests = jax.tree.map(lambda _: by_row, shapes.decode_state.requests)
     splits = Arguments(
         params,
-        state(job.config.reading, job.prefill_capacity),
-        steps.DecodeState(after, by_row, by_row, by_row, by_row),
+        before,
+        steps.Reading(before, by_row, whole),
+        steps.DecodeState(after, by_row, by_row, by_row, requests),
         tokens=by_row,
         rows=by_row,
         logits=by_row,
-        active=by_row,
         new=by_row,
     )
     return jax.tree.map(
@@ -332,10 +394,25 @@ def keep_compiled() -> None:
 
 
 @jax.jit
-def row_keys(seed: Array, index: Int[Array, "B"]) -> Array:
-    """Returns one PRNG key per prompt, the same alone, in a batch or in any order."""
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), index)
-    return axes.constrain(keys, "batch")
+def row_keys(
+    seeds: Int[Array, "B"], numbers: Int[Array, "B"], samples: Int[Array, "B"]
+) -> Array:
+    """Returns one PRNG key per row, the same alone, in a batch or in any order.
+
+    Args:
+      seeds: of each request's `Sampling`.
+      numbers: of each request in its run.
+      samples: which of a request's samples the row draws; the first is 0.
+    """
+
+    def key(seed, number, sample):
+        first = jax.random.fold_in(jax.random.key(seed), number)
+        other = jax.random.fold_in(first, sample)
+        return jax.random.wrap_key_data(
+            jnp.where(sample > 0, *map(jax.random.key_data, (other, first)))
+        )
+
+    return axes.constrain(jax.vmap(key)(seeds, numbers, samples), "batch")
 
 
 def tree_bytes(tree: PyTree) -> int:

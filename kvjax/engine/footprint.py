@@ -48,7 +48,7 @@ def host_bytes(job: Job) -> int:
     if job.config.offload is None:
         return 0
     read, group, pool = _host_bytes_of(job)
-    if job.is_staggered:
+    if job.has_pool:
         return pool + read + group
     return read + group if job.config.compacts else max(read, pool)
 
@@ -105,7 +105,7 @@ def program_bytes(compiled: jax.stages.Compiled, on_host: int = 0) -> int:
 def _peaks(job: Job, programs: Programs) -> dict[str, int]:
     weights = weights_bytes(job)
     logits = compiled.tree_bytes(compiled.arguments(job.group).logits)
-    beside = pool_bytes(job) if job.is_staggered else 0
+    beside = pool_bytes(job) if job.has_pool else 0
     read, group, pool = _host_bytes_of(job)
     peaks = {"prefill": program_bytes(programs.prefill, read) + beside}
     if programs.compact:
@@ -114,6 +114,8 @@ def _peaks(job: Job, programs: Programs) -> dict[str, int]:
     if programs.insert:
         peaks["insert"] = program_bytes(programs.insert, pool + group) + weights
     peaks["decode"] = program_bytes(programs.decode, pool)
+    if programs.mixed:
+        peaks["mixed"] = program_bytes(programs.mixed, pool + read)
     if programs.begin:
         first = program_bytes(programs.begin, group) + weights + beside
         peaks["decode"] = max(peaks["decode"], first)

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from kvjax.cache import head_groups
 from kvjax.cache.spec import CacheSpec
-from kvjax.engine.sampling import TokenSampler
+from kvjax.engine.sampling import SamplingSpec
 from kvjax.engine.steps import GREEDY, NO_EOS
 from kvjax.models import placement
 from kvjax.parallel import axes
@@ -27,8 +27,8 @@ class Job:
       max_prompt_len: most prompt tokens per row, see `bucket`.
       max_new_tokens: most tokens to generate or to score per row.
       dtype: of weights and stored pairs, a name ("float32").
-      sampling: how tokens are drawn.
-      eos: tokens that end a row.
+      sampling: whether rows sample, and what is returned beside tokens.
+      eos: tokens that end a row, if its request says so.
       mesh: the devices it runs on, see `kvjax.cache.sharded`; None is the default
         device.
       decode_chunk: most tokens that one call of `decode` draws, so that the host can
@@ -37,6 +37,8 @@ class Job:
       keep_logits: whether a scored job returns all logits.
       prefill_batch: rows whose prompts are read together; None for all. If fewer,
         prompts are read group by group into a pool of `batch` rows (staggered prefill).
+      continuous: whether rows of the pool that have ended are replaced while the others
+        decode.
     """
 
     spec: ModelSpec
@@ -45,13 +47,14 @@ class Job:
     max_prompt_len: int
     max_new_tokens: int
     dtype: str = "float32"
-    sampling: TokenSampler = GREEDY
+    sampling: SamplingSpec = GREEDY
     eos: tuple[int, ...] = NO_EOS
     mesh: Mesh | None = None
     decode_chunk: int | None = None
     scored: bool = False
     keep_logits: bool = False
     prefill_batch: int | None = None
+    continuous: bool = False
 
     def __post_init__(self):
         if self.batch % self.data_parallel:
@@ -82,12 +85,30 @@ class Job:
     def group(self) -> "Job":
         """The job of the rows whose prompts are read together."""
         batch = self.prefill_batch or self.batch
-        return dataclasses.replace(self, batch=batch, prefill_batch=None)
+        return dataclasses.replace(
+            self, batch=batch, prefill_batch=None, continuous=False
+        )
 
     @property
     def is_staggered(self) -> bool:
         """True if prompts are read into a pool, group by group."""
         return self.prefill_batch is not None and self.prefill_batch < self.batch
+
+    @property
+    def has_pool(self) -> bool:
+        """True if prompts that have been read are copied to rows of a pool."""
+        return self.is_staggered or self.continuous
+
+    @property
+    def mixes(self) -> bool:
+        """True if prompts can be read in the steps that decode other rows."""
+        one_width = self.config.first_chunk <= self.config.schedule.prefill_chunk
+        return self.continuous and one_width
+
+    @property
+    def steps(self) -> int:
+        """The most tokens per row that one call of `decode` draws."""
+        return max(1, self.decode_chunk or self.max_new_tokens - 1)
 
 
 def job_of(
@@ -95,7 +116,7 @@ def job_of(
     config: CacheSpec,
     prompt: int,
     new: int,
-    sampling: TokenSampler = GREEDY,
+    sampling: SamplingSpec = GREEDY,
     eos: tuple[int, ...] = NO_EOS,
 ) -> Job:
     """Returns the smallest batch of a model, on its devices and in its dtype."""

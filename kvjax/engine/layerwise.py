@@ -24,6 +24,7 @@ from kvjax.cache.schedule import Schedule
 from kvjax.cache.spec import CacheSpec
 from kvjax.engine import runner, scoring, steps
 from kvjax.engine.jobs import Job
+from kvjax.engine.requests import Request
 from kvjax.engine.runner import Prefilled, Prompts
 from kvjax.engine.steps import DecodeState
 from kvjax.models import decoder
@@ -75,15 +76,17 @@ class LayerByLayer:
         without = (Stats(),) * len(found.state.stats)
         return found._replace(state=found.state.replace(stats=without))
 
-    def begin(
-        self, read: Prefilled, prompt_ids: Sequence[int], seed: int
-    ) -> DecodeState:
-        every = runner.row_keys(self.job, prompt_ids, seed)
-        keys, active = (x[: len(prompt_ids)] for x in every)
-        none = jnp.zeros_like(active, jnp.int32)
-        return self._next(DecodeState(None, none, ~active, none, keys), read)[0]
+    def begin(self, read: Prefilled, requests: Sequence[Request]) -> DecodeState:
+        job = dataclasses.replace(
+            self.job, batch=len(requests), prefill_batch=None, mesh=None
+        )
+        asked, keys = runner.row_requests(job, requests)
+        none = jnp.zeros_like(asked.left)
+        return self._next(DecodeState(None, none, none > 0, keys, asked), read)[0]
 
-    def insert(self, pool, part: DecodeState, rows: np.ndarray) -> DecodeState:
+    def insert(
+        self, pool, read: Prefilled, requests: Sequence[Request], rows: np.ndarray
+    ) -> DecodeState:
         raise UserError("prefill is staggered only with whole models")
 
     def decode(self, state: DecodeState, limit: int) -> tuple[DecodeState, np.ndarray]:
@@ -127,7 +130,7 @@ class LayerByLayer:
             sampling=self.job.sampling,
             eos=self.job.eos,
         )
-        return state.replace(cache=read.state), drawn
+        return state.replace(cache=read.state), drawn.token
 
 
 def _decoding(config: CacheSpec) -> CacheSpec:

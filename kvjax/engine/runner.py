@@ -1,7 +1,7 @@
 """Runs batches of prompts on a `Runner`, which has the steps of generation::
 
     fixed batch         prefill, begin, decode
-    staggered prefill   prefill, begin and insert for each group; then decode
+    staggered prefill   prefill and insert for each group; then decode
     teacher forcing     prefill, score
 
 `Whole` calls compiled programs of whole models. `kvjax.engine.layerwise` has a second
@@ -20,10 +20,13 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import cache
 from kvjax.cache import budgets, sizing
-from kvjax.engine import compiled, memory, scoring, steps
+from kvjax.engine import compiled, memory, scoring
 from kvjax.engine.compiled import Programs
+from kvjax.engine.forward import with_policy
 from kvjax.engine.jobs import Job
 from kvjax.engine.planner import Plan, plan_job
+from kvjax.engine.requests import Request
+from kvjax.engine.sampling import Requests, Sampling, requests_of
 from kvjax.engine.steps import DecodeState
 from kvjax.messages import Say, silent
 from kvjax.parallel import axes, meshes
@@ -31,6 +34,9 @@ from kvjax.types import PyTree
 
 Prompts = Sequence[Sequence[int]]
 Stop = Callable[[Sequence[int], list[int]], bool]
+
+
+GREEDY = Sampling()
 
 
 class Prefilled(NamedTuple):
@@ -61,16 +67,21 @@ class Runner(Protocol):
         """Reads up to `job.group.batch` prompts; the other rows stay unused."""
         ...
 
-    def begin(
-        self, read: Prefilled, prompt_ids: Sequence[int], seed: int
-    ) -> DecodeState:
-        """Draws first tokens. Rows without a prompt id are done from the start."""
+    def begin(self, read: Prefilled, requests: Sequence[Request]) -> DecodeState:
+        """Draws first tokens. Rows without a request are done from the start."""
         ...
 
     def insert(
-        self, pool: DecodeState | None, part: DecodeState, rows: Int[np.ndarray, "N"]
+        self,
+        pool: DecodeState | None,
+        read: Prefilled,
+        requests: Sequence[Request],
+        rows: Int[np.ndarray, "N"],
     ) -> DecodeState:
-        """Writes the rows of `part` to these rows of the pool; None is a new pool."""
+        """Copies prompts to these rows of the pool, and draws their first tokens.
+
+        None is a new pool.
+        """
         ...
 
     def decode(self, state: DecodeState, limit: int) -> tuple[DecodeState, np.ndarray]:
@@ -106,7 +117,7 @@ class Whole:
     def __init__(self, params: PyTree, job: Job, programs: Programs | None = None):
         self.job = job
         self.compile_seconds = 0.0
-        self._params = steps.with_policy(params, job.config)
+        self._params = with_policy(params, job.config)
         self._programs = programs or compiled.programs(job)
         self._settled = not job.config.measures
 
@@ -140,22 +151,28 @@ class Whole:
             self._programs = compiled.decoding(self.job, self._programs)
             self.compile_seconds += time.perf_counter() - start
 
-    def begin(
-        self, read: Prefilled, prompt_ids: Sequence[int], seed: int
-    ) -> DecodeState:
-        group = self.job.group
-        keys, active = row_keys(group, prompt_ids, seed, self._programs.keys)
-        return self._programs.begin(read.state, read.logits, active, keys)
+    def begin(self, read: Prefilled, requests: Sequence[Request]) -> DecodeState:
+        rows = row_requests(self.job.group, requests, self._programs.keys)
+        return self._programs.begin(read.state, read.logits, *rows)[0]
 
     def insert(
-        self, pool: DecodeState | None, part: DecodeState, rows: Int[np.ndarray, "N"]
+        self,
+        pool: DecodeState | None,
+        read: Prefilled,
+        requests: Sequence[Request],
+        rows: Int[np.ndarray, "N"],
     ) -> DecodeState:
         pool = self._programs.pool() if pool is None else pool
-        return self._programs.insert(pool, part, rows)
+        asked, keys = row_requests(self.job.group, requests, self._programs.keys)
+        (rows,) = meshes.shard_rows(self.job.mesh, rows)
+        return self._programs.insert(pool, *read, asked, keys, rows)[0]
 
     def decode(self, state: DecodeState, limit: int) -> tuple[DecodeState, np.ndarray]:
-        state, tokens = self._programs.decode(self._params, state, np.int32(limit))
-        return state, axes.to_host(tokens)
+        every = np.int32(self.job.batch)
+        state, drawn = self._programs.decode(
+            self._params, state, np.int32(limit), every
+        )
+        return state, axes.to_host(drawn.token)
 
     def score(
         self, read: Prefilled, tokens: np.ndarray, lengths: np.ndarray
@@ -176,6 +193,7 @@ def run_batch(
     prompt_ids: Sequence[int],
     seed: int = 0,
     stop: Stop | None = None,
+    sampling: Sampling = GREEDY,
 ) -> BatchResult:
     """Runs up to `job.batch` prompts.
 
@@ -186,12 +204,13 @@ def run_batch(
       seed: of the whole run.
       stop: `(prompt, new tokens) -> bool`, called for every row after each
         `job.decode_chunk` tokens; True ends the row.
+      sampling: how every row's tokens are chosen; `job` says how many.
 
     Raises:
       RuntimeError: the state ran out of slots.
     """
     start, compiled_before = time.perf_counter(), runner.compile_seconds
-    pool = prefill_batch(runner, prompts, prompt_ids, seed)
+    pool = prefill_batch(runner, prompts, prompt_ids, seed, sampling)
     middle = time.perf_counter()
     reading = middle - start - (runner.compile_seconds - compiled_before)
     pool, tokens = decode_batch(runner, pool, prompts, stop)
@@ -201,20 +220,28 @@ def run_batch(
 
 
 def prefill_batch(
-    runner: Runner, prompts: Prompts, prompt_ids: Sequence[int], seed: int = 0
+    runner: Runner,
+    prompts: Prompts,
+    prompt_ids: Sequence[int],
+    seed: int = 0,
+    sampling: Sampling = GREEDY,
 ) -> DecodeState:
     """Reads all prompts and draws their first tokens."""
     job, pool = runner.job, None
+    each = dataclasses.replace(sampling, max_new_tokens=job.max_new_tokens, seed=seed)
+    requests = [
+        Request(number, tuple(prompt), each)
+        for number, prompt in zip(prompt_ids, prompts, strict=True)
+    ]
     for first in _starts(job):
         rows = slice(first, first + job.group.batch)
         read = runner.prefill(prompts[rows])
-        part = runner.begin(read, prompt_ids[rows], seed)
-        del read  # frees its memory before the next group is read
-        if not job.is_staggered:
-            return jax.block_until_ready(part)  # a copy into a pool would double it
+        if not job.is_staggered:  # a copy into a pool would double it
+            return jax.block_until_ready(runner.begin(read, requests))
         numbers = np.arange(rows.start, rows.stop, dtype=np.int32)
-        pool = jax.block_until_ready(runner.insert(pool, part, numbers))
-        del part
+        pool = runner.insert(pool, read, requests[rows], numbers)
+        jax.block_until_ready(pool)
+        del read  # frees its memory before the next group is read
     return pool
 
 
@@ -268,6 +295,7 @@ def generate_batches(
     prompt_ids: Sequence[int] | None = None,
     max_batch: int | None = None,
     stop: Stop | None = None,
+    sampling: Sampling = GREEDY,
     say: Say = silent,
 ) -> Iterator[tuple[list[int], BatchResult]]:
     """Runs prompts, the short ones first, in batches that fill the memory.
@@ -280,7 +308,7 @@ def generate_batches(
       seed: of the whole run.
       prompt_ids: each prompt's number in the whole run; None if these are all.
       max_batch: no larger batch is planned.
-      stop: see `run_batch`.
+      stop, sampling: see `run_batch`.
       say: receives progress messages, and how many prompts have ended.
 
     Yields:
@@ -302,6 +330,7 @@ def generate_batches(
                 [prompt_ids[i] for i in rows] if prompt_ids else rows,
                 seed,
                 stop,
+                sampling,
             ),
         )
         memory.trim()  # returns the state, which the caller has dropped
@@ -325,19 +354,19 @@ def pad_prompts(
     return meshes.shard_rows(job.mesh, tokens, lengths)
 
 
-def row_keys(
+def row_requests(
     job: Job,
-    prompt_ids: Sequence[int],
-    seed: int,
-    make: Callable[..., Array] = compiled.row_keys,
-) -> tuple[Array, Array]:
-    """Returns the PRNG keys of rows with these prompts, and which rows are in use."""
-    numbers = np.zeros((job.batch,), np.int32)
-    numbers[: len(prompt_ids)] = prompt_ids
-    in_use = np.arange(job.batch) < len(prompt_ids)
-    numbers, in_use = meshes.shard_rows(job.mesh, numbers, in_use)
+    requests: Sequence[Request],
+    make_keys: Callable[..., Array] = compiled.row_keys,
+) -> tuple[Requests, Array]:
+    """Returns the data of a batch's requests, and the PRNG keys of their rows."""
+    rows = requests_of([each.sampling for each in requests], job.batch)
+    identity = np.zeros((3, job.batch), np.int32)
+    for row, each in enumerate(requests):
+        identity[:, row] = each.sampling.seed, each.number, each.sample
+    rows = jax.tree.map(lambda leaf: meshes.shard_rows(job.mesh, leaf)[0], rows)
     with meshes.use(job.mesh):
-        return make(np.int32(seed), numbers), in_use
+        return rows, make_keys(*meshes.shard_rows(job.mesh, *identity))
 
 
 def batches(indices: Sequence[int], most: int) -> list[list[int]]:

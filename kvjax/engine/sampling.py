@@ -1,33 +1,32 @@
 """Choosing the next token from its logits."""
 
 import dataclasses
-import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.types import UserError, real_number, whole_number
+from kvjax.types import Struct, UserError, real_number, whole_number
 
 _SEEDS = 2**31 - 1
 _GREEDY = 1e-30  # below this quotients overflow, and from there on only ties draw
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenSampler:
-    """The distribution that tokens are drawn from; static, see `Sampling`."""
+class SamplingSpec:
+    """What programs are compiled for; everything else of a `Sampling` is data.
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    Attributes:
+      samples: whether any row may draw at random; else all take the likeliest token.
+      logprobs: how many of the likeliest tokens' log-probabilities are returned beside
+        the chosen one's; None returns none.
+    """
 
-    def __post_init__(self):
-        real_number("temperature", self.temperature, 0)
-        whole_number("top_k", self.top_k, 0)
-        if not 0 < real_number("top_p", self.top_p) <= 1:
-            raise UserError(f"top_p {self.top_p}: larger than 0, at most 1")
-        real_number("min_p", self.min_p, 0, 1)
+    samples: bool = False
+    logprobs: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,46 +74,112 @@ class Sampling:
                 raise UserError(
                     f"{field} {value!r:.40} is not supported yet: leave it out"
                 )
-        _ = self.sampler  # checks the other fields
+        real_number("temperature", self.temperature, 0)
+        whole_number("top_k", self.top_k, 0)
+        if not 0 < real_number("top_p", self.top_p) <= 1:
+            raise UserError(f"top_p {self.top_p}: larger than 0, at most 1")
+        real_number("min_p", self.min_p, 0, 1)
 
     @property
-    def sampler(self) -> TokenSampler:
-        """The distribution, which programs are compiled for."""
-        return TokenSampler(self.temperature, self.top_k, self.top_p, self.min_p)
+    def samples(self) -> bool:
+        """True if tokens are drawn at random."""
+        return self.temperature >= _GREEDY
+
+
+class Requests(Struct):
+    """What every row of a batch generates: data, so that no value of it compiles.
+
+    Attributes:
+      temperature: f32[B], 0 for greedy rows.
+      top_k: i32[B], 0 for all tokens.
+      top_p: f32[B].
+      min_p: f32[B].
+      left: i32[B], tokens still to draw; 0 for a row that is not in use.
+      ends: bool[B], whether an end token ends the row.
+    """
+
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    left: Array
+    ends: Array
+
+
+def requests_of(every: Sequence[Sampling], rows: int) -> Requests:
+    """Returns the requests of B rows, on the host; rows beyond `every` are idle."""
+    idle = [Sampling(max_new_tokens=1)] * (rows - len(every))
+    column = lambda name, dtype: np.asarray(
+        [getattr(each, name) for each in (*every, *idle)], dtype
+    )
+    in_use = np.arange(rows) < len(every)
+    return Requests(
+        temperature=column("temperature", np.float32),
+        top_k=column("top_k", np.int32),
+        top_p=column("top_p", np.float32),
+        min_p=column("min_p", np.float32),
+        left=np.where(in_use, column("max_new_tokens", np.int32), np.int32(0)),
+        ends=~column("ignore_eos", bool),
+    )
+
+
+class Tokens(NamedTuple):
+    """Tokens that were drawn, one per row, and their log-probabilities if asked for.
+
+    Attributes:
+      token: i32[B]; -1 for a row that drew none.
+      logprob: f32[B], natural logarithms, before temperature and filters.
+      top_tokens: i32[B, N], the likeliest tokens in descending order.
+      top_logprobs: f32[B, N].
+    """
+
+    token: Array
+    logprob: Array | None = None
+    top_tokens: Array | None = None
+    top_logprobs: Array | None = None
 
 
 def sample(
     logits: Float[Array, "B V"],
-    sampler: TokenSampler,
+    requests: Requests,
     keys: Array,
     position: Int[Array, "B"],
 ) -> Int[Array, "B"]:
-    """One token per row.
+    """Draws one token per row.
 
     Args:
       logits: float32.
-      sampler: the distribution.
+      requests: the distribution of every row.
       keys: one PRNG key per row, so that a row draws the same alone or in a batch.
       position: the drawn token's position, folded into the row's key.
     """
-    if sampler.temperature < _GREEDY:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / sampler.temperature
-    if 0 < sampler.top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, sampler.top_k)[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if sampler.top_p < 1:
-        logits = jnp.where(logits < _nucleus(logits, sampler.top_p), -jnp.inf, logits)
-    if sampler.min_p > 0:
-        least = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampler.min_p)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
+    greedy = requests.temperature < _GREEDY
+    logits = logits / jnp.where(greedy, 1.0, requests.temperature)[:, None]
+    filters = ~greedy & ((requests.top_k > 0) | (requests.top_p < 1))
+    filtered = jax.lax.cond(
+        jnp.any(filters), lambda: _filtered(logits, requests), lambda: logits
+    )
+    least = jnp.max(filtered, axis=-1) + jnp.log(requests.min_p)
+    filtered = jnp.where(filtered < least[:, None], -jnp.inf, filtered)
     keys = jax.vmap(jax.random.fold_in)(keys, position)
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    drawn = jax.vmap(jax.random.categorical)(keys, filtered)
+    return jnp.where(greedy, likeliest(logits), drawn.astype(jnp.int32))
 
 
-def _nucleus(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
-    """The smallest logit among the fewest tokens whose probabilities reach top_p."""
+def likeliest(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
+    """Returns each row's token of the largest logit."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _filtered(logits: Float[Array, "B V"], requests: Requests) -> Float[Array, "B V"]:
+    """Sets the logits that top_k and then top_p exclude to -inf."""
+    size = logits.shape[-1]
+    top_k = jnp.where(requests.top_k > 0, jnp.minimum(requests.top_k, size), size)
     ranked = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+    of_k = jnp.take_along_axis(ranked, top_k[:, None] - 1, axis=-1)
+    ranked = jnp.where(ranked < of_k, -jnp.inf, ranked)
     p = jax.nn.softmax(ranked, axis=-1)
-    before = jnp.cumsum(p, axis=-1) - p
-    return jnp.min(jnp.where(before < top_p, ranked, jnp.inf), axis=-1, keepdims=True)
+    before, top_p = jnp.cumsum(p, axis=-1) - p, requests.top_p[:, None]
+    inside = (before < top_p) | (top_p >= 1)
+    of_p = jnp.min(jnp.where(inside, ranked, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits < jnp.maximum(of_k, of_p), -jnp.inf, logits)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache.spec import CacheSpec
-from kvjax.engine.steps import forward
+from kvjax.engine.forward import forward
 from kvjax.models import decoder
 from kvjax.types import ModelSpec, PyTree
 

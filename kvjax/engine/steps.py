@@ -2,9 +2,13 @@
 
 ::
 
-    prompts -> prefill -> compact -> begin -> insert -> decode ... -> tokens
-               KVState    KVState    DecodeState (rows of a pool)
+    prompts -> prefill -> compact -> begin -> decode ... -> tokens      a fixed batch
+               KVState    KVState    DecodeState
 
+    prompts -> mixed ... -> compact -> insert -> decode ... -> tokens   rows of a pool
+               Reading      KVState    DecodeState
+
+`mixed` reads prompts and decodes the rows of a pool in the same forward passes.
 `kvjax.engine.scoring` reads given tokens instead of drawing them.
 
 Prompts are read in chunks of p tokens. Every row stops at its own length, so a ragged
@@ -13,6 +17,7 @@ returned. `kvjax.engine.layerwise` runs the same steps with one program per laye
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +26,14 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache
 from kvjax.cache import sharded
 from kvjax.cache.spec import CacheSpec
-from kvjax.engine.sampling import TokenSampler, sample
+from kvjax.engine.forward import Pass, forward, forward_both
+from kvjax.engine.sampling import Requests, SamplingSpec, Tokens, likeliest, sample
 from kvjax.models import decoder
 from kvjax.parallel import axes
 from kvjax.types import ModelSpec, PyTree, Struct
 
 NO_EOS = (-1,)  # no token ends a row
-GREEDY = TokenSampler()
+GREEDY = SamplingSpec()
 
 
 class DecodeState(Struct):
@@ -37,15 +43,29 @@ class DecodeState(Struct):
       cache: KV pairs of all tokens but each row's last one, which is not read yet.
       token: i32[B], the last token drawn.
       done: bool[B], rows that have ended or are not in use.
-      step: i32[B], tokens drawn so far, the end token included.
       keys: PRNG keys [B], one per row.
+      requests: what each row generates.
     """
 
     cache: cache.KVState
     token: Array
     done: Array
-    step: Array
     keys: Array
+    requests: Requests
+
+
+class Reading(Struct):
+    """Prompts that are being read.
+
+    Attributes:
+      cache: KV pairs of the tokens read so far.
+      hidden: [B, M], the final hidden state of each row's last token.
+      chunk: i32[], chunks read so far.
+    """
+
+    cache: cache.KVState
+    hidden: Array
+    chunk: Array
 
 
 @functools.partial(
@@ -76,27 +96,74 @@ def prefill(
     Returns:
       The state, and the float32 logits that follow each row's last token.
     """
+    read = functools.partial(_read_chunk, params, spec=spec, config=config)
+    reading = begin_reading(params, state, spec)
+    unrolled = config.first_chunk > config.schedule.prefill_chunk
+    if unrolled:  # a first chunk of another width is outside of the loop
+        width = min(config.first_chunk, tokens.shape[1])
+        reading = read(reading, tokens, lengths, width=width)
+    reading = jax.lax.while_loop(
+        lambda reading: reading.chunk < chunks(config, lengths),
+        lambda reading: read(reading, tokens, lengths),
+        reading,
+    )
+    return reading.cache, last_logits(params, reading.hidden, spec)
+
+
+def begin_reading(params: PyTree, state: cache.KVState, spec: ModelSpec) -> Reading:
+    """Returns the reading of prompts of which nothing has been read yet."""
+    shape = len(state.next_pos), spec.model_dim
+    hidden = jnp.zeros(shape, params["embed"].dtype)
+    return Reading(state, hidden, jnp.int32(0))
+
+
+def chunks(config: CacheSpec, lengths: Int[Array, "B"]) -> Int[Array, ""]:
+    """Returns in how many chunks the longest prompt is read."""
     chunk, first = config.schedule.prefill_chunk, config.first_chunk
-    last_place = tokens.shape[1] - 1  # pads the last chunk
+    return (jnp.max(lengths) + chunk - first + chunk - 1) // chunk
 
-    def read(i, carry, width=chunk):
-        state, last = carry
-        start = jnp.where(i > 0, first + (i - 1) * chunk, 0)
-        places = jnp.minimum(start + jnp.arange(width), last_place)
-        block = jnp.take(tokens, places, axis=1)
-        n = jnp.clip(lengths - start, 0, jnp.where(i > 0, chunk, first))
-        hidden, state = forward(params, spec, block, n, state, config, is_prefill=True)
-        return state, last_hidden(hidden, n, last)
 
-    chunks = (jnp.max(lengths) + chunk - first + chunk - 1) // chunk
-    hidden = jnp.zeros((tokens.shape[0], spec.model_dim), params["embed"].dtype)
-    carry = state, hidden
-    unrolled = first > chunk  # a first chunk of another width is outside of the loop
-    if unrolled:
-        carry = read(0, carry, min(first, tokens.shape[1]))
-    state, hidden = jax.lax.fori_loop(int(unrolled), chunks, read, carry)
-    logits = decoder.logits(params, hidden, spec)
-    return state, axes.constrain(logits, "batch")
+def last_logits(
+    params: PyTree, hidden: Float[Array, "B M"], spec: ModelSpec
+) -> Float[Array, "B V"]:
+    """Returns the float32 logits that follow each row's last token."""
+    return axes.constrain(decoder.logits(params, hidden, spec), "batch")
+
+
+def _chunk_tokens(
+    reading: Reading,
+    tokens: Int[Array, "B P"],
+    lengths: Int[Array, "B"],
+    config: CacheSpec,
+    width: int,
+) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
+    """Returns the next T tokens of every prompt, and how many of them are real."""
+    chunk, first = config.schedule.prefill_chunk, config.first_chunk
+    i, last_place = reading.chunk, tokens.shape[1] - 1  # pads the last chunk
+    start = jnp.where(i > 0, first + (i - 1) * chunk, 0)
+    places = jnp.minimum(start + jnp.arange(width), last_place)
+    n = jnp.clip(lengths - start, 0, jnp.where(i > 0, chunk, first))
+    return jnp.take(tokens, places, axis=1), n
+
+
+def _read_chunk(
+    params: PyTree,
+    reading: Reading,
+    tokens: Int[Array, "B P"],
+    lengths: Int[Array, "B"],
+    *,
+    spec: ModelSpec,
+    config: CacheSpec,
+    width: int | None = None,
+) -> Reading:
+    """Reads the next chunk of every prompt."""
+    width = width or config.schedule.prefill_chunk
+    block, n = _chunk_tokens(reading, tokens, lengths, config, width)
+    hidden, state = forward(
+        params, spec, block, n, reading.cache, config, is_prefill=True
+    )
+    last = last_hidden(hidden, n, reading.hidden)
+    return Reading(state, last, reading.chunk + 1)
 
 
 def last_hidden(
@@ -131,25 +198,28 @@ def compact(
 def begin(
     state: cache.KVState,
     logits: Float[Array, "B V"],
-    active: Bool[Array, "B"],
+    requests: Requests,
     keys: Array,
     *,
-    sampling: TokenSampler = GREEDY,
+    sampling: SamplingSpec = GREEDY,
     eos: tuple[int, ...] = NO_EOS,
-) -> DecodeState:
+) -> tuple[DecodeState, Tokens]:
     """Draws every row's first token.
 
     Args:
       state: after the prompt; donated.
       logits: those that follow each row's last token.
-      active: False for a row that is not in use.
+      requests: what each row generates.
       keys: PRNG keys [B], one per row.
-      sampling: how tokens are drawn.
-      eos: tokens that end a row; `NO_EOS` for runs of fixed length.
+      sampling: what the program is compiled for.
+      eos: tokens that end a row, if its request says so.
+
+    Returns:
+      The state, and the tokens drawn; -1 for rows that are not in use.
     """
-    none = jnp.zeros_like(active, jnp.int32)
-    begun = DecodeState(state, none, ~active, none, keys)
-    return next_token(begun, logits, state.next_pos, sampling=sampling, eos=eos)[0]
+    none = jnp.zeros_like(requests.left)
+    begun = DecodeState(state, none, requests.left < 1, keys, requests)
+    return next_token(begun, logits, state.next_pos, sampling=sampling, eos=eos)
 
 
 def next_token(
@@ -157,39 +227,69 @@ def next_token(
     logits: Float[Array, "B V"],
     position: Int[Array, "B"],
     *,
-    sampling: TokenSampler,
+    sampling: SamplingSpec,
     eos: tuple[int, ...],
-) -> tuple[DecodeState, Int[Array, "B"]]:
+) -> tuple[DecodeState, Tokens]:
     """Draws a token for every row that is not done.
 
     Args:
       state: its `cache` is returned unchanged.
       logits: those that follow each row's last token.
       position: of the token to draw.
-      sampling: how tokens are drawn.
-      eos: tokens that end a row.
+      sampling: what the program is compiled for.
+      eos: tokens that end a row, if its request says so.
 
     Returns:
       The state, and the tokens drawn; -1 for rows that were done.
     """
-    token = sample(logits, sampling, state.keys, position)
+    requests = state.requests
+    if sampling.samples:
+        token = sample(logits, requests, state.keys, position)
+    else:
+        token = likeliest(logits)
+    left = requests.left - (~state.done).astype(jnp.int32)
     drawn = state.replace(
         token=token,
-        done=state.done | _ends(token, eos),
-        step=state.step + (~state.done).astype(jnp.int32),
+        done=state.done | (left < 1) | (requests.ends & _ends(token, eos)),
+        requests=requests.replace(left=left),
     )
-    return drawn, jnp.where(state.done, -1, token)
+    return drawn, Tokens(jnp.where(state.done, -1, token))
 
 
-@functools.partial(jax.jit, donate_argnames=("pool",))
-def insert(pool: DecodeState, part: DecodeState, rows: Int[Array, "N"]) -> DecodeState:
-    """Writes the rows of `part` to these rows of the pool, which is donated.
+@functools.partial(
+    jax.jit, static_argnames=("sampling", "eos"), donate_argnames=("pool",)
+)
+def insert(
+    pool: DecodeState,
+    state: cache.KVState,
+    logits: Float[Array, "N V"],
+    requests: Requests,
+    keys: Array,
+    rows: Int[Array, "N"],
+    *,
+    sampling: SamplingSpec = GREEDY,
+    eos: tuple[int, ...] = NO_EOS,
+) -> tuple[DecodeState, Tokens]:
+    """Copies prompts that have been read to rows of the pool, and draws first tokens.
 
-    Rows of B or more are dropped. `part` stays valid: it may be inserted again.
+    Args:
+      pool: B rows; donated.
+      state: N rows, after the prompt. It stays valid: it may be inserted again.
+      logits: those that follow the last tokens of these N rows.
+      requests: what each of the N generates.
+      keys: PRNG keys [N].
+      rows: where each of the N is copied to; B or more drops it.
+      sampling: what the program is compiled for.
+      eos: tokens that end a row, if its request says so.
+
+    Returns:
+      The pool, and the N tokens drawn.
     """
+    begun = DecodeState(None, rows, requests.left < 1, keys, requests)
+    new, drawn = next_token(begun, logits, state.next_pos, sampling=sampling, eos=eos)
     put = lambda mine, new: mine.at[rows].set(new, mode="drop")
-    rest = jax.tree.map(put, pool.replace(cache=()), part.replace(cache=()))
-    return rest.replace(cache=cache.insert(pool.cache, part.cache, rows))
+    rest = jax.tree.map(put, pool.replace(cache=None), new)
+    return rest.replace(cache=cache.insert(pool.cache, state, rows)), drawn
 
 
 @functools.partial(
@@ -201,13 +301,14 @@ def decode(
     params: PyTree,
     state: DecodeState,
     limit: Int[Array, ""] | None = None,
+    until: Int[Array, ""] | None = None,
     *,
     spec: ModelSpec,
     config: CacheSpec,
     steps: int,
-    sampling: TokenSampler = GREEDY,
+    sampling: SamplingSpec = GREEDY,
     eos: tuple[int, ...] = NO_EOS,
-) -> tuple[DecodeState, Int[Array, "B N"]]:
+) -> tuple[DecodeState, Tokens]:
     """Draws up to `steps` more tokens per row on the device.
 
     Stops early when all rows are done. A row that is done reads and writes nothing.
@@ -216,14 +317,15 @@ def decode(
       params: the model's weights, see `with_policy`.
       state: the state to continue from; donated.
       limit: the most tokens to draw; None for N.
+      until: how many more rows may end before it stops; None for all.
       spec: the model's shape.
       config: configuration of the cache.
       steps: N, the width of the output.
-      sampling: how tokens are drawn.
-      eos: tokens that end a row.
+      sampling: what the program is compiled for.
+      eos: tokens that end a row, if its request says so.
 
     Returns:
-      The state, and the tokens drawn; -1 beyond a row's end.
+      The state, and the tokens drawn, [B, N]; -1 beyond a row's end.
     """
 
     def step(carry):
@@ -231,76 +333,120 @@ def decode(
         n = (~state.done).astype(jnp.int32)
         hidden, kv = forward(params, spec, state.token[:, None], n, state.cache, config)
         logits = decoder.logits(params, hidden[:, 0], spec)
-        state, token = next_token(
+        state, drawn = next_token(
             state.replace(cache=kv), logits, kv.next_pos, sampling=sampling, eos=eos
         )
-        return i + 1, state, out.at[:, i].set(token)
+        return i + 1, state, _recorded(out, i, drawn)
 
-    limit = jnp.int32(steps) if limit is None else limit
-    out = jnp.full((state.token.shape[0], steps), -1, jnp.int32)
-    unfinished = lambda carry: (carry[0] < limit) & ~jnp.all(carry[1].done)
-    _, state, out = jax.lax.while_loop(unfinished, step, (jnp.int32(0), state, out))
+    going = _going(state, steps, limit, until)
+    out = _no_tokens(len(state.done), steps, sampling)
+    start = jnp.int32(0), state, out
+    _, state, out = jax.lax.while_loop(lambda carry: going(*carry[:2]), step, start)
     return state, out
 
 
-def forward(
+@functools.partial(
+    jax.jit,
+    static_argnames=("spec", "config", "steps", "sampling", "eos", "groups"),
+    donate_argnames=("state", "reading"),
+)
+def mixed(
     params: PyTree,
+    state: DecodeState,
+    reading: Reading,
+    tokens: Int[Array, "N P"],
+    lengths: Int[Array, "N"],
+    limit: Int[Array, ""] | None = None,
+    until: Int[Array, ""] | None = None,
+    *,
     spec: ModelSpec,
-    tokens: Int[Array, "B T"],
-    n: Int[Array, "B"],
-    state: cache.KVState,
     config: CacheSpec,
-    is_prefill: bool = False,
-) -> tuple[Float[Array, "B T M"], cache.KVState]:
-    """Runs the model over T new tokens, of which each row's first n are real."""
-    positions = cache.next_positions(state, tokens.shape[1])
-    learned = params.get("policy")
-    state = sharded.evict_overflow(
-        spec,
-        state,
-        tokens.shape[1],
-        decoder.rotations(spec),
-        config=config,
-        n=n,
-        is_prefill=is_prefill,
-        policy_params=learned,
-    )
+    steps: int,
+    sampling: SamplingSpec = GREEDY,
+    eos: tuple[int, ...] = NO_EOS,
+    groups: int = 1,
+) -> tuple[DecodeState, Reading, Tokens]:
+    """Decodes the rows of a pool and reads other prompts, in the same forward passes.
 
-    def attend(index, q, k, v, ops, state):
-        return sharded.step_layer(
-            spec,
-            index,
-            q,
-            k,
-            v,
-            ops,
-            state,
-            config=config,
-            n=n,
-            tokens=tokens,
-            is_prefill=is_prefill,
-            policy_params=learned and learned[index],
-            has_evicted=True,
-        )
+    Every step draws a token per row and reads a chunk of every prompt. The weights are
+    read once for both. Stops when the prompts are in; see also `decode`. The tokens are
+    those of `prefill` and `decode`.
 
-    measure = None
-    if config.measures and is_prefill:
-        measure = functools.partial(cache.measure, config=config, n=n)
-    hidden, state = decoder.forward(
-        params, spec, tokens, positions, state, attend, measure
-    )
-    return hidden, cache.advance(state, n)
+    Args:
+      params: the model's weights, see `with_policy`.
+      state: B rows that decode; donated.
+      reading: N prompts that are being read; donated.
+      tokens: the prompts, left-aligned.
+      lengths: tokens per prompt; 0 for a row that is not in use.
+      limit: the most steps; None for `steps`.
+      until: how many more rows may end before it stops; None for all.
+      spec: the model's shape.
+      config: configuration of the cache, whose first chunk is no wider than others.
+      steps: the width of the output.
+      sampling: what the program is compiled for.
+      eos: tokens that end a row, if its request says so.
+      groups: the device groups that rows and prompts are divided over.
 
-
-def with_policy(params: PyTree, config: CacheSpec) -> PyTree:
-    """Returns the weights, with those of a learned policy, if any, under `policy`.
-
-    The policy's weights are one pytree per layer. They are arguments of the programs,
-    not constants in them.
+    Returns:
+      Both states, and the tokens drawn, [B, steps]; -1 beyond a row's end.
     """
-    if not config.policy or config.policy.params is None:
-        return params
-    return params | {"policy": config.policy.params.layers}
+    chunk = config.schedule.prefill_chunk
+
+    def step(carry):
+        i, state, reading, out = carry
+        block, n = _chunk_tokens(reading, tokens, lengths, config, chunk)
+        live = (~state.done).astype(jnp.int32)
+        hidden, ends, kv, read = forward_both(
+            params,
+            spec,
+            Pass(state.token[:, None], live, state.cache, is_prefill=False),
+            Pass(block, n, reading.cache, is_prefill=True),
+            config,
+            groups,
+        )
+        logits = decoder.logits(params, hidden[:, 0], spec)
+        state, drawn = next_token(
+            state.replace(cache=kv), logits, kv.next_pos, sampling=sampling, eos=eos
+        )
+        reading = Reading(read, last_hidden(ends, n, reading.hidden), reading.chunk + 1)
+        return i + 1, state, reading, _recorded(out, i, drawn)
+
+    more, total = _going(state, steps, limit, until), chunks(config, lengths)
+    out = _no_tokens(len(state.done), steps, sampling)
+    _, state, reading, out = jax.lax.while_loop(
+        lambda carry: more(*carry[:2]) & (carry[2].chunk < total),
+        step,
+        (jnp.int32(0), state, reading, out),
+    )
+    return state, reading, out
+
+
+def _going(
+    state: DecodeState,
+    steps: int,
+    limit: Int[Array, ""] | None,
+    until: Int[Array, ""] | None,
+) -> Callable[[Int[Array, ""], DecodeState], Bool[Array, ""]]:
+    """Returns (steps done, state) -> whether to draw on."""
+    limit = jnp.int32(steps) if limit is None else limit
+    before = state.done
+
+    def going(i, state):
+        ended = jnp.sum(state.done & ~before, dtype=jnp.int32)
+        enough = jnp.all(state.done)
+        return (i < limit) & ~(enough if until is None else enough | (ended >= until))
+
+    return going
+
+
+def _no_tokens(rows: int, steps: int, sampling: SamplingSpec) -> Tokens:
+    """Returns the tokens [B, N] of rows that have drawn none."""
+    return Tokens(jnp.full((rows, steps), -1, jnp.int32))
+
+
+def _recorded(out: Tokens, step: Int[Array, ""], drawn: Tokens) -> Tokens:
+    """Writes the tokens of one step into those of all."""
+    return jax.tree.map(lambda all, new: all.at[:, step].set(new), out, drawn)
 
 
 def _ends(token: Int[Array, "B"], eos: tuple[int, ...]) -> Bool[Array, "B"]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvjax.cache.config import CacheConfig
-from kvjax.engine.sampling import TokenSampler
+from kvjax.engine.sampling import Sampling
 from kvjax.types import UserError, whole_number
 
 
@@ -88,12 +88,22 @@ def most(batch_size: int | str | None, max_batch_size: int | None) -> int | None
     return int(batch_size) if int(batch_size) > 1 else None
 
 
-def sampling(gen_kwargs: dict[str, Any]) -> TokenSampler:
-    """Returns a request's sampler: greedy without a temperature or `do_sample`."""
+def sampling(gen_kwargs: dict[str, Any], new: int, seed: int) -> Sampling:
+    """Returns a request's sampling: greedy without a temperature or `do_sample`.
+
+    Args:
+      gen_kwargs: the harness's.
+      new: the most new tokens.
+      seed: of the run.
+    """
     temperature = float(gen_kwargs.get("temperature") or 0.0)
     if gen_kwargs.get("do_sample") is False or temperature == 0:
-        return TokenSampler()
+        return Sampling(max_new_tokens=new, seed=seed)
     top_k, top_p = gen_kwargs.get("top_k"), gen_kwargs.get("top_p")
-    return TokenSampler(
-        temperature, int(top_k or 0), 1.0 if top_p is None else float(top_p)
+    return Sampling(
+        max_new_tokens=new,
+        temperature=temperature,
+        top_k=int(top_k or 0),
+        top_p=1.0 if top_p is None else float(top_p),
+        seed=seed,
     )

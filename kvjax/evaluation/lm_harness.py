@@ -22,7 +22,7 @@ from tqdm import tqdm
 from kvjax.cache.spec import checked
 from kvjax.engine import api, jobs, likelihood, runner, stop_texts
 from kvjax.engine.memory import device_memory
-from kvjax.engine.sampling import TokenSampler
+from kvjax.engine.sampling import Sampling, SamplingSpec
 from kvjax.evaluation import lm_arguments
 from kvjax.messages import warn
 from kvjax.models.weights import load
@@ -393,10 +393,8 @@ class Requests:
             )
         return [tuple(one) for one in found]
 
-    def _generation(
-        self, gen_kwargs: dict[str, Any]
-    ) -> tuple[TokenSampler, int, tuple]:
-        """Returns a request's sampler, maximal number of new tokens and stop texts."""
+    def _generation(self, gen_kwargs: dict[str, Any]) -> tuple[Sampling, int, tuple]:
+        """Returns a request's sampling, maximal number of new tokens and stop texts."""
         until = gen_kwargs.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
         lengths = [gen_kwargs[k] for k in _NEW if gen_kwargs.get(k) is not None]
@@ -410,14 +408,15 @@ class Requests:
         if unknown:
             warn(f"gen_kwargs {', '.join(unknown)}: not known to kvjax, left out")
         stops = filter(None, (*until, self.tokenizer.eos_token))
-        return lm_arguments.sampling(gen_kwargs), new, tuple(stops)
+        return lm_arguments.sampling(gen_kwargs, new, self.seed), new, tuple(stops)
 
-    def _generate(self, sampler, new, until, rows, prompts, bar):
+    def _generate(self, sampling, new, until, rows, prompts, bar):
         """Yields (index, text) of a group's requests, as their batches finish."""
         longest = max(len(prompts[i]) for i in rows)
         size = jobs.bucket(self.model.spec, self.config, longest, new)
         ends = api.end_tokens(self.model)
-        job = jobs.job_of(self.model, self.config, size, new, sampler, ends)
+        spec = SamplingSpec(sampling.samples)
+        job = jobs.job_of(self.model, self.config, size, new, spec, ends)
         job = dataclasses.replace(job, decode_chunk=min(new, _STOP_INTERVAL))
         completed = functools.partial(stop_texts.completed, self.tokenizer, until)
         for chosen, result in runner.generate_batches(
@@ -429,6 +428,7 @@ class Requests:
             prompt_ids=rows,
             max_batch=self.most,
             stop=functools.partial(stop_texts.stops, self.tokenizer, until),
+            sampling=sampling,
         ):
             for place, tokens in zip(chosen, result.tokens, strict=True):
                 yield rows[place], completed(prompts[rows[place]], tokens)[0]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import often, tiny_model, tiny_spec
 from testing import layer
-from testing.engine import run_batch
+from testing.engine import requests_for, run_batch
 from testing.kernels import arguments
 from testing.toys import OF_8_CHANNELS
 
@@ -284,7 +284,7 @@ def test_layer_by_layer_too(tiny):
     whole = run_batch(tiny.params, job, prompts, [0, 1, 2])
     each = layerwise.LayerByLayer(tiny, job)
     read = each.prefill(prompts)
-    state = each.begin(read, [0, 1, 2], 0)
+    state = each.begin(read, requests_for(job, prompts))
     first = state.token.tolist()
     _, rest = each.decode(state, job.max_new_tokens - 1)
     assert [

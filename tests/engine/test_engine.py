@@ -14,9 +14,10 @@ from testing.prose import CHAT, make_tokenizer
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.spec import make_spec
-from kvjax.engine import api, compiled, steps
+from kvjax.engine import api, compiled
 from kvjax.engine.api import tokenize
 from kvjax.engine.compiled import programs, tree_bytes
+from kvjax.engine.forward import forward
 from kvjax.engine.jobs import Job, bucket
 from kvjax.engine.steps import prefill
 from kvjax.models import decoder
@@ -190,7 +191,7 @@ def test_a_step_asks_once_whether_a_layer_is_full(num_layers):
     one = jax.ShapeDtypeStruct((2,), jnp.int32)
 
     def step(params, state, token, n):
-        return steps.forward(params, spec, token[:, None], n, state, config)
+        return forward(params, spec, token[:, None], n, state, config)
 
     program = jax.make_jaxpr(step)(params, state, one, one)
     assert list(questions(program.jaxpr)) == ["cond"]

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import often, tiny_spec
-from testing.engine import run_batch
+from testing.engine import requests_for, run_batch
 
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.spec import make_spec
@@ -15,7 +15,7 @@ from kvjax.engine import compiled, planner, runner
 from kvjax.engine.footprint import phase_bytes, state_bytes, weights_bytes
 from kvjax.engine.jobs import Job, bucket
 from kvjax.engine.planner import plan_job
-from kvjax.engine.sampling import TokenSampler
+from kvjax.engine.sampling import Sampling, SamplingSpec
 
 AFTER = Schedule("after_prefill", prefill_chunk=8)
 READING = Schedule("prefill_only", prefill_chunk=8)
@@ -76,11 +76,12 @@ def test_tokens_and_state_are_those_of_a_fixed_batch(tiny, policy, schedule, bud
 
 def test_sampled_tokens_are_those_of_a_fixed_batch(tiny):
     """The keys go with the prompts' numbers, whatever group reads them."""
-    sampling = TokenSampler(temperature=1.0)
-    config = job(tiny.spec, policies.key_norm(), sampling=sampling)
+    sampling = Sampling(temperature=1.0)
+    config = job(tiny.spec, policies.key_norm(), sampling=SamplingSpec(samples=True))
     prompts, indices = ragged(5, seed=3), [3, 0, 9, 4, 1]
-    ordinary = run_batch(tiny.params, config, prompts, indices, seed=5)
-    pooled = pooled_run(tiny.params, config, 3, prompts, indices, 5)
+    how = {"seed": 5, "sampling": sampling}
+    ordinary = run_batch(tiny.params, config, prompts, indices, **how)
+    pooled = pooled_run(tiny.params, config, 3, prompts, indices, **how)
     assert pooled.tokens == ordinary.tokens
     assert len({token for tokens in pooled.tokens for token in tokens}) > 5
 
@@ -90,9 +91,12 @@ def test_an_error_of_one_group_is_raised_at_the_end(tiny):
         job(tiny.spec, policies.recency(), batch=2), prefill_batch=1
     )
     whole = runner.Whole(tiny.params, asked)
-    part = whole.begin(whole.prefill(ragged(1)), [0], 0)
-    kv = part.cache.replace(error=np.full_like(part.cache.error, cache.OVERFLOW))
-    pool = whole.insert(None, part.replace(cache=kv), np.asarray([1], np.int32))
+    prompts = ragged(1)
+    read = whole.prefill(prompts)
+    error = np.full_like(read.state.error, cache.OVERFLOW)
+    read = read._replace(state=read.state.replace(error=error))
+    rows = np.asarray([1], np.int32)
+    pool = whole.insert(None, read, requests_for(asked, prompts), rows)
     with pytest.raises(RuntimeError, match="no empty slot"):
         whole.finished(pool)
 
@@ -105,9 +109,10 @@ def test_one_prompt_may_be_inserted_into_several_rows(tiny):
     whole = runner.Whole(
         tiny.params, dataclasses.replace(alone, batch=4, prefill_batch=1)
     )
-    part, pool = whole.begin(whole.prefill([prompt]), [0], 0), None
+    read, pool = whole.prefill([prompt]), None
     for row in (0, 2, 4):
-        pool = whole.insert(pool, part, np.asarray([row], np.int32))
+        requests = requests_for(alone, [prompt])
+        pool = whole.insert(pool, read, requests, np.asarray([row], np.int32))
     assert pool.done.tolist() == [False, True, False, True]
     _, tokens = whole.decode(pool, 5)
     assert tokens[0].tolist() == tokens[2].tolist() == expected[1:]

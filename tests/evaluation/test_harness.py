@@ -25,7 +25,7 @@ from kvjax import Offload, Schedule, policies
 from kvjax.cache import codecs
 from kvjax.cache.spec import make_spec
 from kvjax.engine import api, jobs, stop_texts
-from kvjax.engine.sampling import TokenSampler
+from kvjax.engine.sampling import Sampling, SamplingSpec
 from kvjax.types import UserError
 
 pytestmark = pytest.mark.e2e
@@ -42,9 +42,11 @@ def model():
     return asking.tiny()
 
 
-@pytest.mark.parametrize("how", [TokenSampler(), TokenSampler(0.9, 20, 0.8)], ids=repr)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.9, top_k=20, top_p=0.8)], ids=repr
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_pauses_change_nothing(model, case, how):
+def test_pauses_change_nothing(model, case, sampling):
     """Pausing every 5 tokens to search stop texts does not change the tokens."""
     policy, phases = case
     schedule = Schedule(phases, 8, 8)
@@ -56,10 +58,11 @@ def test_pauses_change_nothing(model, case, how):
     )
     prompts = [ids(model, words(n, n)) for n in (3, 24, 61)]
     size = jobs.bucket(model.spec, config, 61, 18)
-    whole = jobs.Job(model.spec, config, 4, size, 18, sampling=how, eos=(11, 17))
+    spec = SamplingSpec(sampling.samples)
+    whole = jobs.Job(model.spec, config, 4, size, 18, sampling=spec, eos=(11, 17))
     paused = dataclasses.replace(whole, decode_chunk=5)
     at_once, by_fives = (
-        run_batch(model.params, job, prompts, range(3), seed=2)
+        run_batch(model.params, job, prompts, range(3), seed=2, sampling=sampling)
         for job in (whole, paused)
     )
     assert by_fives.tokens == at_once.tokens

@@ -310,9 +310,17 @@ def test_values_go_to_the_host_when_prompts_are_in(target):
     made = targets.compile_for(target, moved, group.prefill_state)
     part = group.decode_state
     assert made.memory_analysis().host_output_size_in_bytes == host.nbytes(part)
-    row = jax.ShapeDtypeStruct((), jnp.int32)
-    given = pool, part, row
-    made = targets.compile_for(target, steps.insert, *given, donate=(0,))
+    made = targets.compile_for(
+        target,
+        steps.insert,
+        pool,
+        part.cache,
+        group.logits,
+        part.requests,
+        part.keys,
+        group.rows,
+        donate=(0,),
+    )
     memory = made.memory_analysis()
     assert memory.host_alias_size_in_bytes == host.nbytes(pool)
     assert memory.host_temp_size_in_bytes == 0

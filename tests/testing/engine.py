@@ -7,13 +7,22 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.engine import runner, steps
+from kvjax.engine.forward import forward
+from kvjax.engine.requests import Request
+from kvjax.engine.sampling import Sampling, requests_of
 from kvjax.models import decoder
 
 
-def run_batch(params, job, prompts, prompt_ids, seed=0, stop=None):
+def run_batch(params, job, prompts, prompt_ids, seed=0, **options):
     """A fixed batch, or a staggered one, on whole compiled programs."""
     whole = runner.Whole(params, job)
-    return runner.run_batch(whole, prompts, prompt_ids, seed, stop)
+    return runner.run_batch(whole, prompts, prompt_ids, seed, **options)
+
+
+def requests_for(job, prompts):
+    """A greedy request for every prompt, of as many new tokens as the job has."""
+    sampling = Sampling(max_new_tokens=job.max_new_tokens)
+    return [Request(i, tuple(prompt), sampling) for i, prompt in enumerate(prompts)]
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "config"))
@@ -22,7 +31,7 @@ def score_tokens(params, state, tokens, *, spec, config):
     one = jnp.ones(tokens.shape[:1], jnp.int32)
 
     def step(state, token):
-        hidden, state = steps.forward(params, spec, token[:, None], one, state, config)
+        hidden, state = forward(params, spec, token[:, None], one, state, config)
         return state, decoder.logits(params, hidden[:, 0], spec)
 
     return jax.lax.scan(step, state, tokens.T)
@@ -63,9 +72,11 @@ def compilations():
 
 def decode(params, state, logits, active, keys, *, spec, config, count, **how):
     """First tokens and the others, [B, N], and the state of the cache at the end."""
-    begun = steps.begin(state, logits, active, keys, **how)
-    first = jnp.where(active, begun.token, -1)
+    rows = len(active)
+    requests = requests_of([Sampling(max_new_tokens=count)] * rows, rows)
+    requests = requests.replace(left=jnp.where(active, requests.left, 0))
+    begun, first = steps.begin(state, logits, requests, keys, **how)
     end, rest = steps.decode(
         params, begun, spec=spec, config=config, steps=count - 1, **how
     )
-    return end.cache, jnp.concatenate([first[:, None], rest], axis=1)
+    return end.cache, jnp.concatenate([first.token[:, None], rest.token], axis=1)
