@@ -15,6 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from kvjax.cache import eviction, update
+from kvjax.cache import prefix as prefixes
+from kvjax.cache.prefix import Prefix
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import KVState, capacities, init
 from kvjax.parallel import axes, host
@@ -92,11 +94,18 @@ def step_layer(
     is_prefill: bool,
     policy_params: PyTree = None,
     has_evicted: bool = False,
+    prefix: Prefix | None = None,
 ) -> tuple[Array, KVState]:
     """`update.step_layer` on every shard, for its own rows and heads.
 
     A learned policy's weights are whole on every shard, which selects its heads'.
+
+    Raises:
+      UserError: the prefix does not fit the rows, see `kvjax.cache.prefix`.
     """
+    if prefix is not None:
+        prefixes.check(prefix.config, config)
+        prefixes.check_groups(prefix, q.shape[0])
     if axes.mesh() is None:
         return update.step_layer(
             index,
@@ -111,6 +120,7 @@ def step_layer(
             is_prefill=is_prefill,
             policy_params=policy_params,
             has_evicted=has_evicted,
+            prefix=prefix,
         )
     part, alone = state.of_layer(index), config.of_layer(index)
     rows, heads = PartitionSpec(axes.DATA), PartitionSpec(axes.DATA, axes.HEADS)
@@ -119,8 +129,10 @@ def step_layer(
     by_row = {"n": n, "tokens": tokens, "hidden": hidden}
     functions = ops.apply_rope, ops.value_contribution
     function_specs = rows, PartitionSpec(axes.HEADS)
+    prefix = prefix and prefix.of_layer(index)
+    prefix_specs = prefix and prefixes.partitions(prefix)
 
-    def body(qkv, functions, part, policy_params, by_row):
+    def body(qkv, functions, part, policy_params, by_row, prefix):
         own = LayerOps(*functions, ops.scoring, by_row["hidden"])
         return update.step_layer(
             0,
@@ -134,11 +146,12 @@ def step_layer(
             policy_params=policy_params,
             layer_number=index,
             has_evicted=has_evicted,
+            prefix=prefix,
         )
 
-    in_specs = heads, function_specs, specs, PartitionSpec(), rows
+    in_specs = heads, function_specs, specs, PartitionSpec(), rows, prefix_specs
     step = axes.per_shard(body, in_specs, (heads, specs))
-    out, part = step((q, k, v), functions, part, policy_params, by_row)
+    out, part = step((q, k, v), functions, part, policy_params, by_row, prefix)
     return out, _with_layer(state, part, index)
 
 

@@ -15,6 +15,8 @@ from jaxtyping import Array, Float, Int
 from kvjax import attention
 from kvjax.attention import AttentionSpec, Pairs, Queries
 from kvjax.cache import eviction, head_groups, offload
+from kvjax.cache import prefix as prefixes
+from kvjax.cache.prefix import Prefix
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.state import OVERFLOW, KVState, next_positions
 from kvjax.types import LayerOps, Observation, Partial, PyTree, Stats, View
@@ -52,6 +54,7 @@ def step_layer(
     layer_number: int | Int[Array, ""] | None = None,
     head_numbers: Int[Array, "K"] | None = None,
     has_evicted: bool = False,
+    prefix: Prefix | None = None,
 ) -> tuple[Float[Array, "B K G T D"], KVState]:
     """Appends T new tokens to one layer, and attends; each row's first `n` are real.
 
@@ -76,6 +79,7 @@ def step_layer(
       layer_number: the layer's index in the model; None is `index`.
       head_numbers: the heads' numbers in the model's layer, if the state has not all.
       has_evicted: whether `eviction.evict_overflow` ran for this step already.
+      prefix: the rows also attend to these pairs; its layer `index` is this one.
     """
     number = index if layer_number is None else layer_number
     inputs = eviction.PolicyInputs(ops.apply_rope, ops.scoring, policy_params, number)
@@ -89,6 +93,10 @@ def step_layer(
             is_prefill=is_prefill,
             head_numbers=head_numbers,
         )
+    shared = None
+    if prefix is not None:
+        positions, turned = next_positions(state, q.shape[3]), ops.apply_rope(q)
+        shared = prefixes.attend(prefix, index, turned, positions, ops.scoring)
     groups = eviction.groups_of(state, index)
     outputs = []
     for place, heads in groups:
@@ -106,6 +114,7 @@ def step_layer(
             n=n,
             tokens=tokens,
             is_prefill=is_prefill,
+            shared=shared and Partial(*(head_groups.take(x, heads) for x in shared)),
         )
         outputs.append(out)
     return head_groups.concatenate(outputs, [heads for _, heads in groups]), state
@@ -127,8 +136,12 @@ def _step_group(
     n: Array,
     tokens: Array | None,
     is_prefill: bool,
+    shared: Partial | None,
 ) -> tuple[Array, KVState]:
-    """`step_layer` for one head group, after eviction."""
+    """`step_layer` for one head group, after eviction.
+
+    `shared` is the queries' attention to a prefix, if any.
+    """
     layer, stats = state.layers[place], state.stats[place]
     last, layout = state.next_pos - 1, config.layout
     positions = next_positions(state, q.shape[3])
@@ -155,6 +168,8 @@ def _step_group(
         layers=eviction.with_item(state.layers, place, layer),
         stats=eviction.with_item(state.stats, place, stats),
     )
+    if shared is not None:
+        partial = attention.merge(shared, partial)
     return attention.normalize(partial).astype(q.dtype), state
 
 

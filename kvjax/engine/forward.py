@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import cache
 from kvjax.cache import sharded
+from kvjax.cache.prefix import Prefix
 from kvjax.cache.spec import CacheSpec
 from kvjax.models import decoder
 from kvjax.types import ModelSpec, PyTree
@@ -23,12 +24,14 @@ class Pass(NamedTuple):
       n: i32[B], how many of each row are real.
       state: the pairs of earlier tokens.
       is_prefill: whether the tokens belong to the prompt.
+      prefix: what every row goes on after, see `kvjax.cache.prefix`; None for nothing.
     """
 
     tokens: Array
     n: Array
     state: cache.KVState
     is_prefill: bool
+    prefix: Prefix | None = None
 
     @property
     def positions(self) -> Int[Array, "B T"]:
@@ -44,9 +47,10 @@ def forward(
     state: cache.KVState,
     config: CacheSpec,
     is_prefill: bool = False,
+    prefix: Prefix | None = None,
 ) -> tuple[Float[Array, "B T M"], cache.KVState]:
     """Runs the model over T new tokens, of which each row's first n are real."""
-    new = Pass(tokens, n, state, is_prefill)
+    new = Pass(tokens, n, state, is_prefill, prefix)
     state, step = _evicted(params, spec, new, config), _step(params, spec, new, config)
     measure = None
     if config.measures and is_prefill:
@@ -164,6 +168,7 @@ def _step(
             is_prefill=new.is_prefill,
             policy_params=learned and learned[index],
             has_evicted=True,
+            prefix=new.prefix,
         )
 
     return attend
