@@ -25,7 +25,7 @@ from kvjax.engine.prefill_cache import PrefillCache
 from kvjax.engine.steps import NO_EOS
 from kvjax.evaluation import config, files, roofline
 from kvjax.evaluation.config import Experiment, Method
-from kvjax.evaluation.report.records import Record, survivor_map
+from kvjax.evaluation.report.records import Record
 from kvjax.evaluation.samples import Samples, graded, samples_of, summary
 from kvjax.evaluation.setting import Progress, Row, Setting, described, mean_probe
 from kvjax.evaluation.tasks import fidelity, text
@@ -250,7 +250,7 @@ def _batch(run: _Run, task: Samples, plan: Plan, rows: list[int]) -> Record:
             run.engine.runner(plan.job), prompts, rows, seed, stop
         )
     live, allocated = cache.stored_bytes(result.state)
-    line = {
+    return {
         "task": task.name,
         "examples": rows,
         **graded(task, model, rows, result.tokens),
@@ -263,11 +263,6 @@ def _batch(run: _Run, task: Samples, plan: Plan, rows: list[int]) -> Record:
         "kv_bytes_live": live,
         "kv_bytes_allocated": allocated * len(rows) // len(result.state.next_pos),
     }
-    if 0 in rows and plan.job.config.policy:
-        row = rows.index(0)
-        kept = cache.kept_positions(result.state)[row]
-        line["survivors"] = survivor_map(kept, len(prompts[row]))
-    return line
 
 
 def _fidelity(run: _Run, say: Progress) -> None:
