@@ -283,7 +283,6 @@ def summary(samples: Samples, batches: Sequence[Record]) -> Record | None:
         name: float(np.mean([score[name] for score in scores.values()]))
         for name in names
     }
-    maps = [batch["survivors"] for batch in batches if "survivors" in batch]
     return {
         "metric": metric,
         "score": means[metric],
@@ -299,7 +298,6 @@ def summary(samples: Samples, batches: Sequence[Record]) -> Record | None:
             for place, found in sorted(breakdown.items())
             if place
         ],
-        "survivors": maps[0] if maps else None,
     }
 
 

@@ -441,7 +441,7 @@ def test_report_is_written(tmp_path):
     for name in ("quality_vs_memory.png", "throughput_vs_memory.png"):
         assert f"({name})" in text
         pixels = matplotlib.image.imread(tmp_path / name)
-        assert pixels.shape[1] == 1800
+        assert 1700 < pixels.shape[1] < 1900
         assert (pixels[0, 0, :3] == 1).all()  # white
         assert pixels[..., :3].min() < 0.1
 
@@ -493,7 +493,6 @@ def test_scores_stand_beside_the_rates_of_the_same_answers(tmp_path):
 
 def test_throughput_survives_what_is_missing(tmp_path):
     bare = [{"experiment": "throughput", "method": "A"}]
-    assert "not measured" in [
-        text.get_text() for text in scatters.throughput_vs_batch(bare).axes[0].texts
-    ]
+    (label,) = scatters.throughput_vs_batch(bare).axes[0].texts
+    assert label.get_text() == "not measured"
     assert report.write_report(bare, tmp_path).exists()

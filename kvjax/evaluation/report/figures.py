@@ -18,7 +18,7 @@ import pandas as pd
 from kvjax.evaluation import files
 from kvjax.evaluation.report import groups, tables
 from kvjax.evaluation.report.groups import Quality
-from kvjax.evaluation.report.records import Record, survivor_shares
+from kvjax.evaluation.report.records import Record
 
 # Okabe & Ito's palette, safe for colour-blind readers, without its yellow, too pale on
 # white. Black is the full cache's. 6 colours and 11 shapes repeat after 66 methods.
@@ -27,8 +27,6 @@ _SHAPES = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "p", "d")
 GREY = "#595959"
 _STYLE = pathlib.Path(__file__).with_suffix(".mplstyle")
 _COLOUR_MAP = "cividis"  # safe for colour-blind readers; monotonic in lightness
-_MISSING = "#EEEEEE"
-MARKER = 10.0  # points across
 KL_ZERO = 1e-4  # nats per token; smaller values are drawn as zero
 
 
@@ -52,7 +50,10 @@ def save(path: str | os.PathLike, figure_of: Callable[..., Any], *args: Any) -> 
 
 def new_figure(size: tuple[float, float], records: Iterable[Record]) -> Any:
     """Returns a figure of `size` inches with the records' model and memory limit."""
-    return figure_about(size, _about(list(records)))
+    records = list(records)
+    model = next((r["model"] for r in records if r.get("model")), "unknown model")
+    limits = dict.fromkeys(tables.megabytes(r.get("memory_bytes")) for r in records)
+    return figure_about(size, f"{model}, memory limit {' / '.join(limits)} MB")
 
 
 def figure_about(size: tuple[float, float], about: str) -> Any:
@@ -68,12 +69,6 @@ def figure_about(size: tuple[float, float], about: str) -> Any:
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, wspace=0.04)
     figure.suptitle(about, x=0.99, ha="right", fontsize=8, color=GREY)
     return figure
-
-
-def _about(records: Sequence[Record]) -> str:
-    model = next((r["model"] for r in records if r.get("model")), "unknown model")
-    limits = dict.fromkeys(tables.megabytes(r.get("memory_bytes")) for r in records)
-    return f"{model}, memory limit {' / '.join(limits)} MB"
 
 
 def new_panels(
@@ -110,24 +105,24 @@ def marks_by_rule(records: Sequence[Record], full: Record | None) -> list[Mark]:
         [str(record.get(name)) for record in others]
         for name in ("policy", "codec", "budget_rule", "schedule")
     )
-    marks = iter(_crossed(policies, *more) or marks_of(others))
+    crossed = (_crossed(policies, traits) for traits in more)
+    marks = iter(next(filter(None, crossed), marks_of(others)))
     return [FULL if record is full else next(marks) for record in records]
 
 
-def _crossed(policies: Sequence[str], *others: Sequence[Any]) -> list[Mark] | None:
+def _crossed(policies: Sequence[str], traits: Sequence[str]) -> list[Mark] | None:
     """Returns a colour for each policy, and a shape for each value of another trait.
 
-    It uses the first of `others` that distinguishes methods of one policy; None if none
-    does, or if colours or shapes do not suffice.
+    None if the two do not distinguish all methods, if every method has a policy of its
+    own, or if colours or shapes do not suffice.
     """
-    for traits in others:
-        methods = list(zip(policies, traits, strict=True))
-        colours = dict(zip(dict.fromkeys(policies), _COLOURS, strict=False))
-        shapes = dict(zip(dict.fromkeys(traits), _SHAPES, strict=False))
-        known = colours.keys() >= set(policies) and shapes.keys() >= set(traits)
-        if known and len(set(methods)) == len(methods) > len(colours):
-            return [Mark(colours[policy], shapes[trait]) for policy, trait in methods]
-    return None
+    colours = dict(zip(dict.fromkeys(policies), _COLOURS, strict=False))
+    shapes = dict(zip(dict.fromkeys(traits), _SHAPES, strict=False))
+    methods = list(zip(policies, traits, strict=True))
+    known = colours.keys() >= {*policies} and shapes.keys() >= {*traits}
+    if not known or not len({*methods}) == len(methods) > len(colours):
+        return None
+    return [Mark(colours[policy], shapes[trait]) for policy, trait in methods]
 
 
 def look(mark: Mark, hollow: bool = False) -> dict[str, Any]:
@@ -135,7 +130,7 @@ def look(mark: Mark, hollow: bool = False) -> dict[str, Any]:
     return {
         "linestyle": "none",
         "marker": mark.shape,
-        "markersize": MARKER * (1.5 if mark.shape == "*" else 1),
+        "markersize": 15 if mark == FULL else 10,
         "markerfacecolor": "white" if hollow else mark.colour,
         "markeredgecolor": mark.colour if hollow else "white",
     }
@@ -149,76 +144,65 @@ def joined(mark: Mark, hollow: bool = False) -> dict[str, Any]:
 
 
 def legend(figure: Any, looks: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    """Adds a legend below all panels."""
+    """Adds a legend under the figure, which `save` makes room for."""
     from matplotlib.lines import Line2D
 
     handles = [
         Line2D([], [], **each | {"label": name, "linestyle": "none"})
         for each, name in zip(looks, names, strict=True)
     ]
-    columns = legend_columns(names, figure.get_figwidth())
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns)
-
-
-def legend_columns(names: Sequence[str], width: float) -> int:
-    """Returns the number of columns of a legend of `width` inches."""
-    letters = int(11 * width)  # about
-    return max(1, min(len(names), letters // (max(map(len, names)) + 6)))
-
-
-def legend_rows(names: Sequence[str], width: float) -> int:
-    """Returns the number of lines of such a legend."""
-    return math.ceil(len(names) / legend_columns(names, width))
-
-
-def not_measured(axes: Any) -> None:
-    """Writes "not measured" in the middle of an empty panel."""
-    middle = {"ha": "center", "va": "center", "transform": axes.transAxes}
-    axes.text(0.5, 0.5, "not measured", color=GREY, **middle)
+    letters = int(11 * figure.get_figwidth())  # that fit in a line, about
+    columns = max(1, min(len(names), letters // (max(map(len, names)) + 6)))
+    under = {"loc": "upper center", "bbox_to_anchor": (0.5, 0)}
+    figure.legend(handles=handles, ncols=columns, **under).set_in_layout(True)
 
 
 # --- maps -----------------------------------------------------------------------------
 
 
 def heat_map(records: Sequence[Record]) -> Any:
-    """Draws a sweep's score and KL, if known: series by schedules and budgets."""
+    """Draws a sweep's score and KL, if known, a panel per measure and schedule.
+
+    Series are sorted by their mean score, then by their mean KL; budgets are columns.
+    """
     from matplotlib.colors import Normalize
 
     frame, full = groups.sweep(records), groups.full_cache(records)
-    settings = frame[["setting", "slots"]].drop_duplicates()
     means = frame.assign(kl=np.log(frame["kl"] + KL_ZERO)).groupby("series", sort=False)
-    means = (
-        means[["score", "kl"]].mean().round(9)
-    )  # equal means may differ in the last bits
+    means = means[["score", "kl"]].mean().round(9)  # equal but for their last bits
     best = means.sort_values(["score", "kl"], ascending=[False, True], kind="stable")
-    names, across = best.index, list(map(tuple, settings.to_numpy()))
-    cells = frame.drop_duplicates(["series", "setting", "slots"])
-    cells = cells.set_index(["series", "setting", "slots"])[["score", "kl"]]
-    cells = cells.unstack(["setting", "slots"])
-    score, kl = (cells[key].loc[names, across].to_numpy() for key in ("score", "kl"))
-    count = 1 + bool(frame["kl"].notna().any())
-    width = max(3.5, 0.4 * len(across))
-    over = _ColumnNames(list(settings["setting"]), width / len(across))
-    size = (1.5 + width) * count, 1.5 + over.height / 72 + 0.29 * len(names)
+    score = groups.score_of(records).title
+    if full.get("score") is not None:
+        score += f"; full cache {full['score']:.2f}"
+    measures = {"score": (score, Normalize(0, 1), "{:.2f}")}
+    if frame["kl"].notna().any():
+        kl = "KL from full cache (nats per token)"
+        measures["kl"] = kl, _kl_scale(frame["kl"]), "{:.2g}"
+    columns = frame.groupby("setting", sort=False)["slots"].unique()
+    widths = [max(1.8, 0.62 * len(slots)) for slots in columns] * len(measures)
+    size = 1.8 + sum(widths), 1.6 + 0.29 * len(best)
     figure = new_figure(size, records)
-    panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
-    known = full.get("score") is not None
-    reference = f"; full cache {full['score']:.2f}" if known else ""
-    title = {"loc": "left", "pad": 22 + over.height, "fontsize": 11}
-    panels[0].set_title(groups.score_of(records).title + reference, **title)
-    _cells(panels[0], score, Normalize(0, 1), "{:.2f}")
-    for axes in panels[1:]:
-        axes.set_title("KL from full cache (nats per token)", **title)
-        _cells(axes, kl, _kl_scale(kl), "{:.2g}", reverse=True)
-    for axes in panels:
+    panels = figure.subplots(
+        1, len(widths), sharey=True, squeeze=False, width_ratios=widths
+    )[0]
+    cells = frame.drop_duplicates(["series", "setting", "slots"])
+    each = itertools.product(measures, columns.items())
+    for axes, width, (key, (name, slots)) in zip(panels, widths, each, strict=True):
+        title, scale, form = measures[key]
+        grid = cells[cells["setting"] == name].pivot(
+            index="series", columns="slots", values=key
+        )
+        grid = grid.reindex(index=best.index, columns=slots).to_numpy()
+        _cells(axes, grid, scale, form, reverse=key == "kl")
+        _title(axes, width, title, name)
         axes.tick_params(top=False, labeltop=True, labelbottom=False)
-        axes.set_xticks(range(len(settings)), settings["slots"])
-        over.write(axes)
-    panels[0].set_yticks(range(len(names)), names, color="black")
+        axes.set_xticks(range(len(slots)), slots)
+        axes.set_xlabel("KV slots", color=GREY)
+    panels[0].set_yticks(range(len(best)), best.index, color="black")
     return figure
 
 
-def _kl_scale(kl: np.ndarray) -> Any:
+def _kl_scale(kl: pd.Series) -> Any:
     """Returns a logarithmic colour scale between the smallest and the largest KL."""
     from matplotlib.colors import LogNorm
 
@@ -235,8 +219,8 @@ def _cells(
     import matplotlib
 
     colours = matplotlib.colormaps[_COLOUR_MAP + ("_r" if reverse else "")]
-    colours = colours.with_extremes(bad=_MISSING)
-    axes.imshow(np.ma.masked_invalid(grid), norm=scale, cmap=colours, aspect="auto")
+    colours = colours.with_extremes(bad="#EEEEEE")
+    _image(axes, np.ma.masked_invalid(grid), norm=scale, cmap=colours)
     for (row, column), value in np.ndenumerate(grid):
         known = np.isfinite(value)
         shown = "<.001" if 0 < value < 1e-3 else form.format(value) if known else "-"
@@ -244,64 +228,20 @@ def _cells(
         bright = 0.3 * red + 0.59 * green + 0.11 * blue > 0.5
         style = {"fontsize": 9, "ha": "center", "va": "center"}
         axes.text(column, row, shown, color="black" if bright else "white", **style)
-    _plain(axes)
 
 
-def _plain(axes: Any) -> None:
-    """Removes grid, frame and ticks."""
+def _image(axes: Any, grid: Any, **style: Any) -> Any:
+    """Draws an array as cells that fill the panel, without grid, frame and ticks."""
     axes.grid(False)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
+    return axes.imshow(grid, aspect="auto", interpolation="nearest", **style)
 
 
-class _ColumnNames:
-    """Names of settings above their columns, with a gap between settings.
-
-    All names are vertical if one would be wider than its columns of `width` inches.
-
-    Attributes:
-      height: of the highest name, in points.
-    """
-
-    def __init__(self, settings: Sequence[str], width: float):
-        same = [(name, len(list(run))) for name, run in itertools.groupby(settings)]
-        letter = 0.07  # inches, about
-        self._columns = [count for _, count in same]
-        self._names = [_over_columns(name) for name, _ in same]
-        self._vertical = any(
-            letter * max(map(len, name.split("\n"))) > 0.5 + count * width
-            for name, count in zip(self._names, self._columns, strict=True)
-        )
-        if self._vertical:
-            self._names = [name.replace("\n", " ") for name in self._names]
-            self.height = 72 * letter * max(map(len, self._names))
-        else:
-            self.height = 12 * max(1 + name.count("\n") for name in self._names)
-
-    def write(self, axes: Any) -> None:
-        """Writes the names above a map."""
-        start = 0
-        for name, count in zip(self._names, self._columns, strict=True):
-            axes.annotate(
-                name,
-                (start + (count - 1) / 2, 1),
-                (0, 18),
-                xycoords=("data", "axes fraction"),
-                textcoords="offset points",
-                ha="center",
-                va="bottom",
-                rotation=90 if self._vertical else 0,
-                fontsize=9,
-                color=GREY,
-            )
-            start += count
-            if start < sum(self._columns):
-                axes.axvline(start - 0.5, color="white", lw=5)
-
-
-def _over_columns(setting: str) -> str:
-    """Returns a schedule's name, with a budget rule on a separate line."""
-    return f"{setting}, |kv| =".replace(", ", ",\n" if ", " in setting else ", ")
+def _title(axes: Any, width: float, *lines: str) -> None:
+    """Writes lines above a panel, wrapped to its `width` in inches."""
+    wrapped = [part for line in lines for part in textwrap.wrap(line, int(13 * width))]
+    axes.set_title("\n".join(wrapped), loc="left", fontsize=9)
 
 
 def needle_tasks(group: Quality) -> list[str]:
@@ -324,7 +264,8 @@ def needle_map(group: Quality, task: str) -> Any:
     for axes, row in zip(panels, found, strict=True):
         shown = grid.loc[row].unstack().reindex(index=depths, columns=lengths)
         _cells(axes, shown.to_numpy(), Normalize(0, 1), "{:.0%}")
-        _title(axes, row)
+        series, schedule, budget, codec = row
+        _title(axes, size[0] - 1, series, groups.joined(budget, schedule, codec))
         axes.set_xticks(range(len(lengths)), [f"{n:,.0f}" for n in lengths])
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
         axes.set_xlabel("prompt (tokens)")
@@ -346,38 +287,6 @@ def _needle_cells(group: Quality) -> pd.DataFrame:
     return pd.DataFrame(cells, columns=known).dropna(subset=["depth", "length"])
 
 
-def survivor_columns(group: Quality) -> list[str]:
-    """Returns the tasks whose records have survivor maps."""
-    told = [bool(task.get("survivors")) for task in group.answers["task"]]
-    return [c for c in group.columns if c in set(group.answers["column"][told])]
-
-
-def survivors(group: Quality, column: str) -> Any:
-    """Draws the share of pairs kept by layer and position, a panel per method."""
-    found = group.answers[group.answers["column"] == column]
-    rows = found[groups.ROW].itertuples(index=False, name=None)
-    maps = {r: t.get("survivors") for r, t in zip(rows, found["task"], strict=True)}
-    maps = {row: maps[row] for row in group.rows if maps.get(row)}
-    figure, panels = new_panels(len(maps), (3.4, 2.4), found["record"])
-    for axes, (row, drawn) in zip(panels, maps.items(), strict=True):
-        kept = survivor_shares(drawn)
-        shown = axes.imshow(
-            kept,
-            vmin=0,
-            vmax=1,
-            cmap=_COLOUR_MAP,
-            aspect="auto",
-            interpolation="nearest",
-            extent=(0, 100, len(kept) - 0.5, -0.5),
-        )
-        _plain(axes)
-        _title(axes, row)
-        axes.set_xlabel("place in the prompt (%)")
-        axes.set_ylabel("layer")
-    _bar(shown, panels, "share of pairs kept")
-    return figure
-
-
 def with_sizes(records: Iterable[Record]) -> list[tuple[str, Record]]:
     """Returns one record per set of unequal head sizes, with its methods' names."""
     found: dict[str, dict[str, Record]] = {}
@@ -389,65 +298,28 @@ def with_sizes(records: Iterable[Record]) -> list[tuple[str, Record]]:
 
 def head_sizes(records: Sequence[Record]) -> Any:
     """Draws slots by layer and head, a panel per set of unequal head sizes."""
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.ticker import LogLocator, NullLocator
+
     names, found = zip(*with_sizes(records), strict=True)
     grids = [np.asarray(record["sizes"]) for record in found]
     down, across = np.max([grid.shape for grid in grids], axis=0)
     size = max(3.4, 1.2 + 0.25 * across), 1.4 + 0.13 * down
     figure, panels = new_panels(len(found), size, found)
-    scale, ticks = _scale_of_sizes(grids)
+    least, most = min(map(np.min, grids)), max(map(np.max, grids))
+    far = most > 4 * least
+    scale = (LogNorm if far else Normalize)(least, most)
     for axes, name, record, grid in zip(panels, names, found, grids, strict=True):
-        style = {"cmap": _COLOUR_MAP, "aspect": "auto", "interpolation": "nearest"}
-        shown = axes.imshow(grid, norm=scale, **style)
-        _plain(axes)
-        _over(axes, name, f"slots: {groups.spread(record)}")
+        shown = _image(axes, grid, norm=scale, cmap=_COLOUR_MAP)
+        _title(axes, size[0] - 1, name, f"slots: {groups.spread(record)}")
         axes.set_xticks(range(0, grid.shape[1], math.ceil(grid.shape[1] / 8)))
         axes.set_xlabel("KV head")
         axes.set_ylabel("layer")
-    bar = _bar(shown, panels, "slots per head")
-    bar.minorticks_off()
-    bar.set_ticks(ticks, labels=[f"{tick:,}" for tick in ticks])
+    thin = max(20, 4 * figure.get_figheight())  # as wide for many panels as for few
+    bar = figure.colorbar(
+        shown, ax=list(panels), label="slots per head", aspect=thin, format="{x:,.0f}"
+    )
+    if far:
+        bar.ax.yaxis.set_major_locator(LogLocator(2))
+        bar.ax.yaxis.set_minor_locator(NullLocator())
     return figure
-
-
-def _scale_of_sizes(grids: Sequence[np.ndarray]) -> tuple[Any, list[int]]:
-    """Returns a colour scale over head sizes, logarithmic if they are far apart.
-
-    Its ticks are both ends, and between them fifths, or powers of two.
-    """
-    from matplotlib.colors import LogNorm, Normalize
-
-    least, most = min(map(np.min, grids)), max(map(np.max, grids))
-    if most <= 4 * least:
-        return Normalize(least, most), np.linspace(least, most, 6).astype(int).tolist()
-    powers = [1 << n for n in range(int(most).bit_length())]
-    apart = [each for each in powers if 1.3 * least < each < most / 1.3]
-    return LogNorm(least, most), [int(least), *apart, int(most)]
-
-
-def _bar(shown: Any, panels: Sequence[Any], label: str) -> Any:
-    """Adds a colour bar beside all panels, of the same width for many and for few."""
-    figure = panels[0].figure
-    thin = max(20, 4 * figure.get_figheight())
-    return figure.colorbar(shown, ax=panels, label=label, aspect=thin)
-
-
-def _title(axes: Any, row: tuple) -> None:
-    """Writes the method above a panel, and under it budget, schedule and codec."""
-    series, schedule, budget, codec = row
-    _over(axes, series, groups.joined(budget, schedule, codec))
-
-
-def _over(axes: Any, title: str, details: str) -> None:
-    """Writes a title above a panel and details under it, no wider than the panel."""
-    columns = axes.get_subplotspec().get_gridspec().ncols
-    inches = axes.figure.get_figwidth() / columns
-    titles = textwrap.wrap(title, int(8.5 * inches))
-    lines = textwrap.wrap(details, int(12 * inches))
-    below, height = 5 + 12 * len(lines), 15 * len(titles)  # points
-    style = {"fontsize": 11, "fontweight": "bold", "pad": below}
-    over = axes.set_title("\n".join(titles), loc="left", **style)
-    at = {"xycoords": "axes fraction", "textcoords": "offset points", "size": 9}
-    note = axes.annotate("\n".join(lines), (0, 1), (0, 5), color=GREY, **at)
-    axes.annotate(" ", (0, 1), (0, below + height - 12), **at)  # keeps room for them,
-    over.set_in_layout(False)  # as they may stand over the next panel's numbers
-    note.set_in_layout(False)

@@ -171,21 +171,27 @@ def metrics_of(records: Iterable[Record]) -> dict[str, str]:
 def names_of(records: Sequence[Record]) -> list[str]:
     """Returns a unique name per record: the method, and what distinguishes it."""
 
-    def parts(record):
+    def traits(record):
         new = record.get("new_tokens")
         new = "-" if new is None else f"{new} new"
         policy = text(record.get("policy"))
         return policy, schedule(record), slots(record), codec(record), new
 
     methods = [text(record.get("method")) for record in records]
-    frame = pd.DataFrame(map(parts, records), index=methods)
-    varied = frame.groupby(level=0).nunique() > 1
-    names = []
-    for method, values in zip(methods, frame.to_numpy(), strict=True):
-        different = ", ".join(values[varied.loc[method].to_numpy()])
-        names.append(f"{method} ({different})" if different else method)
+    found = zip(methods, distinctions(methods, list(map(traits, records))), strict=True)
+    names = [f"{name} ({', '.join(rest)})" if rest else name for name, rest in found]
     twins = [names[:i].count(name) for i, name in enumerate(names)]
     return [f"{n} #{i + 1}" if i else n for n, i in zip(names, twins, strict=True)]
+
+
+def distinctions(
+    names: Sequence[str], traits: Sequence[Sequence[str]]
+) -> list[list[str]]:
+    """Returns those traits of each row that vary between rows of its name."""
+    frame = pd.DataFrame(traits, index=list(names))
+    varied = frame.groupby(level=0).nunique() > 1
+    rows = zip(names, frame.to_numpy(), strict=True)
+    return [list(values[varied.loc[name].to_numpy()]) for name, values in rows]
 
 
 def is_throughput(records: Sequence[Record]) -> bool:

@@ -257,7 +257,7 @@ def write_comparison(
     for number, group in enumerate(speeds, 1):
         name = f"throughput_{number}.png"
         figures.save(folder / name, scatters.throughput_vs_batch, group.records)
-        pictures.append({name: "Throughput against batch"})
+        pictures.append({name: "Throughput by method and batch"})
     page = _comparison(sources, qualities, speeds, pictures)
     texts = {
         "report.md": page,
@@ -306,7 +306,6 @@ def _comparison(
         qualities=qualities,
         speeds=speeds,
         pictures=pictures,
-        survivors=any(map(figures.survivor_columns, qualities)),
     )
 
 
@@ -327,9 +326,6 @@ def _draw_quality(group: Quality, folder: pathlib.Path, number: int) -> dict[str
     for task in figures.needle_tasks(group):
         caption = f"{task}: score by depth and length of the prompt"
         draw(task, caption, figures.needle_map, group, task)
-    for column in figures.survivor_columns(group):
-        caption = f"{column}: share of a prompt's pairs still cached, by layer"
-        draw(f"survivors_{column}", caption, figures.survivors, group, column)
     return captions
 
 

@@ -23,10 +23,9 @@ A record is a dict. It may hold these fields; tables show a missing one as "-":
                                 {budget, batch_size, score, num_examples, ..., chosen}
     score, num_examples         the mean of the tasks' scores, over how many prompts
     tasks                       {name: {metric, score, metrics, num_examples, interval,
-                                interval_method, breakdown, survivors, ...}};
-                                `interval` is a 95% confidence interval, `breakdown`
-                                scores by depth and the like, `survivors` a
-                                `survivor_map`
+                                interval_method, breakdown, ...}}; `interval` is a 95%
+                                confidence interval, `breakdown` scores by depth and
+                                the like
     kl, loss, reference_loss    nats per token
     top1_agreement              share of tokens
     prefill_tokens_per_s, decode_tokens_per_s    prompt tokens; generated tokens without
@@ -62,7 +61,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 
 from kvjax.evaluation import files
 from kvjax.types import UserError
@@ -72,7 +70,6 @@ Needed = Callable[[Record], Iterable[str]]  # the fields that a record must have
 
 FORMAT = 2
 PROBES = "probe_flops_per_s", "probe_bytes_per_s"
-SURVIVOR_PARTS = 64  # of a prompt, in a map of survivors
 
 
 class Source(NamedTuple):
@@ -174,39 +171,6 @@ def provenance() -> Record:
             },
         }
     }
-
-
-def survivor_map(kept: Sequence[Sequence[np.ndarray]], length: int) -> list[str]:
-    """Returns which parts of a prompt are still cached, as short strings.
-
-    Args:
-      kept: positions of the kept pairs, `[layer][head]`. Positions from `length` on,
-        which were generated, do not count.
-      length: of the prompt, in tokens.
-
-    Returns:
-      One string per layer of `SURVIVOR_PARTS` characters, or one per token if there are
-      fewer. Each stands for an equal part of the prompt, from "0" (nothing of it is
-      kept) to "9" (all of it).
-    """
-    edges = np.linspace(0, length, min(SURVIVOR_PARTS, length) + 1).round()
-    sizes = np.diff(edges)
-
-    def counts(head):
-        return np.diff(np.searchsorted(np.sort(head), edges))
-
-    return [
-        "".join(
-            str(round(9 * share))
-            for share in np.mean([counts(head) for head in layer], 0) / sizes
-        )
-        for layer in kept
-    ]
-
-
-def survivor_shares(drawn: Sequence[str]) -> Float[np.ndarray, "L parts"]:
-    """Returns the shares in a `survivor_map`, 0 to 1, to the nearest ninth."""
-    return np.array([[int(digit) / 9 for digit in layer] for layer in drawn])
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
