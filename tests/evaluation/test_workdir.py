@@ -1,12 +1,10 @@
 """A run's workdir: one process at a time, and damaged files are refused."""
 
 import dataclasses
-import fcntl
 import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 
@@ -94,34 +92,10 @@ def test_one_process_at_a_time(tmp_path, holder):
     with pytest.raises(UserError) as caught, files.locked(tmp_path):
         pass
     told = str(caught.value)
-    assert f"process {holder.pid} on {socket.gethostname()}" in told
-    assert "wait for it, end it, or name another folder" in told and "\n" not in told
+    assert "another process is at work there: wait for it" in told
     holder.communicate("")
     with files.locked(tmp_path):
         pass
-
-
-@pytest.mark.parametrize("after", [3, 10**6], ids=["soon", "never"])
-def test_a_process_that_has_the_lock_names_itself_a_little_later(
-    tmp_path, monkeypatch, after
-):
-    waited = []
-
-    def pause(seconds):
-        waited.append(seconds)
-        if len(waited) == after:
-            (tmp_path / "lock").write_text(json.dumps({"pid": 7, "host": "here"}))
-
-    monkeypatch.setattr(files.time, "sleep", pause)
-    name = "7 on here" if after == 3 else "of unknown number on an unknown host"
-    with open(tmp_path / "lock", "ab") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with (
-            pytest.raises(UserError, match=f"process {name} is at work"),
-            files.locked(tmp_path),
-        ):
-            pass
-    assert sum(waited) < 1.1
 
 
 def test_a_folder_may_hold_several_locks(tmp_path):
@@ -138,27 +112,9 @@ def test_a_folder_may_hold_several_locks(tmp_path):
 def test_a_dead_process_s_lock_is_taken_over(tmp_path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    assert json.loads((tmp_path / "lock").read_text())["pid"] == holder.pid
+    assert (tmp_path / "lock").exists()
     with files.locked(tmp_path):
-        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": 1}'])
-def test_a_lock_that_was_cut_short_is_nobody_s(tmp_path, text):
-    (tmp_path / "lock").write_text(text)
-    with files.locked(tmp_path):
-        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
-
-
-def test_another_host_s_lock_is_refused(tmp_path):
-    path = tmp_path / "lock"
-    path.write_text(json.dumps({"pid": 7, "host": "elsewhere"}))
-    with (
-        pytest.raises(UserError, match=f"process 7 on another .*delete {path}"),
-        files.locked(tmp_path),
-    ):
         pass
-    assert path.exists()
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
