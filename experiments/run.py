@@ -6,11 +6,13 @@
 run the methods that a throughput config has under `baselines`.
 """
 
-import command_line
+import functools
+
 from absl import flags
+from baselines import BaselineError
 from baselines.throughput import joined
 
-from kvjax.cli import run
+from kvjax.cli import command, run
 
 _PYTHON = flags.DEFINE_string(
     "baseline_python", None, "An interpreter with torch and kvpress: runs them too."
@@ -26,4 +28,4 @@ def _baselines(experiment):
 
 
 if __name__ == "__main__":
-    run.start(_baselines, command_line.run)
+    run.start(_baselines, functools.partial(command.run, mistakes=(BaselineError,)))
