@@ -42,7 +42,6 @@ class _Measure(NamedTuple):
 
 
 _KL = _Measure("kl", "Distance from full cache", "KL (nats per token)", -1)
-_TOP1 = _Measure("top1_agreement", "Agreement with full cache", "top-1 (share)")
 _RATE = _Measure("output_tokens_per_s", "Throughput", "end to end (generated tokens/s)")
 
 
@@ -57,10 +56,14 @@ def points_of(records: Sequence[Record], memory: str, key: str) -> np.ndarray:
 
 def quality_vs_memory(records: Sequence[Record]) -> Any:
     """Draws the score, and the distance from the full cache, against memory."""
+    return _vs_memory(records, groups.names_of(records), _measures(records))
+
+
+def _measures(records: Sequence[Record]) -> list[_Measure]:
+    """Returns the score, and KL where it is known."""
     score = groups.score_of(records)
     known = any(r.get("kl") is not None for r in records)
-    measures = [_Measure("score", score.title, score.axis), _KL if known else _TOP1]
-    return _vs_memory(records, groups.names_of(records), measures)
+    return [_Measure("score", score.title, score.axis), *([_KL] if known else [])]
 
 
 def throughput_vs_memory(records: Sequence[Record]) -> Any:
@@ -157,9 +160,7 @@ def pareto(records: Sequence[Record]) -> Any:
     """
     frame, full = groups.sweep(records), groups.full_cache(records)
     frame = frame.assign(decode=frame["decode"] / 1e6)
-    score = groups.score_of(records)
-    measures = [_Measure("score", score.title, score.axis)]
-    measures += [_KL] if frame["kl"].notna().any() else []
+    measures = _measures(records)
     settings = list(frame["setting"].unique())
     size = 1 + 4.5 * len(settings), 4.2 * len(measures)
     figure = new_figure(size, records)
