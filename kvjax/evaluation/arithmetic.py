@@ -41,14 +41,10 @@ def stored_bits(bits: float, group: int = 0) -> float:
 def kv_bytes(
     spec: ModelSpec, batch: int, tokens: int, bits: float = BITS, rolling: bool = False
 ) -> float:
-    """Returns the bytes of a batch's pairs: 2 L K D B T bits / 8.
+    """Returns the bytes of `batch` rows of `tokens` (B, T) pairs: 2 L K D B T bits / 8.
 
-    Args:
-      spec: the model's shape.
-      batch: B, sequences.
-      tokens: T of each.
-      bits: per number, see `stored_bits`.
-      rolling: whether layers with a sliding window keep no more than the window.
+    `bits` are per number, see `stored_bits`. `rolling`: layers with a sliding window
+    keep no more than the window.
 
     Raises:
       UserError: a batch or length below 1.
@@ -68,11 +64,7 @@ def weight_bytes(spec: ModelSpec, dtype: str) -> int:
 def row_bytes(spec: ModelSpec, tokens: int, budget: int | None, dtype: str) -> int:
     """Returns the bytes of one row's KV state, with positions and counters.
 
-    Args:
-      spec: the model's shape.
-      tokens: of the row.
-      budget: pairs per head; None is the full cache.
-      dtype: of the pairs.
+    `budget` is in pairs per head; None is the full cache.
     """
     return max(state_bytes(_row(spec, tokens, budget, dtype)).values())
 
@@ -152,12 +144,8 @@ def draw_lengths(
 ) -> Int[np.ndarray, " N"]:
     """Draws the lengths of `count` sequences, 1 to `longest` tokens.
 
-    Args:
-      kind: 'uniform', or 'lognormal' with its median at an eighth of the longest and a
-        sigma of 1, cut off at both ends.
-      count: N.
-      longest: tokens.
-      seed: of NumPy's generator.
+    Kinds are 'uniform', and 'lognormal' with its median at an eighth of the longest and
+    a sigma of 1, cut off at both ends.
 
     Raises:
       UserError: another kind, or a number below 1.
@@ -193,14 +181,10 @@ class Paging(NamedTuple):
 
 
 def paging(lengths: Int[np.ndarray, " N"], page: int, token_bytes: float) -> Paging:
-    """Returns the cost of pages for sequences of these lengths; entries take 4 bytes.
+    """Returns the cost of pages of `page` tokens for sequences of these lengths.
 
-    Where lengths are spread over many pages, (page - 1) / 2 tokens stay empty.
-
-    Args:
-      lengths: tokens of each sequence.
-      page: tokens of a page.
-      token_bytes: of a token's pairs, see `kv_bytes`.
+    Entries of the page table take 4 bytes. Where lengths are spread over many pages,
+    (page - 1) / 2 tokens stay empty.
 
     Raises:
       UserError: a page below 1 token.
@@ -223,14 +207,9 @@ class Beams(NamedTuple):
 def beams(width: int, prompt: int, output: int, page: int = 16) -> Beams:
     """Returns the tokens that beam search holds with and without copy on write.
 
-    Beams share the prompt's full pages. Every beam copies a last page that is not full,
-    and outputs share nothing. That is an upper bound: beams that branch late need less.
-
-    Args:
-      width: beams.
-      prompt: tokens of it.
-      output: tokens that each beam has written.
-      page: tokens of a page.
+    Beams of a prompt share its full pages. Every beam copies a last page that is not
+    full, and outputs share nothing. That is an upper bound: beams that branch late need
+    less.
 
     Raises:
       UserError: a width, page or prompt below 1, an output below 0.
@@ -320,16 +299,9 @@ def decoding(
     device: Device,
     dtype: str = "bfloat16",
 ) -> Decoding:
-    """Returns how fast a method could decode, and for how many rows, from shapes.
+    """Returns how fast a method could decode `batch` rows, and how many rows fit.
 
-    Args:
-      spec: the model's shape.
-      config: the cache configuration.
-      batch: rows that decode together.
-      prompt: tokens of each.
-      new: tokens to generate.
-      device: its rates and memory.
-      dtype: of weights and pairs.
+    It follows from shapes alone. `dtype` is of weights and pairs.
     """
     plan = as_plan(Job(spec, config, batch, prompt, new, dtype), "batch_size", 0, 0)
     rate = roofline.predict(plan, device.rates).decode_tokens_per_s
@@ -355,15 +327,10 @@ def hidden(spec: ModelSpec, prompt: int, rates: Rates, bits: float = 16) -> floa
         --------------------------------------------------------------
         K D bits / 8                     / bytes per second of the link
 
-    It is per token of a prompt of s tokens. From 1 on, the transfer is hidden behind
-    prefill. With as many KV heads as query heads, 11 d^2 weights and 16 bits it is
-    `11 d + 2 s > FLOPS / bandwidth` of He and Wu 2024 (arXiv 2404.18057).
-
-    Args:
-      spec: the model's shape.
-      prompt: s, tokens of a prompt that is prefilled at once.
-      rates: of FLOPs and of the link.
-      bits: of a number.
+    It is per token of a prompt of s tokens that is prefilled at once. From 1 on, the
+    transfer is hidden behind prefill. With as many KV heads as query heads, 11 d^2
+    weights and 16 bits it is `11 d + 2 s > FLOPS / bandwidth` of He and Wu 2024 (arXiv
+    2404.18057).
     """
     weights = roofline.active_weights(spec) / spec.num_layers
     flops = 2 * weights + 4 * spec.num_heads * spec.head_dim * prompt

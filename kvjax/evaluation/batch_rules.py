@@ -58,15 +58,10 @@ def check(rule: str, job: Job, memory_bytes: int) -> None:
 def find_batch(
     rule: str, job: Job, memory_bytes: int, count: int, most: int, say: Say = silent
 ) -> Plan:
-    """Returns the plan of a job under a batch rule.
+    """Returns the plan of a job under a batch rule, for `count` prompts.
 
-    Args:
-      rule: one of `BATCH_RULES`.
-      job: its batch is used only under `fixed`.
-      memory_bytes: memory limit.
-      count: number of prompts.
-      most: upper limit of the batch; for `full`, ED's batch.
-      say: receives progress messages.
+    The job's own batch is used only under `fixed`. `most` is the largest batch; for
+    `full`, ED's.
 
     Raises:
       UserError: one row does not fit, or the fixed batch does not.

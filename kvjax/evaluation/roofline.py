@@ -112,10 +112,7 @@ class Prediction(NamedTuple):
 def predict(plan: Plan, rates: Rates, prompt_tokens: int | None = None) -> Prediction:
     """Returns the highest rates that a full batch can reach by the formulae.
 
-    Args:
-      plan: of `planner.plan_job` or `planner.plan_staggered`.
-      rates: see `measured_rates`.
-      prompt_tokens: per prompt; None is the longest that the plan allows.
+    `prompt_tokens` are per prompt; None is the longest that the plan allows.
     """
     reading = seconds(prefill(plan, prompt_tokens), rates)
     writing = seconds(decode(plan, prompt_tokens), rates)
@@ -173,14 +170,10 @@ def decode(plan: Plan, prompt_tokens: int | None = None) -> list[Work]:
 
 
 def step(job: Job, rows: int, tokens: int, held: Heads, logits: bool) -> Work:
-    """Returns the work of T tokens of B rows, by the formulae above.
+    """Returns the work of `tokens` (T) of each of `rows` (B), by the formulae above.
 
-    Args:
-      job: model, dtype and cache configuration.
-      rows: B.
-      tokens: T per row.
-      held: C of every head of every layer.
-      logits: whether next-token logits are computed, one per row.
+    `held` is C of every head of every layer. `logits`: next-token logits are computed,
+    one per row.
     """
     spec, size = job.spec, _itemsize(job)
     weights = matrices(spec, size, rows, tokens, logits)

@@ -44,10 +44,8 @@ _RESULTS = ("records.jsonl", "batches.jsonl", "reference.npy")  # files of a run
 def from_config(fields: Fields, overrides: Fields) -> Experiment:
     """Builds an experiment from the fields of a config.
 
-    Args:
-      fields: `experiment` ("quality" by default) and the fields of `quality.Quality`
-        or `throughput.Throughput`.
-      overrides: fields to replace; None leaves a field as it is.
+    Fields are `experiment` ("quality" by default) and those of `quality.Quality` or
+    `throughput.Throughput`. Overrides replace them; None leaves a field as it is.
 
     Raises:
       UserError: a field is missing or unknown.
@@ -73,10 +71,8 @@ def run(
       progress: receives a message and the number of units of work just finished.
       baselines: for throughput, methods of other libraries, keyed by the name in their
         records. Each is called as `(prompts, new_tokens, memory_bytes,
-        min_timed_batches, progress)`, with the same prompts (token ids) and the same
-        memory limit, and returns a record in this format. It reports 0 units to
-        `progress`. If the record has `tokens` (the answers), they are graded and
-        removed.
+        min_timed_batches, progress)` and returns a record in this format. If that has
+        `tokens` (the answers), they are graded and removed.
 
     Returns:
       One record per method and number of new tokens.
@@ -146,11 +142,8 @@ def _complete(experiment: Experiment, record: Record) -> Record:
 def opened(experiment: Experiment, workdir: pathlib.Path) -> Iterator[pathlib.Path]:
     """Locks a workdir for one experiment, and yields this process's folder in it.
 
-    On exit, files and folders that this created are removed if nothing was measured.
-
-    Args:
-      experiment: written to `experiment.json`.
-      workdir: created if missing.
+    Folders that are missing are made. On exit, files and folders that this created are
+    removed if nothing was measured.
 
     Raises:
       UserError: another process uses the workdir, it holds results of another

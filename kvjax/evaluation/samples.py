@@ -103,11 +103,8 @@ def mixed_of(
 ) -> Mixed:
     """Returns the examples of all tasks; random tokens if the model has no tokenizer.
 
-    Args:
-      experiment: defines the tasks.
-      model: encodes the prompts.
-      new: maximal number of tokens of an answer.
-      even: whether all prompts of a task are shortened to its shortest.
+    Answers have at most `new` tokens. `even`: all prompts of a task are shortened to
+    its shortest.
 
     Raises:
       UserError: see `samples_of`.
@@ -129,12 +126,7 @@ def samples_of(
 ) -> Samples:
     """Returns a task's encoded examples, which are the same for all methods.
 
-    Args:
-      experiment: its seed and data folders are used.
-      run: the task's settings.
-      model: has a tokenizer.
-      new: maximal number of tokens of an answer; None takes it from the run or the
-        task.
+    `new` is the most tokens of an answer; None takes it from the run or the task.
 
     Raises:
       UserError: the task is unknown, its data is missing, or a prompt does not fit the
@@ -260,13 +252,9 @@ def _ends(middle: float, half: float) -> list[float]:
 def summary(samples: Samples, batches: Sequence[Record]) -> Record | None:
     """Returns a task's mean scores, also by the details of its examples (depth, ...).
 
-    Args:
-      samples: the task's examples.
-      batches: lines with the fields of `graded` and the `examples` that they ran. If an
-        example ran several times, its first score counts.
-
-    Returns:
-      A record's entry under `tasks`; None if nothing was graded.
+    `batches` are lines with the fields of `graded` and the `examples` that they ran. If
+    an example ran several times, its first score counts. The result is a record's entry
+    under `tasks`; None if nothing was graded.
     """
     if samples.task is None:
         return None

@@ -21,18 +21,12 @@ _ROUNDING = 1e-9  # rounding error of mean scores
 def fewest(
     least: int, most: int, steps: Sequence[int], keeps: Callable[[int], bool]
 ) -> int | None:
-    """Returns the smallest |kv| that keeps the score; tries each at most once.
+    """Returns the smallest |kv| from least to most that keeps the score, or None.
 
-    For each step, tries its multiples in descending order, below the smallest that kept
-    the score and above the largest that missed, and stops at the first miss.
-
-    Args:
-      least, most: the smallest and the largest |kv| to try.
-      steps: in descending order, such as (128, 64).
-      keeps: returns whether a |kv| keeps the score; takes long.
-
-    Returns:
-      The |kv|, or None if none that was tried keeps the score.
+    For each step, in descending order as in (128, 64), tries its multiples in
+    descending order, below the smallest that kept the score and above the largest that
+    missed, and stops at the first miss. Each |kv| is tried once at most: `keeps` takes
+    long.
     """
     found, missed = None, least - 1
     for step in steps:
@@ -81,11 +75,8 @@ def bounds(
 ) -> tuple[int, int]:
     """Returns the smallest and the largest |kv| to try, for `fewest`.
 
-    Args:
-      method: the method; |kv| that it does not accept are left out.
-      spec: of the model.
-      longest: tokens of the longest prompt; |kv| stays below it.
-      steps: of the search.
+    The largest stays below `longest`, the tokens of the longest prompt; |kv| that the
+    method does not accept are left out.
 
     Raises:
       UserError: the method accepts no |kv| below the length of the prompts.

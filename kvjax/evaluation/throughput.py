@@ -46,12 +46,8 @@ METHODS: dict[str, dict[str, Any]] = {  # fields of methods that a config names
 }
 _COMMON: dict[str, dict[str, Any]] = {  # fields that a batch rule sets
     "full": {},
-    "ed": {
-        "policy": "recency",
-        "schedule": "decode_only",
-        "budget": 2,
-        "evict_size": 1,
-    },
+    "ed": {"policy": "recency", "schedule": "decode_only", "budget": 2}
+    | {"evict_size": 1},
     "batch_max": {"schedule": "prefill_and_decode"},
     "fixed": {},
     "search": {"schedule": "prefill_and_decode", "budget": None},
@@ -62,21 +58,10 @@ _COMMON: dict[str, dict[str, Any]] = {  # fields that a batch rule sets
 _RANKS = {"ed": 0, "full": 1, "search": 2}
 # Fields of a line of batches.jsonl that a method's record is computed from.
 _PLACE = ("method", "max_new_tokens", "batch_size", "prefill_batch")
-_OF_BATCH = (
-    "examples",
-    "scores",
-    "prefill_seconds",
-    "decode_seconds",
-    "measured_bytes",
-)
+_OF_BATCH = "examples", "scores", "prefill_seconds", "decode_seconds", "measured_bytes"
 _OF_TRIED = (  # fields that a record keeps of each |kv| that the search tried
-    "budget",
-    "batch_size",
-    "limited_by",
-    "score",
-    "num_examples",
-    "output_tokens_per_s",
-    "predicted_tokens_per_s",
+    *("budget", "batch_size", "limited_by", "score", "num_examples"),
+    *("output_tokens_per_s", "predicted_tokens_per_s"),
 )
 
 
@@ -133,15 +118,13 @@ class Throughput(Experiment):
 
 
 def from_config(fields: config.Fields, overrides: config.Fields) -> Throughput:
-    """Builds a throughput experiment from the fields of a config.
+    """Builds a throughput experiment from the fields of a config and overrides.
 
-    Args:
-      fields: of `Throughput`; also `prefill_chunk`, `budget` and `codec`, the defaults
-        of methods, and `num_examples` and `prompt_tokens`, the defaults of tasks. A
-        method is a name in `METHODS`, or its fields; its `batch_rule` sets the fields
-        that all methods of this rule share, such as ED's policy and budget. `tasks` is
-        the needle by default. `config.flattened` describes the rest.
-      overrides: fields to replace; None leaves a field as it is.
+    Fields are those of `Throughput`; also `prefill_chunk`, `budget` and `codec`, the
+    defaults of methods, and `num_examples` and `prompt_tokens`, the defaults of tasks.
+    A method is a name in `METHODS`, or its fields; its `batch_rule` sets the fields
+    that all methods of this rule share, such as ED's policy and budget. `tasks` is the
+    needle by default. `config.flattened` describes the rest.
 
     Raises:
       UserError: a field is missing or unknown.
@@ -465,12 +448,8 @@ def _roofline(
 ) -> Record:
     """Returns a batch's work, the devices' rates, and the share of them it reached.
 
-    Args:
-      dtype: of the run.
-      planned: the plan of the batch.
-      length: tokens per prompt.
-      reading, writing: measured tokens per second of prefill and of decode; `writing`
-        is None if nothing was decoded.
+    `length` is tokens per prompt; `reading` and `writing` are measured tokens per
+    second of prefill and of decode, None if nothing was decoded.
     """
     devices = planned.job.mesh.size if planned.job.mesh else 1
     rates = roofline.measured_rates(dtype)

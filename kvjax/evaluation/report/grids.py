@@ -32,10 +32,8 @@ class Table(NamedTuple):
 def markdown(table: Table, width: int | None = None) -> str:
     """Returns the table in Markdown, its columns aligned.
 
-    Args:
-      table: the table.
-      width: characters in a line. A wider table is split into parts, each with the key
-        columns and as many others as fit, at least one. None: no limit.
+    A table wider than `width` characters is split into parts, each with the key columns
+    and as many others as fit, at least one. None: no limit.
     """
     cells = [
         [f"**{c}**" if (i, j) in table.bold else c for j, c in enumerate(row)]

@@ -22,33 +22,12 @@ from kvjax.evaluation.report.records import PROBES, Record, Source
 from kvjax.types import UserError
 
 _SUMMARY = (
-    "policy",
-    "schedule",
-    "budget",
-    "budget_rule",
-    "budget_share",
-    "mean_slots",
-    "smallest_slots",
-    "largest_slots",
-    "codec",
-    "batch_size",
-    "score",
-    "kl",
-    "top1_agreement",
-    "prefill_tokens_per_s",
-    "decode_tokens_per_s",
-    "output_tokens_per_s",
-    *PROBES,
-    "kv_bytes_peak_per_seq",
+    *("policy", "schedule", "budget", "budget_rule", "budget_share", "mean_slots"),
+    *("smallest_slots", "largest_slots", "codec", "batch_size", "score", "kl"),
+    *("top1_agreement", "prefill_tokens_per_s", "decode_tokens_per_s"),
+    *("output_tokens_per_s", *PROBES, "kv_bytes_peak_per_seq"),
 )
-_SETTING = (
-    "model",
-    "device",
-    "memory_bytes",
-    "prompt_tokens",
-    "max_new_tokens",
-    "seed",
-)
+_SETTING = "model", "device", "memory_bytes", "prompt_tokens", "max_new_tokens", "seed"
 _TASK_SUMMARY = ("metric", "score", "num_examples", "interval", "interval_method")
 _LATEX = str.maketrans(
     {
@@ -161,11 +140,7 @@ def _kind(records: Sequence[Record]) -> str:
 def overview(records: Sequence[Record], width: int | None = None) -> str:
     """Returns a run's main table in Markdown: of a sweep, the best methods.
 
-    A second table follows where |kv| was searched.
-
-    Args:
-      records: of a run.
-      width: see `grids.markdown`.
+    A second table follows where |kv| was searched. `width`: see `grids.markdown`.
     """
     kind = _kind(records)
     table, _ = _REPORTS[kind]
@@ -177,19 +152,12 @@ def overview(records: Sequence[Record], width: int | None = None) -> str:
 
 
 def write_report(records: Sequence[Record], workdir: str | os.PathLike) -> pathlib.Path:
-    """Writes report.md and its pictures.
+    """Writes report.md and its pictures into an existing folder; returns its path.
 
     The pictures are heat_map.png and pareto.png for a sweep, throughput_vs_batch.png
     for throughput, and otherwise quality_vs_memory.png and, where rates were measured,
     throughput_vs_memory.png. head_sizes.png is added where heads of a method differ in
     size.
-
-    Args:
-      records: shown in this order.
-      workdir: an existing folder.
-
-    Returns:
-      The path of report.md.
 
     Raises:
       ValueError: there are no records.
@@ -233,11 +201,7 @@ def _known(records: Sequence[Record], key: str) -> str:
 def write_comparison(
     sources: Sequence[Source], folder: str | os.PathLike
 ) -> dict[str, Any]:
-    """Writes report.md, report.html, tables.tex and the pictures.
-
-    Args:
-      sources: see `records.read`.
-      folder: made if it is not there.
+    """Writes report.md, report.html, tables.tex and pictures; makes the folder.
 
     Returns:
       The files, and each group's differences to the full cache or ratios to ED; it fits

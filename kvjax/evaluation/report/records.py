@@ -115,13 +115,9 @@ def read_records(
 
     A last line that an interruption cut short is left out.
 
-    Args:
-      path: of the file.
-      needed: returns the fields that a record must have.
-
     Raises:
-      UserError: another line is not a record, is of another format, or lacks a field;
-        it names file and line.
+      UserError: another line is not a record, is of another format, or lacks a field
+        that is `needed`; it names file and line.
     """
     path = pathlib.Path(path)
     return _read(path, needed).records if path.exists() else []

@@ -53,11 +53,7 @@ def register(name: str, task: Callable[[], Task]) -> Callable[[], Task]:
 
 
 def get(name: str) -> Task:
-    """Returns the task of this name.
-
-    Args:
-      name: of a task of kvjax or a registered one; or `module:name` of a `Task` or of a
-        function that returns one.
+    """Returns the task of this name: kvjax's, a registered one, or `module:name`.
 
     Raises:
       UserError: there is no such task (the error suggests a similar name), or the

@@ -54,17 +54,14 @@ def examples(
     data_dir: str | None = None,
     subtask: str | None = None,
 ) -> list[Example]:
-    """Returns questions of one subtask, or of all interleaved, with their prompts.
-
-    A `count` of None returns all questions.
+    """Returns questions of one subtask, or of all interleaved; without a `count`, all.
 
     Prompts are read from `DATA_DIR/bbh/cot_prompts/NAME.txt`, or from `cot-prompts` as
     in a clone of the authors' repository. Rows are read from `bbh/tasks/NAME.json`, or
     from `bbh/NAME.json` as in the clone, or from the hub.
 
     Raises:
-      UserError: the subtask or its prompt does not exist, or has fewer than `count`
-        rows.
+      UserError: the subtask or its prompt does not exist, or there are too few rows.
     """
     if subtask not in (None, *SUBTASKS):
         raise UserError(f"BBH has no subtask {subtask!r}; it has {', '.join(SUBTASKS)}")

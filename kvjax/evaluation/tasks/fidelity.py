@@ -31,21 +31,13 @@ def windows(
 ) -> list[Window]:
     """Returns `count` windows of the text, in the order of their positions.
 
-    If the text is long enough, they are disjoint, with random gaps; otherwise they
-    overlap and are evenly spaced. If the tokenizer adds BOS, each prompt begins with
-    it, as one of its `prompt_tokens`.
-
-    Args:
-      tokenizer: a fast transformers tokenizer.
-      count: number of windows.
-      prompt_tokens: tokens in each prompt.
-      continuation_tokens: tokens in each continuation.
-      seed: draws the gaps between disjoint windows.
-      haystack: prose, see `kvjax.evaluation.tasks.text.haystack`.
+    If the text is long enough, they are disjoint, with random gaps that `seed` draws;
+    otherwise they overlap and are evenly spaced. If the tokenizer adds BOS, each prompt
+    begins with it, as one of its `prompt_tokens`. `haystack` is prose, see
+    `kvjax.evaluation.tasks.text.haystack`.
 
     Raises:
-      UserError: a number is below 1, or the text is too short for `count` different
-        windows.
+      UserError: a number is below 1, or the text is too short for different windows.
     """
     sizes = {"count": count, "prompt_tokens": prompt_tokens}
     sizes["continuation_tokens"] = continuation_tokens

@@ -50,15 +50,8 @@ def examples(
 ) -> list[Example]:
     """Returns `count` examples, each of the largest size that fits.
 
-    Args:
-      task: defines how a prompt is encoded.
-      writer: writes the examples; example i has the seed `(seed, i)`.
-      tokenizer: a transformers tokenizer.
-      count: number of examples.
-      seed: seeds all random draws.
-      length: maximal tokens of a prompt (with chat template, primer and special
-        tokens) plus `reserved`.
-      reserved: tokens reserved for the answer.
+    Example i has the seed `(seed, i)`. `length` is the most tokens of a prompt (with
+    chat template, primer and special tokens) and the `reserved` ones of its answer.
 
     Raises:
       UserError: `count` is below 1, or `length` cannot hold the smallest size.

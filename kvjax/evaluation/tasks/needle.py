@@ -65,17 +65,10 @@ def examples(
 ) -> list[Example]:
     """Returns `count` prompts of nearly `length` tokens, with different keys and texts.
 
-    The prompts are as long as whole words allow within `length`. Their texts start at
-    sentences spread evenly over the haystack, which is repeated if it is too short; the
-    needle stands between two sentences. Depths are cycled.
-
-    Args:
-      tokenizer: a fast transformers tokenizer; its chat template is used if it has one.
-      count: number of prompts.
-      length: maximal tokens of a prompt.
-      depths: depths of the needle, each from 0 (start) to 1 (end).
-      seed: draws the keys and the texts.
-      haystack: prose, see `kvjax.evaluation.tasks.text.haystack`.
+    The prompts are as long as whole words allow within `length`, with the tokenizer's
+    chat template if it has one. Their texts start at sentences spread evenly over the
+    haystack (see `kvjax.evaluation.tasks.text.haystack`), which is repeated if it is
+    too short; the needle stands between two sentences. Depths are cycled.
 
     Raises:
       UserError: `length` cannot hold needle and question, `count` is below 1, a depth

@@ -58,15 +58,10 @@ def _needles(
     depths: Sequence[float] = _DEPTHS,
     haystack: str | None = None,
 ) -> list[Example]:
-    """Returns prompts of `needle.examples`.
+    """Returns prompts of `needle.examples`, with `haystack` a folder or None.
 
-    Each example is drawn by a call of its own, so that a larger `count` does not change
-    the first ones.
-
-    Args:
-      tokenizer, count, length, depths: of `needle.examples`.
-      seed: combined with the example's index for the seed of `needle.examples`.
-      haystack: a folder for `kvjax.evaluation.tasks.text.haystack`.
+    Each is drawn by a call of its own, seeded by `seed` and its index, so that a larger
+    `count` does not change the first ones.
     """
     needle.check(count, depths)
     prose = text.haystack(haystack)

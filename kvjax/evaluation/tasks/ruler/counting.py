@@ -57,11 +57,8 @@ def common_words(length: int) -> Writer:
 def frequent_words(length: int, reserved: int) -> Writer:
     """Returns the writer of fwe; its size is the total number of coded words.
 
-    The word of rank k occurs size / (zeta(2) k^2) times.
-
-    Args:
-      length: in tokens; determines the number of different words.
-      reserved: tokens of `length` reserved for the answer.
+    The word of rank k occurs size / (zeta(2) k^2) times. Different words are as many as
+    `length` tokens suggest, without those reserved for the answer.
     """
     different = max((length - reserved) // 50, _FREQUENT + 2)
     return Writer(functools.partial(_write_frequent, different), _LEAST_WORDS)

@@ -13,13 +13,8 @@ def examples(
     """Returns the first `count` rows of `NAME.jsonl` or `NAME/validation.jsonl`.
 
     The primer is the row's `answer_prefix`. Rows of older RULER versions have none; the
-    end of their `input`, from `opening` on, is the primer then.
-
-    Args:
-      name: RULER's name of the task, such as "niah_multikey_3".
-      opening: the first characters of the task's primer.
-      count: number of examples.
-      data_dir: the folder that holds the file.
+    end of their `input`, from `opening` on (the primer's first characters), is the
+    primer then. `name` is RULER's, such as "niah_multikey_3".
 
     Raises:
       UserError: the folder or file does not exist, the file is not in this format, or

@@ -73,14 +73,10 @@ class _Needles(NamedTuple):
 
 
 def writer(niah: Niah, essay: str | None = None) -> Writer:
-    """Returns a task's writer.
+    """Returns a task's writer; `essay` is prose, for the haystack "essay".
 
     Its size is the number of words of the essay, of lines of noise or of distractor
     needles.
-
-    Args:
-      niah: the task.
-      essay: prose, for the haystack "essay".
     """
     hide = _in_lines
     if niah.haystack == "essay":

@@ -100,17 +100,13 @@ SOURCES = {
 def writer(name: str, data_dir: str | None, count: int) -> Writer:
     """Returns a task's writer; its size is the number of added documents.
 
-    Example i has the i-th question of the file. Added documents are first those of the
-    same article (SQuAD), then any others; if they run out, all are repeated.
-
-    Args:
-      name: "qa_1" or "qa_2".
-      data_dir: the folder that holds the file, see `SOURCES`.
-      count: number of examples that will be drawn.
+    Example i has the i-th question of the file in `data_dir`, see `SOURCES`. Added
+    documents are first those of the same article (SQuAD), then any others; if they run
+    out, all are repeated.
 
     Raises:
       UserError: the folder or file does not exist, the file is not in this format, or
-        it has too few questions.
+        it has fewer than `count` questions.
     """
     data = _load(SOURCES[name], name, data_dir)
     if len(data.questions) < count:
