@@ -2,7 +2,7 @@
 
     protocol    starts a worker under another interpreter, exchanges JSON lines with it
     throughput  `measure` times transformers and kvpress under one memory limit
-    memory      estimates the bytes they need, and searches for the largest batch
+    memory      searches for the largest batch that fits
     presses     kvpress' presses by the names of our policies
     decoding    prefill and greedy decoding with transformers
     worker      the script that `throughput` runs under the other interpreter

@@ -33,14 +33,7 @@ from kvjax.types import UserError
 
 CHUNK = 256  # prompt tokens at a time, where transformers reads in chunks
 WARM_UP = 512  # prompt tokens, at most, of the run that is not measured
-UNGRADED = (
-    "score",
-    "num_examples",
-    "loss",
-    "reference_loss",
-    "kl",
-    "top1_agreement",
-)
+UNGRADED = "score", "num_examples", "loss", "reference_loss", "kl", "top1_agreement"
 Progress = Callable[[str, int], None]  # the current step, newly finished methods
 
 
@@ -75,18 +68,6 @@ class Method(NamedTuple):
     def kept(self, prompt_tokens: int) -> int:
         return min(self.budget, prompt_tokens) if self.policy else prompt_tokens
 
-    def work(self, prompt_tokens: int, new: int, chunk: int | None) -> memory.Work:
-        window = {"snapkv": dict(self.options).get("window_size", 64), "tova": 1}
-        return memory.Work(
-            prompt_tokens,
-            new,
-            self.kept(prompt_tokens) if self.policy else None,
-            chunk,
-            self.policy,
-            window.get(self.policy, 0),
-            self.policy in presses.EAGER,
-        )
-
 
 def measure(
     python: str,
@@ -117,8 +98,8 @@ def measure(
       that needs the most memory or `prompts`; the medians of the batches' seconds, and
       all of them in `*_seconds_all`; rates as in kvjax's records, where all new tokens
       count over the seconds of the decode phase, though the prompt gives the first;
-      `measured_bytes`, the peak of what was timed; `counted_bytes`, what was expected;
-      `tried_batches`, the batches run on the way.
+      `measured_bytes`, the peak of what was timed; `tried_batches`, the batches run on
+      the way.
 
     Raises:
       UserError: invalid arguments; not even one prompt fits.
@@ -254,7 +235,6 @@ class _Worker:
         except BaselineError:
             self.baseline.close()
             raise
-        self.shape = memory.Shape(**self.about["shape"])
 
     def __enter__(self) -> "_Worker":
         return self
@@ -304,38 +284,23 @@ class _Plan(NamedTuple):
 def _plans(worker: _Worker, method: Method, task: _Task, progress) -> list[_Plan]:
     """Returns the ways to prefill that are worth timing.
 
-    Chunks only if by the estimate more rows fit than in one call.
+    Chunks only if more rows fit than in one call.
     """
     chunks = (None,) if method.policy or task.length <= CHUNK else (None, CHUNK)
-    found: list[_Plan] = []
-    for chunk in chunks:
-        plan = _Plan(method, chunk, [])
-        if found and not _fits(worker, plan, task, memory.largest(found[0].trials) + 1):
-            continue
+    plans = [_Plan(method, chunk, []) for chunk in chunks]
+    for plan in plans:
         _search(worker, plan, task, progress)
-        if memory.largest(plan.trials):
-            found.append(plan)
+    whole = memory.largest(plans[0].trials)
+    found = [p for p in plans if memory.largest(p.trials) > (whole if p.chunk else 0)]
     if not found:
-        raise UserError(_too_small(method, task, plan.trials[-1]))
+        raise UserError(_too_small(method, task, plans[-1].trials[-1]))
     return found
-
-
-def _fits(worker: _Worker, plan: _Plan, task: _Task, batch: int) -> bool:
-    """Returns whether `batch` prompts exist and, by the estimate, fit."""
-    counted = _count(worker, plan, task, batch)
-    return batch <= len(task.prompts) and max(counted.values()) <= task.limit
-
-
-def _count(worker: _Worker, plan: _Plan, task: _Task, batch: int) -> dict[str, int]:
-    work = plan.method.work(task.length, task.new, plan.chunk)
-    return memory.count_bytes(worker.shape, work, batch)
 
 
 def _search(worker: _Worker, plan: _Plan, task: _Task, progress: Progress) -> None:
     """Tries batches until the largest that fits is found."""
-    count = lambda batch: max(_count(worker, plan, task, batch).values())
-    known = count, worker.shape.weights, plan.trials, task.limit, len(task.prompts)
-    while batch := memory.next_batch(*known):
+    limits = task.limit, len(task.prompts)
+    while batch := memory.next_batch(worker.about["weights"], plan.trials, *limits):
         progress(f"does a batch of {batch} fit?", 0)
         done = worker.run(plan.method, task, batch, plan.chunk, task.limit)
         plan.trials.append(_trial(batch, done, task.limit))
@@ -388,9 +353,8 @@ def _record(
     method, chunk, trials = plan
     batch = memory.largest(trials)
     (fits,) = [each for each in trials if each.batch == batch and not each.why]
-    counted = _count(worker, plan, task, batch)
-    phases = fits.bytes or counted
-    limit = "prompts" if batch == len(task.prompts) else max(phases, key=phases.get)
+    limit = max(fits.bytes, key=fits.bytes.get, default="memory")
+    limit = "prompts" if batch == len(task.prompts) else limit
     read, written = done["seconds"]["prefill"], done["seconds"]["decode"]
     reading, writing = statistics.median(read), statistics.median(written)
     both = statistics.median(map(sum, zip(read, written, strict=True)))
@@ -421,7 +385,6 @@ def _record(
         "decode_tokens_per_s": batch * task.new / writing if task.new > 1 else None,
         "output_tokens_per_s": batch * task.new / both,
         "measured_bytes": max(done["bytes"].values(), default=None),
-        "counted_bytes": max(counted.values()),
         "memory_bytes": task.limit,
         "model": worker.name,
         "attention": "eager" if method.policy in presses.EAGER else "sdpa",

@@ -8,11 +8,11 @@ Requests, after the model:
     {"policy", "ratio", "options", "chunk", "batches", "new", "limit",
      "retain_freed_memory"}
 
-The first request makes all presses, warms up with its prompt, and returns the model's
-shape. The second returns the seconds of every batch, the peak bytes of each phase, the
-numbers of KV pairs kept, and the tokens; or `out_of_memory` where memory ran out. With
-a `limit` it is a rehearsal: it decodes only the last of the new tokens, where the cache
-is largest. For `retain_freed_memory` see `Meter`.
+The first request makes all presses, warms up with its prompt, and returns the bytes of
+the weights. The second returns the seconds of every batch, the peak bytes of each
+phase, the numbers of KV pairs kept, and the tokens; or `out_of_memory` where memory ran
+out. With a `limit` it is a rehearsal: it decodes only the last of the new tokens, where
+the cache is largest. For `retain_freed_memory` see `Meter`.
 """
 
 import contextlib
@@ -120,30 +120,15 @@ def warm_up(model, prompt):
 
 
 def about(model):
-    """Describes the model's shape, the device and the versions."""
+    """Describes the model's size, the device and the versions."""
     import torch
 
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None)
-    head_dim = getattr(config, "head_dim", None)
-    shape = {
-        "layers": config.num_hidden_layers,
-        "heads": heads,
-        "kv_heads": kv_heads or heads,
-        "head_dim": head_dim or config.hidden_size // heads,
-        "model_dim": config.hidden_size,
-        "ff_dim": config.intermediate_size,
-        "vocab": config.vocab_size,
-        "element": model.dtype.itemsize,
-        "weights": sum(each.nbytes for each in model.parameters()),
-    }
     gpu = model.device.type == "cuda"
     versions = {"python": platform.python_version()}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions["kvpress"] = importlib.metadata.version("kvpress")
     return {
-        "shape": shape,
+        "weights": sum(each.nbytes for each in model.parameters()),
         "device": torch.cuda.get_device_name() if gpu else "cpu",
         "dtype": str(model.dtype).removeprefix("torch."),
         "threads": None if gpu else torch.get_num_threads(),

@@ -30,8 +30,6 @@ from baselines.throughput import Method  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
-SMOLLM2 = memory.Shape(30, 9, 3, 64, 576, 1536, 49152, 4, 538_060_032)
-TINY = memory.Shape(2, 4, 2, 8, 32, 64, 50, 4, 1000)
 LENGTH, NEW, PROMPTS = 10, 3, 9
 
 WORKER = """\
@@ -44,7 +42,7 @@ WORKER = """\
 
     def answer(request):
         if "methods" in request:
-            return {{"shape": {shape}, "device": "cpu", "dtype": "float32",
+            return {{"weights": {weights}, "device": "cpu", "dtype": "float32",
                      "threads": 1, "versions": {{"kvpress": "1"}}}}
         batch = len(request["batches"][0])
         rehearsal = request["limit"] is not None
@@ -90,7 +88,6 @@ def fake(tmp_path):
 
     def make(**changes):
         fields = defaults | changes | {"python": sys.executable, "weights": 1000}
-        fields["shape"] = TINY._asdict()
         path = tmp_path / "python"
         path.write_text(textwrap.dedent(WORKER).format(**fields))
         path.chmod(0o755)
@@ -152,25 +149,22 @@ def test_dies_at_any_batch(fake):
 
 @pytest.mark.parametrize("known", [True, False])
 def test_search(known):
-    """Finds the largest in few runs, however wrong the count; by figures or without."""
+    """Finds the largest in few runs, with peaks or without, beside a fixed cost."""
     draw = random.Random(0)
     for _ in range(300):
-        row, counted = draw.uniform(1, 50), draw.uniform(1, 50)
-        free, most = draw.randint(60, 5000), draw.randint(1, 200)
-        trials = searched(row, counted, free, most, known)
-        best = min(free // row, most)
-        first = min(max(free // counted, 1), most)
-        assert memory.largest(trials) == (best if known or first > best else first)
-        assert len(trials) <= (4 if known else 9)
+        row, fixed = draw.uniform(1, 50), draw.uniform(0, 10)
+        free, most = draw.randint(70, 5000), draw.randint(1, 200)
+        trials = searched(row, fixed, free, most, known)
+        assert memory.largest(trials) == min((free - fixed) // row, most)
+        assert len(trials) <= (4 if known else 15)
 
 
-def searched(row, counted, free, most, known):
-    """The trials of a search where rows take `row` bytes and were thought `counted`."""
-    count = lambda batch: 100 + counted * batch
+def searched(row, fixed, free, most, known):
+    """The trials of a search where rows take `row` bytes, and all of them `fixed`."""
     trials = []
-    while batch := memory.next_batch(count, 100, trials, 100 + free, most):
-        size = {"prefill": 100 + row * batch} if known else {}
-        why = "" if row * batch <= free else "too much"
+    while batch := memory.next_batch(100, trials, 100 + free, most):
+        size = {"prefill": 100 + fixed + row * batch} if known else {}
+        why = "" if fixed + row * batch <= free else "too much"
         trials.append(memory.Trial(batch, size, why))
     return trials
 
@@ -241,11 +235,6 @@ def test_prompt_in_chunks(fake, monkeypatch, seconds, better):
     """Where it lets more rows in; the faster way is the record."""
     monkeypatch.setattr(throughput, "CHUNK", 4)
     python = fake(row=200, row_in_chunks=100, seconds=seconds)
-
-    def count(shape, work, batch):
-        return {"prefill": 1000 + batch * (100 if work.chunk else 200)}
-
-    monkeypatch.setattr(memory, "count_bytes", count)
     record = measure(python, 1600, Method())
     (other,) = record["alternatives"]
     assert record["prefill_chunk"] == better
@@ -401,30 +390,6 @@ def test_ratio_keeps_the_budget():
         assert presses.ratio(tokens, tokens) == presses.ratio(2 * tokens, tokens) == 0
 
 
-@pytest.mark.parametrize(
-    ("work", "batch", "prefill", "decode"),
-    [
-        (memory.Work(1000, 12), 2, 149.9, 98.9),
-        (memory.Work(1000, 12), 4, 297.9, 193.9),
-        (memory.Work(1000, 12, 128, None, "snapkv", 32), 2, 68.3, 16.4),
-        (memory.Work(1000, 12, 128, None, "snapkv", 32), 4, 136.2, 30.4),
-        (memory.Work(600, 8, 128, None, "average_attention", eager=True), 4, 171, 31),
-        (memory.Work(600, 3, 128, None, "streaming"), 1, 23.7, 7.2),
-        (memory.Work(600, 3), 3, 141.0, 92.1),
-        (memory.Work(600, 3, 100, None, "key_diff"), 3, 67.0, 18.4),
-        (memory.Work(600, 3, 100, None, "expected_attention"), 1, 42.3, None),
-        (memory.Work(600, 3, 100, None, "expected_attention"), 3, 69.6, 18.1),
-    ],
-)
-def test_count_is_what_was_measured(work, batch, prefill, decode):
-    """MB of resident growth that SmolLM2 showed with torch 2.13, kvpress 0.5.5."""
-    counted = memory.count_bytes(SMOLLM2, work, batch)
-    growth = {phase: (x - SMOLLM2.weights) / 1e6 for phase, x in counted.items()}
-    assert growth["prefill"] == pytest.approx(prefill, rel=0.1)
-    if decode:  # after expected attention not all of what it used goes back
-        assert growth["decode"] == pytest.approx(decode, rel=0.2)
-
-
 # ----------------------------------------------------------------- the real other side
 
 
@@ -454,7 +419,7 @@ def test_real_baselines_of_a_shape(monkeypatch):
 
 @pytest.mark.model
 def test_real_baselines(smollm2):
-    """Same tokens as ours, the right number of pairs kept, memory as counted."""
+    """Same tokens as ours, and the right number of pairs kept."""
     python = os.environ.get("KVJAX_BASELINE_PYTHON")
     if not python:
         pytest.skip("KVJAX_BASELINE_PYTHON names no interpreter with torch and kvpress")
@@ -479,6 +444,4 @@ def test_real_baselines(smollm2):
         )
         assert record["tokens"] == [each.tokens for each in ours]
         assert record["batch_size"] == 2
-        counted = record["counted_bytes"] - SMOLLM2.weights
-        growth = record["measured_bytes"] - SMOLLM2.weights
-        assert growth == pytest.approx(counted, rel=0.15)
+        assert record["measured_bytes"] > 538_060_032  # the weights
