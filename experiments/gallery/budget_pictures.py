@@ -30,15 +30,15 @@ _WORKDIR = flags.DEFINE_string("workdir", "runs/report", "Where the pictures go.
 _WAYS = flags.DEFINE_list(
     "ways",
     ["alike", "pyramid", "squeeze", "by layer", "by head"],
-    "Which ways to share out pairs have a line, as methods call them; none: all.",
+    "Budget rules that have a line, as methods call them; none: all.",
 )
 _RULES = flags.DEFINE_list(
-    "rules", [], "Which rules have a column, as methods' series call them; none: all."
+    "rules", [], "Policies that have a column, as methods' series call them; none: all."
 )
 _TITLE = flags.DEFINE_string(
     "title",
     "Sizes by rule, share and length",
-    "What heads.md is called.",
+    "The title of heads.md.",
 )
 _HOW_TO_READ = """\
 Written by `experiments/gallery/budget_pictures.py`. A cell has the keys found, in
@@ -70,7 +70,7 @@ def main(argv):
 
 
 def _chosen(flag: str, asked: list[str], run: pd.Series) -> list[str]:
-    """What is asked for, or all that runs have; raises UserError if none has it."""
+    """Returns the names asked for, or all; raises UserError for unknown ones."""
     known = list(run.unique())
     if unknown := sorted({*asked} - {*known}):
         raise UserError(
@@ -80,7 +80,7 @@ def _chosen(flag: str, asked: list[str], run: pd.Series) -> list[str]:
 
 
 def table(sources) -> pd.DataFrame:
-    """A row per method: `_METHOD`, `found` in percent, `nats`, `kl` and `model`.
+    """Returns a row per method: `_METHOD`, `found` in percent, `nats`, `kl`, `model`.
 
     Raises:
       UserError: a run whose full cache finds nothing, a method that two runs have, or
@@ -91,7 +91,7 @@ def table(sources) -> pd.DataFrame:
         full = groups.full_cache(source.records)
         if not full.get("score"):
             raise UserError(f"{source.path} has no full cache that finds anything")
-        rows += [_row(each, full) for each in source.records if _is_told(each)]
+        rows += [_row(each, full) for each in source.records if _is_compared(each)]
     if not rows:
         raise UserError(
             "no method keeps a share of its prompts and tells its distance from the "
@@ -107,8 +107,8 @@ def table(sources) -> pd.DataFrame:
     return frame
 
 
-def _is_told(record: Record) -> bool:
-    """Whether a share of the prompt stays, and predictions were compared."""
+def _is_compared(record: Record) -> bool:
+    """Returns whether the budget is a share and the predictions were compared."""
     return bool(record.get("budget_share")) and record.get("kl") is not None
 
 
@@ -127,7 +127,7 @@ def _row(record: Record, full: Record) -> dict[str, Any]:
 
 
 def as_markdown(rows: pd.DataFrame, title: str) -> str:
-    """A page with a table for each length and share: rules across, ways down."""
+    """Returns a page with a table per length and share, policies by rules."""
     rules = list(rows["rule"].unique())
     ways = list(dict.fromkeys([*_WAYS.default, *rows["way"]]))
     told = [f"# {title}", _HOW_TO_READ]
@@ -155,7 +155,7 @@ def _cell(row: pd.Series | None, most: float | None) -> str:
 
 
 def draw(rows: pd.DataFrame, ways: Sequence[str], measure: str) -> Any:
-    """Rules across, lengths of prompts down, a line for each way to share out."""
+    """Draws a panel per policy and prompt length, with a line per budget rule."""
     rules = list(rows["rule"].unique())
     lengths, shares = (sorted(rows[each].unique()) for each in ("length", "share"))
     looks = list(map(figures.joined, figures.marks_of(ways)))

@@ -19,17 +19,17 @@ SEED = 0
 
 
 def gsm8k(data_dir=None, **_):
-    """Eight shots with their reasoning."""
+    """Returns GSM8K: eight shots with their reasoning."""
     return _test(_asked("gsm8k", data_dir))
 
 
 def bbh(subtask, data_dir=None, **_):
-    """Three shots with chains of thought, as the authors wrote them."""
+    """Returns a BBH subtask: three shots with chains of thought."""
     return _test(_asked(f"bbh/{subtask}", data_dir))
 
 
 def bbh_choice(subtask, data_dir=None, **_):
-    """Three shots, the first questions, with bare answers; the others are asked."""
+    """Returns a BBH subtask whose first rows are shots with bare answers."""
     rows = list(data.rows(bbh_rows.source(subtask), "test", _folder(data_dir)))
     shots = [f"Q: {row['input']}\nA: {row['target']}" for row in rows[:3]]
     return _test(

@@ -181,7 +181,7 @@ def step(job: Job, rows: int, tokens: int, held: Heads, logits: bool) -> Work:
 
 
 class _Stored(NamedTuple):
-    """How every head [L * K] stores its pairs, and its attention window."""
+    """The storage of every head's pairs [L * K], and its attention window."""
 
     key: Float[np.ndarray, " H"]  # bytes of one
     value: Float[np.ndarray, " H"]

@@ -1,4 +1,4 @@
-"""What runs write down, and what becomes of it: records, tables, figures, pages.
+"""Records that runs write, and the tables, figures and pages made from them.
 
 A run calls `overview`, `summary` and `write_report` with its records. `read` and
 `write_comparison` join the records of several runs, and `leaderboard` makes their page.
