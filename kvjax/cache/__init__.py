@@ -23,6 +23,7 @@ from kvjax.cache.state import (
     next_positions,
     raise_errors,
     release,
+    select,
     stored_bytes,
 )
 from kvjax.cache.update import measure, step_layer
@@ -65,6 +66,7 @@ __all__ = [
     "next_positions",
     "raise_errors",
     "release",
+    "select",
     "step_layer",
     "stored_bytes",
 ]

@@ -127,6 +127,17 @@ def insert(
     )
 
 
+def select(state: KVState, rows: Int[Array, "N"]) -> KVState:
+    """Returns a state of these rows, for reading alone: `insert` copies it elsewhere.
+
+    A row may be named several times, but none of B or more.
+    """
+    take = lambda leaf: host.rows(leaf, rows)
+    rest = jax.tree.map(take, state.replace(layers=()))
+    layers = tuple(state.layout.rows(layer, rows) for layer in state.layers)
+    return rest.replace(layers=layers)
+
+
 def release(state: KVState, rows: Int[Array, "N"]) -> KVState:
     """Evicts all pairs of these rows, which are then empty until the next `insert`.
 
