@@ -98,13 +98,13 @@ class Scheduler:
         # The group: (place, request) of each sample that is in no row yet.
         self._places: collections.deque[tuple[int, Request]] = collections.deque()
         self._has_group = False  # the executor holds one, even if no place is left
-        self._rows: list[_Decoding | None] = [None] * executor.rows
+        self._rows: dict[int, _Decoding] = {}  # that decode
         self._cancelled: set[int] = set()
 
     @property
     def busy(self) -> bool:
         """True while a request is waiting, being read, ready or decoding."""
-        return bool(self._waiting or self._has_group or any(self._rows))
+        return bool(self._waiting or self._has_group or self._rows)
 
     def add(self, request: Request) -> None:
         """Lets a request wait for its turn, with all its samples."""
@@ -130,12 +130,11 @@ class Scheduler:
         """Does the next thing, see the module; returns its events, often none."""
         if self._cancelled:
             return self._cancel()
-        idle = [row for row, decoding in enumerate(self._rows) if decoding is None]
         if self._has_group and not self._executor.reading:
             if not self._places:
                 return self._drop()
-            if idle:
-                return self._insert(idle)
+            if len(self._rows) < self._executor.rows:
+                return self._insert()
         if self._waiting and not self._has_group:
             return self._read()
         return self._step() if self.busy else []
@@ -148,7 +147,7 @@ class Scheduler:
         self._waiting = collections.deque(r for r in self._waiting if not wanted(r))
         self._places = collections.deque(p for p in self._places if not wanted(p[1]))
         events = [Event(request, [], finish_reason="cancelled") for request in ended]
-        rows = {row: r for row, (r, _) in self._decoding() if wanted(r)}
+        rows = {row: r for row, (r, _) in self._rows.items() if wanted(r)}
         kept = self._free(list(rows), list(rows))
         return events + [
             Event(request, [], finish_reason="cancelled", kept=kept[row])
@@ -160,13 +159,16 @@ class Scheduler:
         self._has_group = False
         return []
 
-    def _insert(self, idle: list[int]) -> list[Event]:
+    def _insert(self) -> list[Event]:
+        idle = [row for row in range(self._executor.rows) if row not in self._rows]
         rows = idle[: len(self._places)]
         chosen = [self._places.popleft() for _ in rows]
         places, requests = zip(*chosen, strict=True)
         drawn = self._executor.insert(places, rows, requests)
-        for row, request in zip(rows, requests, strict=True):
-            self._rows[row] = _Decoding(request, [])
+        self._rows |= {
+            row: _Decoding(request, [])
+            for row, request in zip(rows, requests, strict=True)
+        }
         return self._take(drawn)
 
     def _read(self) -> list[Event]:
@@ -183,19 +185,14 @@ class Scheduler:
 
     def _step(self) -> list[Event]:
         is_ready = self._places and not self._executor.reading
-        decoding = sum(1 for _ in self._decoding())
-        until = 1 if is_ready else max(decoding, 1)
+        until = 1 if is_ready else max(len(self._rows), 1)
         return self._take(self._executor.step(self._limit, until))
-
-    def _decoding(self) -> Iterator[tuple[int, _Decoding]]:
-        """Yields the rows that decode, and their requests."""
-        return ((row, found) for row, found in enumerate(self._rows) if found)
 
     def _take(self, drawn: Drawn) -> list[Event]:
         """Gives requests their new tokens, and frees the rows of those that ended."""
         events = {}
         counts = (drawn.tokens >= 0).sum(axis=1).tolist()
-        for row, decoding in self._decoding():
+        for row, decoding in self._rows.items():
             tokens = drawn.tokens[row, : counts[row]].tolist()
             decoding.tokens.extend(tokens)
             reason = self._reason(decoding, bool(drawn.done[row]), bool(tokens))
@@ -229,7 +226,7 @@ class Scheduler:
         if release:
             self._executor.release(release)
         for row in rows:
-            self._rows[row] = None
+            del self._rows[row]
         return dict(zip(rows, kept, strict=True))
 
 
