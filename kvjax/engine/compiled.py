@@ -36,18 +36,17 @@ class Programs(NamedTuple):
     Attributes:
       init: () -> an empty state of the rows that are read together.
       prefill: (params, state, tokens, lengths) -> (state, logits).
-      keys: (seeds, prompt numbers, samples) -> keys, see `row_keys`; None in a scored
-        job.
+      keys: (seeds, prompt numbers, samples) -> keys, see `row_keys`; None in a job that
+        draws no tokens.
       compact: (state, policy's params) -> state; None if nothing happens between
         prefill and decode.
-      begin: (state, logits, requests, keys) -> (DecodeState, Tokens); None in a scored
-        job.
+      begin: (state, logits, requests, keys) -> (DecodeState, Tokens); None likewise.
       pool: () -> a DecodeState with no row in use; None in a job without a pool.
       insert: (pool, state, logits, requests, keys, rows) -> (pool, Tokens); None in a
         job without a pool.
       decode: (params, DecodeState, limit, until) -> (DecodeState, Tokens); in a scored
         job `scoring.score`, (params, state, logits, tokens, lengths) -> (state,
-        Scores).
+        Scores); None in a job that only reads.
       mixed: (params, DecodeState, Reading, tokens, lengths, limit, until) ->
         (DecodeState, Reading, Tokens); None unless the job mixes.
       logits: (params, hidden) -> logits, see `steps.last_logits`; None likewise.
@@ -135,18 +134,26 @@ def compile_job(job: Job) -> Programs:
         reading = Programs(
             init=_compile_init(job.group),
             prefill=_compile_prefill(job.group),
-            keys=None if job.scored else _compile_keys(job.group),
+            keys=_compile_keys(job.group) if _draws(job) else None,
         )
     return _compile_decoding(job, reading)
+
+
+def _draws(job: Job) -> bool:
+    """Returns whether a job generates tokens."""
+    return job.max_new_tokens > 0 and not job.scored
 
 
 def _compile_decoding(job: Job, reading: Programs) -> Programs:
     """Returns `reading` with the programs that run once the prompts are in."""
     keep_compiled()
     with meshes.use(job.mesh):
+        compact = _compile_compact(job.group) if job.config.compacts else None
+        if not job.max_new_tokens:
+            return reading._replace(compact=compact)
         return reading._replace(
-            compact=_compile_compact(job.group) if job.config.compacts else None,
-            begin=None if job.scored else _compile_begin(job.group),
+            compact=compact,
+            begin=_compile_begin(job.group) if _draws(job) else None,
             pool=_compile_pool(job) if job.has_pool else None,
             insert=_compile_insert(job) if job.has_pool else None,
             decode=_compile_score(job) if job.scored else _compile_decode(job),

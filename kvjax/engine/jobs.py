@@ -25,7 +25,8 @@ class Job:
       config: configuration of the KV cache.
       batch: B, rows that decode together.
       max_prompt_len: most prompt tokens per row, see `bucket`.
-      max_new_tokens: most tokens to generate or to score per row.
+      max_new_tokens: most tokens to generate or to score per row; 0 for a job that only
+        reads and compresses prompts.
       dtype: of weights and stored pairs, a name ("float32").
       sampling: whether rows sample, and what is returned beside tokens.
       eos: tokens that end a row, if its request says so.
