@@ -86,10 +86,14 @@ def read_header(file: pathlib.Path) -> dict[str, Tensor]:
     }
 
 
-def write(file: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays by name to a safetensors file."""
+def write(
+    file: pathlib.Path,
+    arrays: Mapping[str, np.ndarray],
+    metadata: dict[str, str] | None = None,
+) -> None:
+    """Writes arrays by name to a safetensors file, with texts by name."""
     from safetensors import numpy as writer
 
     # The writer copies raw memory: it would write a transposed view in wrong order.
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    writer.save_file(contiguous, file)
+    writer.save_file(contiguous, file, metadata)
