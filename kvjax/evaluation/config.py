@@ -63,11 +63,6 @@ class Method:
         return self.cache.policy and self.cache.policy.name
 
     @property
-    def options(self) -> tuple[tuple[str, Any], ...]:
-        """Returns the policy's options."""
-        return self.cache.policy.options if self.cache.policy else ()
-
-    @property
     def schedule(self) -> Schedule:
         """Returns the schedule, or the default one."""
         if self.cache.policy is None:

@@ -154,7 +154,7 @@ def legend(figure: Any, looks: Sequence[dict[str, Any]], names: Sequence[str]) -
     letters = int(11 * figure.get_figwidth())  # that fit in a line, about
     columns = max(1, min(len(names), letters // (max(map(len, names)) + 6)))
     under = {"loc": "upper center", "bbox_to_anchor": (0.5, 0)}
-    figure.legend(handles=handles, ncols=columns, **under).set_in_layout(True)
+    figure.legend(handles=handles, ncols=columns, **under)
 
 
 # --- maps -----------------------------------------------------------------------------
