@@ -255,7 +255,7 @@ def test_colours_by_rule_only_where_they_tell_all_apart(rules, codecs):
     made = [
         {"policy": f"{r}", "codec": f"{c}"} for r in range(rules) for c in range(codecs)
     ]
-    marks = figures.marks_by_rule(made, None)
+    marks = figures.marks_by_policy(made, None)
     by_rule = {
         (each["policy"], mark.colour) for each, mark in zip(made, marks, strict=True)
     }

@@ -16,7 +16,6 @@ sys.path.append(str(pathlib.Path(__file__).parents[2] / "experiments" / "memory"
 import memory_arithmetic
 import memory_table
 from memory_parts import PARTS
-from memory_table import Asked
 
 from kvjax.evaluation import arithmetic, roofline
 from kvjax.evaluation.report import figures
@@ -41,19 +40,8 @@ SCRIPT = pathlib.Path(memory_arithmetic.__file__)
 
 def asked(**changes):
     """What the script asks for without flags, of one model."""
-    fields = {
-        "specs": [presets.spec("llama-3-8b")],
-        "name": "a100-80gb",
-        "device": roofline.device("a100-80gb"),
-        "tokens": 4096,
-        "batches": [1, 32],
-        "longest": 4096,
-        "seed": 0,
-        "link": arithmetic.Link(25e9, 10e-6, 16),
-        "budget": 1024,
-        "dtype": "bfloat16",
-    }
-    return Asked(**(fields | changes))
+    found, _ = memory_arithmetic.checked(types.SimpleNamespace(**GIVEN))
+    return found._replace(**changes)
 
 
 @functools.cache
@@ -86,16 +74,6 @@ def test_bytes_and_shares():
     many = PARTS["step"](asked(batches=[119, 120])).rows
     held = [16.06 + batch * 2**29 / 1e9 for batch in (119, 120)]  # embeddings too
     assert held[0] < 80 < held[1] and [row["devices"] for row in many] == [1, 2]
-
-
-def test_waste_is_of_the_lengths():
-    rows = made("pages").rows
-    waste = {row["lengths"]: row["contiguous_waste"] for row in rows}
-    assert (
-        waste["uniform"] == pytest.approx(0.5, abs=0.01) and waste["lognormal"] > 0.75
-    )
-    for row in rows:
-        assert row["empty"] == pytest.approx(row["expected_empty"], rel=0.05)
 
 
 def test_batches_that_fit(monkeypatch):
@@ -180,8 +158,10 @@ def test_slips(change, told):
 
 
 def test_flags_become_what_is_asked():
-    found, wanted = memory_arithmetic.checked(types.SimpleNamespace(**GIVEN))
-    assert found == asked() and wanted == ["kv"]
+    found, tables = memory_arithmetic.checked(types.SimpleNamespace(**GIVEN))
+    assert (found.link, found.batches) == (arithmetic.Link(25e9, 10e-6, 16), [1, 32])
+    assert found.device == roofline.device("a100-80gb") and tables == ["kv"]
+    assert found.specs == [presets.spec("llama-3-8b")]
 
 
 def test_a_folder_that_cannot_be(tmp_path):

@@ -95,7 +95,7 @@ def marks_of(methods: Sequence[Any]) -> list[Mark]:
     ]
 
 
-def marks_by_rule(records: Sequence[Record], full: Record | None) -> list[Mark]:
+def marks_by_policy(records: Sequence[Record], full: Record | None) -> list[Mark]:
     """Returns a distinct mark for each record; the full cache (by identity) is a star.
 
     Where several methods share a policy, they share its colour, if colours suffice.

@@ -15,7 +15,7 @@ from kvjax.evaluation.report.figures import (
     joined,
     legend,
     look,
-    marks_by_rule,
+    marks_by_policy,
     marks_of,
     new_figure,
     new_panels,
@@ -77,15 +77,15 @@ def _vs_memory(
     records: Sequence[Record], names: Sequence[str], measures: Sequence[_Measure]
 ) -> Any:
     """Draws a panel per measure, and one legend under all panels."""
-    memory, told = _memory(records)
-    looks = list(map(look, marks_by_rule(records, groups.full_cache(records))))
+    memory, label = _memory(records)
+    looks = list(map(look, marks_by_policy(records, groups.full_cache(records))))
     figure = new_figure((9, 4), records)
     panels = figure.subplots(1, len(measures), squeeze=False)[0]
     for axes, measure in zip(panels, measures, strict=True):
         axes.set_title(measure.title, loc="left", fontweight="bold")
         better = "better ↖" if measure.sign > 0 else "better ↙"
         axes.set_title(better, loc="right", color=GREY)
-        axes.set_xlabel(f"KV cache per prompt, {told} (MB)")
+        axes.set_xlabel(f"KV cache per prompt, {label} (MB)")
         axes.set_ylabel(measure.axis)
         points = points_of(records, memory, measure.key)
         _set_limits(axes, measure, points)
@@ -227,11 +227,11 @@ def task_scores(group: Quality) -> Any:
     key = ["series", "schedule", "codec"]
     full = group.full and (group.full.series, group.full.schedule, group.full.codec)
     records = group.answers.drop_duplicates(key).set_index(key)["record"]
-    methods = list(dict.fromkeys((s, when, how) for s, when, _, how in group.rows))
-    rules = list(dict.fromkeys(text(records[m].get("policy")) for m in methods))
-    place = lambda method: rules.index(text(records[method].get("policy")))
-    methods.sort(key=lambda method: (method != full, place(method)))
-    marks = marks_by_rule([records[m] for m in methods], full and records[full])
+    methods = list(dict.fromkeys((row[0], row[1], row[3]) for row in group.rows))
+    policies = {m: text(records[m].get("policy")) for m in methods}
+    order = list(dict.fromkeys(policies.values()))
+    methods.sort(key=lambda method: (method != full, order.index(policies[method])))
+    marks = marks_by_policy([records[m] for m in methods], full and records[full])
     hollow = [m[1].startswith(("after_prefill", "decode_only")) for m in methods]
     looks = dict(zip(methods, map(joined, marks, hollow), strict=True))
     answers = group.answers.assign(
@@ -240,12 +240,12 @@ def task_scores(group: Quality) -> Any:
     figure, panels = new_panels(len(group.columns), (3.9, 3.0), answers["record"])
     step = min(_METHODS_APART, _ASIDE / len(methods))
     for axes, column in zip(panels, group.columns, strict=True):
-        asked = answers[answers["column"] == column]
+        of_task = answers[answers["column"] == column]
         title = axes.set_title(column, loc="left", fontweight="bold")
         title.set_in_layout(False)  # a long one would shrink the panels
         axes.set_xlabel("KV MB per prompt, decoding")
-        axes.set_ylabel(f"{asked['task'].iloc[0]['metric']} (points)")
-        known = asked.dropna(subset=["decode", "score"])
+        axes.set_ylabel(f"{of_task['task'].iloc[0]['metric']} (points)")
+        known = of_task.dropna(subset=["decode", "score"])
         for method, found in known.groupby(key):
             points = found[["decode", "score"]].sort_values(["decode", "score"])
             place = 0 if method == full else methods.index(method) - len(methods) / 2
@@ -301,10 +301,10 @@ def throughput_vs_batch(records: Sequence[Record]) -> Any:
         )
         at = range(len(shown))
         colours = ["black" if groups.is_full(r) else "#0072B2" for r in shown]
-        told = ["not measured" if np.isnan(x) else f"{x:.3g}" for x in measured]
+        labels = ["not measured" if np.isnan(x) else f"{x:.3g}" for x in measured]
         bars = axes.barh(at, np.nan_to_num(measured), color=colours, height=0.7)
         axes.barh(at, predicted, fill=False, edgecolor=GREY, height=0.7)
-        axes.bar_label(bars, told, padding=4)
+        axes.bar_label(bars, labels, padding=4)
         axes.set_yticks(at, names, color="black")
         axes.invert_yaxis()
         axes.grid(False, axis="y")

@@ -69,8 +69,8 @@ def _write_common(
 ) -> Draft:
     example, solution = _numbered(stream(seed, 0), stream(seed, 1), *shot)
     context, answers = _numbered(stream(seed, 2), stream(seed, 3), size, repeats)
-    asked = COMMON_TEMPLATE.format(context=example)
-    solved = f"{asked}{COMMON_PRIMER} {_enumerate(solution)}"
+    question = COMMON_TEMPLATE.format(context=example)
+    solved = f"{question}{COMMON_PRIMER} {_enumerate(solution)}"
     prompt = f"{solved}\n{COMMON_TEMPLATE.format(context=context)}"
     return Draft(prompt, tuple(answers), COMMON_PRIMER)
 

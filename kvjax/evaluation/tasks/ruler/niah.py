@@ -123,11 +123,11 @@ def _needles(niah: Niah, rng: np.random.Generator) -> _Needles:
         values = [_draw(niah.values, rng) for _ in range(niah.num_values)]
         keys[_draw(niah.keys, rng)] = values
     hidden = [_needle(niah, key, value) for key in keys for value in keys[key]]
-    asked = rng.permutation(list(keys))[: niah.num_queries].tolist()
+    queries = rng.permutation(list(keys))[: niah.num_queries].tolist()
     return _Needles(
         tuple(rng.permutation(hidden).tolist()),
-        tuple(asked),
-        tuple(value for key in asked for value in keys[key]),
+        tuple(queries),
+        tuple(value for key in queries for value in keys[key]),
     )
 
 
