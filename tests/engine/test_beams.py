@@ -111,6 +111,23 @@ def test_other_prompts_live(folder, num_beams):
         same_sequences(found, expected, rtol=2e-6, atol=2e-5)
 
 
+@pytest.mark.model
+@pytest.mark.e2e
+def test_smollm2_finds_what_transformers_finds(smollm2):
+    known = json.loads((GOLDEN / "beams_smollm2.json").read_text())
+    (case,) = known["cases"]
+    found = beams.beam_search(
+        smollm2,
+        make_spec(smollm2.spec, None, None),
+        known["prompts"],
+        num_beams=case["num_beams"],
+        num_samples=case["num_beams"],
+        max_new_tokens=known["new"],
+        eos=case["eos"],
+    )
+    same_sequences(found, case["sequences"], atol=1e-4)
+
+
 def prompts(vocab=50):
     rng = np.random.default_rng(0)
     return [rng.integers(0, vocab, length).tolist() for length in LENGTHS]

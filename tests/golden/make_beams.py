@@ -1,10 +1,14 @@
 """Writes beams.json: transformers' beam search on the tiny model of llama_gqa_tied.npz.
 
-    python tests/golden/make_beams.py
+    python tests/golden/make_beams.py [path/to/SmolLM2-135M-Instruct.Q4_1.gguf]
 
-Needs torch and transformers 5, and nothing of kvjax. The json holds `prompts`, of
-several lengths, and `cases`, each with `num_beams`, `length_penalty`, `eos` and, per
-prompt, the `sequences` (tokens, score), the best first, of
+With the path of a checkpoint it writes beams_smollm2.json, of two prompts of
+smollm2.json. Needs torch and transformers 5, for the checkpoint also accelerate and
+gguf, and nothing of kvjax.
+
+The json holds `prompts`, of several lengths, `new`, the most tokens of a sequence, and
+`cases`, each with `num_beams`, `length_penalty`, `eos` and, per prompt, the `sequences`
+(tokens, score), the best first, of
 `generate(num_beams=W, num_return_sequences=W, do_sample=False)`. Prompts run one by
 one, so that none is padded. End tokens are those that beams without any draw most.
 """
@@ -12,6 +16,7 @@ one, so that none is padded. End tokens are those that beams without any draw mo
 import collections
 import json
 import pathlib
+import sys
 
 import numpy as np
 import torch
@@ -20,6 +25,7 @@ import transformers
 FOLDER = pathlib.Path(__file__).parent
 MODEL, LENGTHS, NEW = "llama_gqa_tied", (5, 9, 14, 23), 12
 BEAMS, PENALTIES = (2, 3, 5), (0.0, 1.0, 2.0)
+SHORT = ("sentence", "code")  # prompts of smollm2.json
 
 
 def load() -> transformers.PreTrainedModel:
@@ -65,7 +71,7 @@ def search(
     ]
 
 
-def main() -> None:
+def of_tiny_model() -> dict:
     model, rng = load(), np.random.default_rng(3)
     vocab = model.config.vocab_size
     prompts = [rng.integers(0, vocab, length).tolist() for length in LENGTHS]
@@ -89,13 +95,30 @@ def main() -> None:
                 cases.append({**case, "sequences": found})
                 lengths = [[len(tokens) for tokens, _ in each] for each in found]
                 print(case, lengths)
-    target = FOLDER / "beams.json"
+    return {"model": MODEL, "new": NEW, "prompts": prompts, "cases": cases}
+
+
+def of_smollm2(path: pathlib.Path) -> dict:
+    """The searches of two short prompts, a text and a program, 20 tokens each."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+    known = json.loads((FOLDER / "smollm2.json").read_text())["prompts"]
+    prompts = [prompt["ids"] for prompt in known if prompt["kind"] in SHORT]
+    case = {"num_beams": 3, "length_penalty": 1.0, "eos": [model.config.eos_token_id]}
+    found = [search(model, prompt, **case, new=20) for prompt in prompts]
+    case["sequences"] = found
+    return {"model": path.name, "new": 20, "prompts": prompts, "cases": [case]}
+
+
+def main(*paths: str) -> None:
+    name = "beams_smollm2.json" if paths else "beams.json"
+    found = of_smollm2(pathlib.Path(paths[0])) if paths else of_tiny_model()
+    target = FOLDER / name
     made_with = {"torch": torch.__version__, "transformers": transformers.__version__}
-    golden = {"made_with": made_with, "model": MODEL, "new": NEW}
-    golden |= {"prompts": prompts, "cases": cases}
-    target.write_text(json.dumps(golden) + "\n")
+    target.write_text(json.dumps({"made_with": made_with, **found}) + "\n")
     print(f"{target.name}: {target.stat().st_size} bytes")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
