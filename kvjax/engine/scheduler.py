@@ -18,7 +18,9 @@ are ready, and R rows. A turn of the scheduler does the first of these that it c
     step    decodes the rows, and reads a chunk of the group's prompts beside each step
 
 So the next group is read while rows decode, and waits, ready, for rows to end. While
-prompts are ready, a step returns as soon as one row has ended.
+prompts are ready, a step returns as soon as one row has ended. Reading keeps up with R
+rows, whose completions take N steps, if g prompts of C chunks that are read together
+last no longer than g rows take to end: `C <= g * N / R`.
 
 Source: Yu et al. 2022, "Orca" (iteration-level scheduling); Agrawal et al. 2024,
 arXiv 2403.02310, "Sarathi-Serve" (chunks of prompts beside decoding rows).

@@ -112,6 +112,14 @@ def test_a_released_row_draws_no_more():
     assert sum(call.tokens for call in executor.calls) == 6 + 50
 
 
+def test_end_tokens_that_do_not_count():
+    run = Scheduler(SimulatedExecutor(2, 1, lambda each: 3))
+    run.add(request(0, max_new_tokens=7))
+    run.add(request(1, max_new_tokens=7, ignore_eos=True))
+    drawn = [event.request.number for event in run.run() for _ in event.tokens]
+    assert (drawn.count(0), drawn.count(1)) == (3, 7)
+
+
 # --- steps of the scheduler -----------------------------------------------------------
 
 
