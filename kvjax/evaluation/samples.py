@@ -9,7 +9,7 @@ import numpy as np
 from scipy import special
 
 from kvjax.engine import api
-from kvjax.engine.stop_texts import ended, text_after
+from kvjax.engine.text_stream import before_stop, text_after
 from kvjax.evaluation import tasks
 from kvjax.evaluation.config import Experiment, TaskRun
 from kvjax.evaluation.report.records import Record
@@ -196,7 +196,7 @@ def graded(
     decode = functools.partial(text_after, model.tokenizer, skip_special_tokens=True)
     texts = list(map(decode, samples.tokens(rows), _until_end(model, new)))
     scores = [
-        grade(ended(text, stop), samples.examples[i])
+        grade(before_stop(text, stop), samples.examples[i])
         for i, text in zip(rows, texts, strict=True)
     ]
     return {"texts": texts, "scores": scores}

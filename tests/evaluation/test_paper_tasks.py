@@ -11,7 +11,7 @@ import types
 import numpy as np
 import pytest
 
-from kvjax.engine.stop_texts import ended
+from kvjax.engine.text_stream import before_stop
 from kvjax.evaluation import tasks
 from kvjax.evaluation.tasks import bbh, data
 from kvjax.evaluation.tasks.base import Task, encode
@@ -246,7 +246,7 @@ def test_gsm8k_grades_its_own_solutions_right():
     for example in examples:
         row = rows[int(example.name.split("/")[-1])]
         for said in (row["answer"], f"So it is ${example.answers[0]}."):
-            said = ended(f" {said}\n\nQuestion: 1 + 1?", task.stop)
+            said = before_stop(f" {said}\n\nQuestion: 1 + 1?", task.stop)
             assert task.grade(said, example) == {"exact_match": 1.0}
 
 
@@ -272,7 +272,7 @@ def test_bbh_asks_as_gear_does(subtask):
             f" We think. So the answer is {row['target']}.\n\nQ: More? the answer is 1."
         )
         task = tasks.get(f"bbh/{subtask}")
-        assert task.grade(ended(said, task.stop), example) == {"exact_match": 1.0}
+        assert task.grade(before_stop(said, task.stop), example) == {"exact_match": 1.0}
 
 
 def test_bbh_mixes_all_subtasks_in_turn():

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvjax.engine.stop_texts import text_after
+from kvjax.engine.text_stream import text_after
 from kvjax.types import UserError, real_number, whole_number
 
 _COMMON_ARGUMENTS = ("tokenizer", "count", "seed")  # of every `Task.examples`
