@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from kvjax.cache.config import CacheConfig as CacheConfig
     from kvjax.cache.offload import Offload as Offload
     from kvjax.cache.schedule import Schedule as Schedule
-    from kvjax.engine.api import Completion as Completion
     from kvjax.engine.api import generate as generate
     from kvjax.engine.api import plan as plan
     from kvjax.engine.calibration import calibrate as calibrate
     from kvjax.engine.compiled import clear as clear_programs
+    from kvjax.engine.completions import Completion as Completion
+    from kvjax.engine.engine import Engine as Engine
     from kvjax.engine.planner import Plan as Plan
     from kvjax.engine.sampling import Sampling as Sampling
     from kvjax.models.weights import load as load
@@ -35,7 +36,8 @@ __version__ = "0.1.0"
 # imports neither the engine nor the readers of weights.
 _HOMES = {
     "CacheConfig": "kvjax.cache.config:CacheConfig",
-    "Completion": "kvjax.engine.api:Completion",
+    "Completion": "kvjax.engine.completions:Completion",
+    "Engine": "kvjax.engine.engine:Engine",
     "Model": "kvjax.types:Model",
     "ModelSpec": "kvjax.types:ModelSpec",
     "Offload": "kvjax.cache.offload:Offload",
@@ -57,6 +59,7 @@ _HOMES = {
 __all__ = [
     "CacheConfig",
     "Completion",
+    "Engine",
     "Model",
     "ModelSpec",
     "Offload",

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from kvjax import cache, policies
 from kvjax.cache.schedule import Schedule
 from kvjax.cache.spec import CacheSpec, make_spec
-from kvjax.engine import api, jobs, runner
+from kvjax.engine import jobs, runner, tokenization
 from kvjax.engine.prefill_cache import PrefillCache
 from kvjax.evaluation.tasks import needle
 from kvjax.evaluation.tasks.text import haystack
@@ -109,7 +109,7 @@ def _schedules() -> list[Schedule]:
 
 def _outcome(readings: PrefillCache, config: CacheSpec, tokens: Sequence[int]):
     """Returns the prompt's kept positions, by layer and head, and the new tokens."""
-    ends, model = api.end_tokens(readings.model), readings.model
+    ends, model = tokenization.end_tokens(readings.model), readings.model
     job = jobs.job_of(model, config, len(tokens), NEW, eos=ends)
     run = readings.runner(job)
     state = runner.prefill_batch(run, [tokens], [0])

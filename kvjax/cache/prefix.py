@@ -45,6 +45,11 @@ class Prefix(Struct):
         """Returns S, the number of prefixes."""
         return self.state.next_pos.shape[0]
 
+    def frozen(self) -> "Prefix":
+        """Returns the prefixes without the policy's statistics and measurements."""
+        none = (Stats(),) * len(self.state.layers)
+        return self.replace(state=self.state.replace(stats=none, measured=None))
+
     def of_layer(self, index: int) -> "Prefix":
         """Returns the prefixes of one layer, without the policy's statistics."""
         alone = self.state.of_layer(index)

@@ -150,9 +150,20 @@ def release(state: KVState, rows: Int[Array, "N"]) -> KVState:
     )
 
 
-def kept_positions(state: KVState) -> list[list[list[np.ndarray]]]:
-    """Returns the kept pairs' positions in ascending order, [row][layer][head]."""
-    positions = [axes.to_host(state.layout.positions(x)) for x in state.layers]
+def kept_positions(
+    state: KVState, row: int | None = None
+) -> list[list[list[np.ndarray]]]:
+    """Returns the kept pairs' positions in ascending order, [row][layer][head].
+
+    Args:
+      state: of any batch.
+      row: the only row to return; None is all.
+    """
+    if row is None:
+        positions = tuple(map(state.layout.positions, state.layers))
+    else:
+        positions = _positions_of(state, np.asarray([row], np.int32))
+    positions = axes.to_host(positions)
     layers = [_by_head(state, index, positions) for index in range(len(state.heads))]
     return [
         [[np.sort(head[row][head[row] >= 0]) for head in layer] for layer in layers]
@@ -160,8 +171,15 @@ def kept_positions(state: KVState) -> list[list[list[np.ndarray]]]:
     ]
 
 
+@jax.jit
+def _positions_of(state: KVState, rows: Int[Array, "N"]) -> tuple[Array, ...]:
+    """Returns the positions of these rows' slots in every head group."""
+    layout = state.layout
+    return tuple(layout.positions(layout.rows(layer, rows)) for layer in state.layers)
+
+
 def _by_head(
-    state: KVState, index: int, positions: list[np.ndarray]
+    state: KVState, index: int, positions: tuple[np.ndarray, ...]
 ) -> list[Int[np.ndarray, "B C"]]:
     """Returns the positions of each head of a layer, in the order of the heads."""
     by_head = {}

@@ -24,7 +24,7 @@ from kvjax.attention import AttentionSpec, Pairs, Queries, reference
 from kvjax.cache import calibrations
 from kvjax.cache.budgets import squeeze_attention
 from kvjax.cache.calibrations import FLOOR, NEWEST, SINKS, Calibration, Measured
-from kvjax.engine import api, compiled
+from kvjax.engine import compiled, tokenization
 from kvjax.models import decoder, placement
 from kvjax.models.fingerprints import fingerprint
 from kvjax.parallel import axes, meshes
@@ -65,7 +65,7 @@ TARGETS = {"repetition": _repetition, "attention": _attention}
 
 def calibrate(
     model: Model,
-    texts: Sequence[api.Prompt] | None = None,
+    texts: Sequence[tokenization.Prompt] | None = None,
     ratios: Sequence[float] = (0.5, 0.25, 0.125),
     *,
     target: str = "repetition",
@@ -134,7 +134,7 @@ def windows(documents: Sequence[str], count: int) -> list[str]:
 
 def measure(
     model: Model,
-    texts: Sequence[api.Prompt],
+    texts: Sequence[tokenization.Prompt],
     ratios: Sequence[float],
     target: str,
     tokens: int,
@@ -193,7 +193,7 @@ class Reading(NamedTuple):
 
 
 def readings(
-    model: Model, texts: Sequence[api.Prompt], target: str, tokens: int
+    model: Model, texts: Sequence[tokenization.Prompt], target: str, tokens: int
 ) -> list[Reading]:
     """Returns the tokens to read for every text; repetitions leave out the BOS token.
 
@@ -205,7 +205,7 @@ def readings(
     if target not in TARGETS:
         raise UserError(f"target {target!r} is unknown: give {' or '.join(TARGETS)}")
     whole_number("tokens", tokens, 2)
-    found = [ids[:tokens] for ids in api.tokenize(model, texts)]
+    found = [ids[:tokens] for ids in tokenization.tokenize(model, texts)]
     short = [index for index, ids in enumerate(found) if len(ids) < tokens]
     if short:
         raise UserError(

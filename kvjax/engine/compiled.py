@@ -19,7 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from kvjax import cache
+from kvjax.cache import prefix as prefixes
 from kvjax.cache import sharded
+from kvjax.cache.prefix import Prefix
 from kvjax.engine import memory, scoring, steps
 from kvjax.engine.forward import with_policy
 from kvjax.engine.jobs import Job
@@ -35,19 +37,20 @@ class Programs(NamedTuple):
 
     Attributes:
       init: () -> an empty state of the rows that are read together.
-      prefill: (params, state, tokens, lengths) -> (state, logits).
+      prefill: (params, state, tokens, lengths, prefix) -> (state, logits).
       keys: (seeds, prompt numbers, samples) -> keys, see `row_keys`; None in a job that
         draws no tokens.
       compact: (state, policy's params) -> state; None if nothing happens between
         prefill and decode.
-      begin: (state, logits, requests, keys) -> (DecodeState, Tokens); None likewise.
+      begin: (state, logits, requests, keys, seen) -> (DecodeState, Tokens); None in a
+        job that draws none, or that has a pool.
       pool: () -> a DecodeState with no row in use; None in a job without a pool.
-      insert: (pool, state, logits, requests, keys, rows) -> (pool, Tokens); None in a
-        job without a pool.
-      decode: (params, DecodeState, limit, until) -> (DecodeState, Tokens); in a scored
-        job `scoring.score`, (params, state, logits, tokens, lengths) -> (state,
+      insert: (pool, state, logits, requests, keys, rows, seen) -> (pool, Tokens); None
+        in a job without a pool.
+      decode: (params, DecodeState, limit, until, prefix) -> (DecodeState, Tokens); in a
+        scored job `scoring.score`, (params, state, logits, tokens, lengths) -> (state,
         Scores); None in a job that only reads.
-      mixed: (params, DecodeState, Reading, tokens, lengths, limit, until) ->
+      mixed: (params, DecodeState, Reading, tokens, lengths, limit, until, prefix) ->
         (DecodeState, Reading, Tokens); None unless the job mixes.
       logits: (params, hidden) -> logits, see `steps.last_logits`; None likewise.
     """
@@ -153,7 +156,7 @@ def _compile_decoding(job: Job, reading: Programs) -> Programs:
             return reading._replace(compact=compact)
         return reading._replace(
             compact=compact,
-            begin=_compile_begin(job.group) if _draws(job) else None,
+            begin=None if job.has_pool or not _draws(job) else _compile_begin(job),
             pool=_compile_pool(job) if job.has_pool else None,
             insert=_compile_insert(job) if job.has_pool else None,
             decode=_compile_score(job) if job.scored else _compile_decode(job),
@@ -176,6 +179,7 @@ def _compile_prefill(job: Job) -> jax.stages.Compiled:
         shapes.prefill_state,
         shapes.tokens,
         shapes.rows,
+        shapes.prefix,
         spec=job.spec,
         config=job.config,
     )
@@ -216,6 +220,7 @@ def _compile_begin(job: Job) -> jax.stages.Compiled:
         shapes.logits,
         state.requests,
         state.keys,
+        state.seen,
         sampling=job.sampling,
         eos=job.eos,
     )
@@ -226,10 +231,11 @@ def _compile_pool(job: Job) -> jax.stages.Compiled:
 
     def make():
         idle = jnp.zeros((job.batch,), jnp.int32)
-        like = arguments(job).decode_state.requests
-        requests = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-        keys = row_keys(idle, idle, idle)
-        return steps.DecodeState(init_state(job), idle, idle == 0, keys, requests)
+        like = arguments(job).decode_state.replace(cache=None, keys=None)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+        return zeros.replace(
+            cache=init_state(job), done=idle == 0, keys=row_keys(idle, idle, idle)
+        )
 
     return _placed(job, make).lower().compile()
 
@@ -252,6 +258,7 @@ def _compile_insert(job: Job) -> jax.stages.Compiled:
         part.decode_state.requests,
         part.decode_state.keys,
         part.rows,
+        part.decode_state.seen,
         sampling=job.sampling,
         eos=job.eos,
     )
@@ -265,6 +272,7 @@ def _compile_decode(job: Job) -> jax.stages.Compiled:
         shapes.decode_state,
         number,
         number,
+        shapes.prefix,
         spec=job.spec,
         config=job.config,
         steps=job.steps,
@@ -285,6 +293,7 @@ def _compile_mixed(job: Job) -> jax.stages.Compiled:
         part.rows,
         number,
         number,
+        shapes.prefix,
         spec=job.spec,
         config=job.config,
         steps=job.steps,
@@ -326,6 +335,7 @@ class Arguments(NamedTuple):
     rows: jax.ShapeDtypeStruct
     logits: jax.ShapeDtypeStruct
     new: jax.ShapeDtypeStruct
+    prefix: Prefix | None
 
 
 def arguments(job: Job) -> Arguments:
@@ -337,7 +347,16 @@ def arguments(job: Job) -> Arguments:
     like = lambda leaf: array(leaf.shape, leaf.dtype)
     params = jax.tree.map(like, with_policy(params, job.config))
     keys = jax.eval_shape(row_keys, rows, rows, rows)
-    requests = Requests(floats, rows, floats, floats, left=rows, ends=flags)
+    requests = Requests(
+        temperature=floats,
+        top_k=rows,
+        top_p=floats,
+        min_p=floats,
+        repetition_penalty=floats,
+        left=rows,
+        ends=flags,
+    )
+    seen = array((job.batch, spec.vocab_size), jnp.bool)
     hidden = array((job.batch, spec.model_dim), jnp.dtype(job.dtype))
     after = host.like(functools.partial(init_state, job))
     before = host.like(functools.partial(init_state, job, is_prefill=True))
@@ -345,11 +364,14 @@ def arguments(job: Job) -> Arguments:
         params=params,
         prefill_state=before,
         reading=steps.Reading(before, hidden, array((), jnp.int32)),
-        decode_state=steps.DecodeState(after, rows, flags, keys, requests),
+        decode_state=steps.DecodeState(
+            after, rows, flags, keys, requests, seen if job.sampling.penalizes else None
+        ),
         tokens=array((job.batch, job.max_prompt_len), jnp.int32),
         rows=rows,
         logits=array((job.batch, spec.vocab_size), jnp.float32),
         new=array((job.batch, job.max_new_tokens), jnp.int32),
+        prefix=_prefix(job),
     )
     return _split(job, shapes) if job.mesh else shapes
 
@@ -364,16 +386,18 @@ def _split(job: Job, shapes: Arguments) -> Arguments:
         params["policy"] = jax.tree.map(lambda _: whole, shapes.params["policy"])
     after = state(job.config, job.decode_capacity)
     before = state(job.config.reading, job.prefill_capacity)
-    requests = jax.tree.map(lambda _: by_row, shapes.decode_state.requests)
+    rows = shapes.decode_state.replace(cache=None)
+    decoding = jax.tree.map(lambda _: by_row, rows).replace(cache=after)
     splits = Arguments(
         params,
         before,
         steps.Reading(before, by_row, whole),
-        steps.DecodeState(after, by_row, by_row, by_row, requests),
+        decoding,
         tokens=by_row,
         rows=by_row,
         logits=by_row,
         new=by_row,
+        prefix=_prefix_partitions(job, shapes.prefix),
     )
     return jax.tree.map(
         lambda leaf, split: jax.ShapeDtypeStruct(
@@ -382,6 +406,23 @@ def _split(job: Job, shapes: Arguments) -> Arguments:
         shapes,
         splits,
     )
+
+
+def _prefix(job: Job) -> Prefix | None:
+    """Returns the shapes of what the job's rows go on after."""
+    if job.prefix is None:
+        return None
+    config, capacity = job.prefix
+    dtype = jnp.dtype(job.dtype)
+    make = functools.partial(cache.init, job.spec, config, 1, capacity, dtype)
+    return Prefix(host.like(make), config).frozen()
+
+
+def _prefix_partitions(job: Job, prefix: Prefix | None) -> PyTree:
+    if prefix is None:
+        return None
+    split = functools.partial(NamedSharding, job.mesh)
+    return jax.tree.map(split, prefixes.partitions(prefix))
 
 
 def init_state(job: Job, is_prefill: bool = False) -> cache.KVState:

@@ -85,9 +85,15 @@ class Context:
         """Positions of the kept tokens, `[layer][head]`, in ascending order."""
         return cache.kept_positions(self.state)[0]
 
-    def check_model(self, model: Model) -> None:
-        """Raises UserError unless this model's weights and dtype read the document."""
+    def check(self, model: Model, config: CacheSpec) -> None:
+        """Checks that requests under a configuration can go on after the document.
+
+        Raises:
+          UserError: it was read by other weights, in another dtype, or under another
+            configuration.
+        """
         _check_model(model, self.model, self.fingerprint, _dtype(self.state))
+        _check_config("the context", describe(self.config), describe(config))
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the context to a file, which replaces one of that name.

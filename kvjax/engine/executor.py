@@ -50,10 +50,14 @@ class Executor(Protocol):
     Attributes:
       rows: R, requests that decode together.
       read_rows: g, prompts that are read together.
+      refills: whether rows that have ended take other requests while the rest decode.
+        If not, a group is read once all rows are idle, and inserted whole, each place
+        into the row of the same number.
     """
 
     rows: int
     read_rows: int
+    refills: bool
 
     @property
     def reading(self) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
@@ -14,6 +15,18 @@ from kvjax.parallel import axes
 from kvjax.types import Model, ModelSpec, UserError
 
 _GRAIN = 128  # prompts are padded to multiples of this many tokens
+
+
+class PrefixShape(NamedTuple):
+    """The static description of a prefix that rows share, see `kvjax.cache.prefix`.
+
+    Attributes:
+      config: the configuration that it was compressed under.
+      capacity: its slots per head, one number per head group of every layer.
+    """
+
+    config: CacheSpec
+    capacity: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +53,7 @@ class Job:
         prompts are read group by group into a pool of `batch` rows (staggered prefill).
       continuous: whether rows of the pool that have ended are replaced while the others
         decode.
+      prefix: the shape of what all rows go on after; None for nothing.
     """
 
     spec: ModelSpec
@@ -56,6 +70,7 @@ class Job:
     keep_logits: bool = False
     prefill_batch: int | None = None
     continuous: bool = False
+    prefix: "PrefixShape | None" = None
 
     def __post_init__(self):
         if self.batch % self.data_parallel:
@@ -143,8 +158,16 @@ def bucket(spec: ModelSpec, config: CacheSpec, longest: int, new: int) -> int:
         )
     if config.schedule.evicts_in_prefill:
         return spec.context_length
-    grain = max(_GRAIN, 1 << max((longest - 1).bit_length() - 3, 0))
-    return math.ceil(longest / grain) * grain
+    return rounded(longest, _GRAIN)
+
+
+def rounded(number: int, grain: int = 1) -> int:
+    """Returns a number rounded up, to a multiple of `grain` or of an eighth of it.
+
+    So few programs serve all numbers, each with at most an eighth to spare.
+    """
+    grain = max(grain, 1 << max((number - 1).bit_length() - 3, 0))
+    return math.ceil(number / grain) * grain
 
 
 def size_class(config: CacheSpec, longest: int) -> int:

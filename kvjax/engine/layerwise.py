@@ -26,6 +26,7 @@ from kvjax.engine import runner, scoring, steps
 from kvjax.engine.jobs import Job
 from kvjax.engine.requests import Request
 from kvjax.engine.runner import Prefilled, Prompts
+from kvjax.engine.sampling import Tokens
 from kvjax.engine.steps import DecodeState
 from kvjax.models import decoder
 from kvjax.types import Model, ModelSpec, PyTree, Stats, UserError
@@ -76,28 +77,37 @@ class LayerByLayer:
         without = (Stats(),) * len(found.state.stats)
         return found._replace(state=found.state.replace(stats=without))
 
-    def begin(self, read: Prefilled, requests: Sequence[Request]) -> DecodeState:
+    def begin(
+        self, read: Prefilled, requests: Sequence[Request]
+    ) -> tuple[DecodeState, Tokens]:
         job = dataclasses.replace(
             self.job, batch=len(requests), prefill_batch=None, mesh=None
         )
         asked, keys = runner.row_requests(job, requests)
-        none = jnp.zeros_like(asked.left)
-        return self._next(DecodeState(None, none, none > 0, keys, asked), read)[0]
+        none, seen = jnp.zeros_like(asked.left), runner.seen_tokens(job, requests)
+        begun = DecodeState(None, none, none > 0, keys, asked, seen)
+        return self._next(begun, read)
 
     def insert(
         self, pool, read: Prefilled, requests: Sequence[Request], rows: np.ndarray
-    ) -> DecodeState:
+    ) -> tuple[DecodeState, Tokens]:
         raise UserError("prefill is staggered only with whole models")
 
-    def decode(self, state: DecodeState, limit: int) -> tuple[DecodeState, np.ndarray]:
-        out = np.full((len(state.done), limit), -1, np.int32)
-        for i in range(limit):
+    def decode(
+        self, state: DecodeState, limit: int, until: int | None = None
+    ) -> tuple[DecodeState, Tokens]:
+        start, drawn = np.asarray(state.done), []
+        until = len(start) if until is None else until
+        for _ in range(limit):
             done = np.asarray(state.done)
-            if done.all():
+            if done.all() or np.sum(done & ~start) >= until:
                 break
             read = self._step(state.cache, state.token, ~done)
-            state, out[:, i] = self._next(state, read)
-        return state, out
+            state, tokens = self._next(state, read)
+            drawn.append(jax.device_get(tokens))
+        if not drawn:
+            return state, Tokens(np.zeros((len(start), 0), np.int32))
+        return state, jax.tree.map(lambda *steps: np.stack(steps, axis=1), *drawn)
 
     def score(
         self, read: Prefilled, tokens: np.ndarray, lengths: np.ndarray
@@ -122,7 +132,7 @@ class LayerByLayer:
         chunk = _Chunk(tokens, n, state.next_pos)
         return _forward(self._model, self._config, state, [chunk])
 
-    def _next(self, state: DecodeState, read: Prefilled) -> tuple[DecodeState, Array]:
+    def _next(self, state: DecodeState, read: Prefilled) -> tuple[DecodeState, Tokens]:
         state, drawn = _next_token(
             state.replace(cache=None),
             read.logits,
@@ -130,7 +140,7 @@ class LayerByLayer:
             sampling=self.job.sampling,
             eos=self.job.eos,
         )
-        return state.replace(cache=read.state), drawn.token
+        return state.replace(cache=read.state), drawn
 
 
 def _decoding(config: CacheSpec) -> CacheSpec:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.cache.spec import CacheSpec
-from kvjax.engine import api, jobs, memory, runner
+from kvjax.engine import jobs, memory, runner, tokenization
 from kvjax.engine.jobs import Job
 from kvjax.engine.planner import plan_job
 from kvjax.types import Model, UserError
@@ -102,8 +102,8 @@ def windows(
 def _check(model: Model, pairs: Sequence[tuple[Tokens, Tokens]]) -> None:
     room = model.spec.context_length
     for index, (context, continuation) in enumerate(pairs):
-        api.check_ids(model, f"context {index}", context)
-        api.check_ids(model, f"continuation {index}", continuation)
+        tokenization.check_ids(model, f"context {index}", context)
+        tokenization.check_ids(model, f"continuation {index}", continuation)
         if len(context) + len(continuation) - 1 > room:
             raise UserError(
                 f"context {index} of {len(context)} tokens and its continuation of "

@@ -36,6 +36,8 @@ from kvjax.engine.memory import host_memory
 from kvjax.messages import Say, silent
 from kvjax.types import UserError
 
+_ROWS_PER_READ = 8  # rows that decode for each prompt that is read beside them
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
@@ -171,6 +173,59 @@ def plan_staggered(
     return _search(job, memory_bytes, batch, group, limit, say)
 
 
+def plan_requests(
+    job: Job, memory_bytes: int, most: int, fixed: bool, say: Say = silent
+) -> Plan:
+    """Returns the rows that requests decode in.
+
+    If all requests fit, they decode together in a fixed batch. If not, as many rows as
+    fit are refilled one by one, beside a group of prompts that is being read: an eighth
+    of the rows, since every step that reads a chunk of theirs decodes all rows too.
+
+    Args:
+      job: the rows' shape.
+      memory_bytes: see `plan_job`.
+      most: no more rows are planned.
+      fixed: whether a fixed batch of that many rows would do.
+      say: receives progress messages.
+
+    Raises:
+      UserError: not even one row fits.
+    """
+    check_one_row(job, memory_bytes)
+    ways = job.data_parallel
+    most = -(-most // ways) * ways
+    job = dataclasses.replace(job, prefill_batch=None)
+    room, why = _within_host(job, most)
+    if fixed and room == most and _clearly_fits(job, memory_bytes, most):
+        return _search(job, memory_bytes, most, None, why, say)
+    refilled = dataclasses.replace(job, continuous=True)
+    group = _group(refilled, most)
+    sized = dataclasses.replace(refilled, batch=most, prefill_batch=group)
+    states = 2 * sum(state_bytes(sized).values())
+    if not fixed and weights_bytes(job) + states <= memory_bytes:
+        return _search(refilled, memory_bytes, room, group, why, say)
+    say("compiling two layers, to see what a prompt takes", 0)
+    model = phase_model(job)
+    rows = (_rows(memory_bytes - fixed, row, ways) for fixed, row in model.values())
+    if fixed and min(*rows, room) >= most:
+        plan = _search(job, memory_bytes, most, None, why, say)
+        if plan.batch == most:
+            return plan
+    one = dataclasses.replace(job, batch=ways)
+    beside = model["prefill"][1] + footprint.pool_bytes(one) / ways
+    each = model["decode"][1] + beside / _ROWS_PER_READ
+    left = memory_bytes - max(base for base, _ in model.values())
+    batch = max(min(_rows(left, each, ways), room), ways)
+    group = _group(refilled, batch)
+    return _search(refilled, memory_bytes, batch, group, "decode", say)
+
+
+def _group(job: Job, rows: int) -> int:
+    """Returns how many prompts are read beside rows that are refilled."""
+    return -(-rows // (_ROWS_PER_READ * job.data_parallel)) * job.data_parallel
+
+
 def _search(
     job: Job, memory_bytes: int, batch: int, group: int | None, limit: str, say: Say
 ) -> Plan:
@@ -185,7 +240,7 @@ def _search(
       say: receives progress messages.
     """
     while batch > 0:
-        if group is not None:
+        if group is not None and not job.continuous:
             group = -(-batch // -(-batch // group))
         sized = dataclasses.replace(job, batch=batch, prefill_batch=group)
         together = "" if group is None else f", read {group} at a time"
@@ -196,7 +251,7 @@ def _search(
         worst = max(peaks, key=peaks.get) if peaks else "compiler"
         share = memory_bytes / peaks[worst] if peaks else None
         if group is not None and group > 1 and worst != "decode":
-            group = max(1, _fewer(group, share or 0.5))
+            group = max(1, _fewer(group, share or 0.5, job.data_parallel))
         else:
             batch, limit = _fewer(batch, share or 1.0, job.data_parallel), worst
             group = group and min(group, max(batch, 1))
@@ -347,7 +402,7 @@ def as_plan(
     """Returns the plan of a job whose largest phase takes `peak` bytes."""
     states = state_bytes(job).values()
     # A group's state and the pool are on the device at the same time.
-    most = sum(states) if job.is_staggered else max(states)
+    most = sum(states) if job.has_pool else max(states)
     return Plan(
         job=job,
         limited_by=limit,

@@ -11,24 +11,25 @@ runner, which compiles single layers.
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache
 from kvjax.cache import budgets, sizing
-from kvjax.engine import compiled, memory, scoring
+from kvjax.cache.prefix import Prefix
+from kvjax.engine import compiled, scoring
 from kvjax.engine.compiled import Programs
 from kvjax.engine.forward import with_policy
 from kvjax.engine.jobs import Job
-from kvjax.engine.planner import Plan, plan_job
+from kvjax.engine.planner import Plan
 from kvjax.engine.requests import Request
-from kvjax.engine.sampling import Requests, Sampling, requests_of
-from kvjax.engine.steps import DecodeState
-from kvjax.messages import Say, silent
+from kvjax.engine.sampling import Requests, Sampling, Tokens, requests_of
+from kvjax.engine.steps import DecodeState, Reading
 from kvjax.parallel import axes, meshes
 from kvjax.types import PyTree
 
@@ -51,6 +52,20 @@ class Prefilled(NamedTuple):
     logits: Float[Array, "B V"]
 
 
+class Started(NamedTuple):
+    """Prompts that are being read.
+
+    Attributes:
+      reading: their state.
+      tokens: the prompts, left-aligned.
+      lengths: tokens per prompt.
+    """
+
+    reading: Reading
+    tokens: Int[Array, "N P"]
+    lengths: Int[Array, "N"]
+
+
 class Runner(Protocol):
     """The steps of generation for one job.
 
@@ -67,7 +82,9 @@ class Runner(Protocol):
         """Reads up to `job.group.batch` prompts; the other rows stay unused."""
         ...
 
-    def begin(self, read: Prefilled, requests: Sequence[Request]) -> DecodeState:
+    def begin(
+        self, read: Prefilled, requests: Sequence[Request]
+    ) -> tuple[DecodeState, Tokens]:
         """Draws first tokens. Rows without a request are done from the start."""
         ...
 
@@ -77,15 +94,20 @@ class Runner(Protocol):
         read: Prefilled,
         requests: Sequence[Request],
         rows: Int[np.ndarray, "N"],
-    ) -> DecodeState:
+    ) -> tuple[DecodeState, Tokens]:
         """Copies prompts to these rows of the pool, and draws their first tokens.
 
         None is a new pool.
         """
         ...
 
-    def decode(self, state: DecodeState, limit: int) -> tuple[DecodeState, np.ndarray]:
-        """Draws up to `limit` more tokens per row, [B, N]; -1 beyond a row's end."""
+    def decode(
+        self, state: DecodeState, limit: int, until: int | None = None
+    ) -> tuple[DecodeState, Tokens]:
+        """Draws up to `limit` more tokens per row, [B, N]; -1 beyond a row's end.
+
+        Stops when so many more rows have ended; None is all. Tokens are on the host.
+        """
         ...
 
     def score(
@@ -112,10 +134,23 @@ class Whole:
     """The runner of compiled programs of a whole model.
 
     If a budget rule measures prompts, the first ones that are read decide the sizes.
+
+    Args:
+      params: the model's weights.
+      job: the batch's shape.
+      programs: those of the job; None compiles them.
+      prefix: what all rows go on after, see `Prefix.frozen`; None for nothing.
     """
 
-    def __init__(self, params: PyTree, job: Job, programs: Programs | None = None):
+    def __init__(
+        self,
+        params: PyTree,
+        job: Job,
+        programs: Programs | None = None,
+        prefix: Prefix | None = None,
+    ):
         self.job = job
+        self._prefix = prefix
         self.compile_seconds = 0.0
         self._params = with_policy(params, job.config)
         self._programs = programs or compiled.programs(job)
@@ -124,12 +159,26 @@ class Whole:
     def prefill(self, prompts: Prompts) -> Prefilled:
         programs, group = self._programs, self.job.group
         tokens, lengths = pad_prompts(group, prompts)
-        state, logits = programs.prefill(self._params, programs.init(), tokens, lengths)
+        state, logits = programs.prefill(
+            self._params, self._empty(), tokens, lengths, self._prefix
+        )
         if not self._settled:
             self._reallocate(state.measured, lengths)
-        if programs.compact:
-            state = self._programs.compact(state, self._params.get("policy"))
-        return Prefilled(state, logits)
+        return Prefilled(self._compacted(state), logits)
+
+    def _empty(self) -> cache.KVState:
+        """Returns an empty state for prompts, which go on after the prefix."""
+        state = self._programs.init()
+        if self._prefix is None:
+            return state
+        start = int(axes.to_host(self._prefix.state.next_pos)[0])
+        rows = np.full((self.job.group.batch,), start, np.int32)
+        return state.replace(next_pos=meshes.shard_rows(self.job.mesh, rows)[0])
+
+    def _compacted(self, state: cache.KVState) -> cache.KVState:
+        if self._programs.compact is None:
+            return state
+        return self._programs.compact(state, self._params.get("policy"))
 
     def _reallocate(self, measured: Array, lengths: Array) -> None:
         """Lets the budget rule set new sizes, from what it measured in the prompts."""
@@ -151,9 +200,12 @@ class Whole:
             self._programs = compiled.decoding(self.job, self._programs)
             self.compile_seconds += time.perf_counter() - start
 
-    def begin(self, read: Prefilled, requests: Sequence[Request]) -> DecodeState:
-        rows = row_requests(self.job.group, requests, self._programs.keys)
-        return self._programs.begin(read.state, read.logits, *rows)[0]
+    def begin(
+        self, read: Prefilled, requests: Sequence[Request]
+    ) -> tuple[DecodeState, Tokens]:
+        asked, keys = row_requests(self.job, requests, self._programs.keys)
+        seen = seen_tokens(self.job, requests)
+        return self._programs.begin(*read, asked, keys, seen)
 
     def insert(
         self,
@@ -161,18 +213,51 @@ class Whole:
         read: Prefilled,
         requests: Sequence[Request],
         rows: Int[np.ndarray, "N"],
-    ) -> DecodeState:
-        pool = self._programs.pool() if pool is None else pool
-        asked, keys = row_requests(self.job.group, requests, self._programs.keys)
+    ) -> tuple[DecodeState, Tokens]:
+        pool, group = self._programs.pool() if pool is None else pool, self.job.group
+        asked, keys = row_requests(group, requests, self._programs.keys)
         (rows,) = meshes.shard_rows(self.job.mesh, rows)
-        return self._programs.insert(pool, *read, asked, keys, rows)[0]
+        seen = seen_tokens(group, requests)
+        return self._programs.insert(pool, *read, asked, keys, rows, seen)
 
-    def decode(self, state: DecodeState, limit: int) -> tuple[DecodeState, np.ndarray]:
-        every = np.int32(self.job.batch)
-        state, drawn = self._programs.decode(
-            self._params, state, np.int32(limit), every
+    def decode(
+        self, state: DecodeState, limit: int, until: int | None = None
+    ) -> tuple[DecodeState, Tokens]:
+        until = np.int32(self.job.batch if until is None else until)
+        decode = self._programs.decode
+        state, drawn = decode(self._params, state, np.int32(limit), until, self._prefix)
+        return state, axes.to_host(drawn)
+
+    def start(self, prompts: Prompts) -> "Started":
+        """Begins to read prompts beside the rows of a pool, see `mixed`."""
+        group, hidden = self.job.group, self.job.spec.model_dim
+        tokens, lengths = pad_prompts(group, prompts)
+        nothing = np.zeros((group.batch, hidden), jnp.dtype(self.job.dtype))
+        (nothing,) = meshes.shard_rows(self.job.mesh, nothing)
+        reading = Reading(self._empty(), nothing, np.int32(0))
+        return Started(reading, tokens, lengths)
+
+    def mixed(
+        self, pool: DecodeState, started: "Started", limit: int, until: int
+    ) -> tuple[DecodeState, "Started", Tokens]:
+        """Decodes rows and reads on, see `kvjax.engine.steps.mixed`.
+
+        Tokens are on the host.
+        """
+        pool, reading, drawn = self._programs.mixed(
+            self._params,
+            pool,
+            *started,
+            np.int32(limit),
+            np.int32(until),
+            self._prefix,
         )
-        return state, axes.to_host(drawn.token)
+        return pool, started._replace(reading=reading), axes.to_host(drawn)
+
+    def read(self, started: "Started") -> Prefilled:
+        """Returns prompts whose last chunk is in, compressed."""
+        logits = self._programs.logits(self._params, started.reading.hidden)
+        return Prefilled(self._compacted(started.reading.cache), logits)
 
     def score(
         self, read: Prefilled, tokens: np.ndarray, lengths: np.ndarray
@@ -237,9 +322,9 @@ def prefill_batch(
         rows = slice(first, first + job.group.batch)
         read = runner.prefill(prompts[rows])
         if not job.is_staggered:  # a copy into a pool would double it
-            return jax.block_until_ready(runner.begin(read, requests))
+            return jax.block_until_ready(runner.begin(read, requests)[0])
         numbers = np.arange(rows.start, rows.stop, dtype=np.int32)
-        pool = runner.insert(pool, read, requests[rows], numbers)
+        pool, _ = runner.insert(pool, read, requests[rows], numbers)
         jax.block_until_ready(pool)
         del read  # frees its memory before the next group is read
     return pool
@@ -264,7 +349,7 @@ def decode_batch(
             return state, new
         limit = min(job.decode_chunk or left, left)
         state, tokens = runner.decode(state, limit)
-        for row, drawn in enumerate(tokens[:rows]):
+        for row, drawn in enumerate(tokens.token[:rows]):
             new[row] += drawn[drawn >= 0].tolist()
         left -= limit
 
@@ -283,58 +368,6 @@ def _stopped(
         (marked,) = meshes.shard_rows(job.mesh, done)
         state = state.replace(done=marked)
     return state, bool(done.all())
-
-
-def generate_batches(
-    params: PyTree,
-    job: Job,
-    prompts: Prompts,
-    memory_bytes: int,
-    seed: int = 0,
-    *,
-    prompt_ids: Sequence[int] | None = None,
-    max_batch: int | None = None,
-    stop: Stop | None = None,
-    sampling: Sampling = GREEDY,
-    say: Say = silent,
-) -> Iterator[tuple[list[int], BatchResult]]:
-    """Runs prompts, the short ones first, in batches that fill the memory.
-
-    Args:
-      params: the model's weights.
-      job: of any batch; the batch is planned here.
-      prompts: token ids.
-      memory_bytes: see `kvjax.engine.memory.device_memory`.
-      seed: of the whole run.
-      prompt_ids: each prompt's number in the whole run; None if these are all.
-      max_batch: no larger batch is planned.
-      stop, sampling: see `run_batch`.
-      say: receives progress messages, and how many prompts have ended.
-
-    Yields:
-      Per batch, the indices of its prompts, and its result.
-
-    Raises:
-      UserError: too little memory for one row.
-    """
-    most = min(max_batch or len(prompts), len(prompts))
-    plan = plan_job(job, memory_bytes, most, say)
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for rows in batches(order, plan.batch):
-        say(f"running batches of up to {plan.batch}", 0)
-        yield (
-            rows,
-            run_batch(
-                of_plan(params, plan),
-                [prompts[i] for i in rows],
-                [prompt_ids[i] for i in rows] if prompt_ids else rows,
-                seed,
-                stop,
-                sampling,
-            ),
-        )
-        memory.trim()  # returns the state, which the caller has dropped
-        say("", len(rows))
 
 
 def of_plan(params: PyTree, plan: Plan) -> Whole:
@@ -367,6 +400,16 @@ def row_requests(
     rows = jax.tree.map(lambda leaf: meshes.shard_rows(job.mesh, leaf)[0], rows)
     with meshes.use(job.mesh):
         return rows, make_keys(*meshes.shard_rows(job.mesh, *identity))
+
+
+def seen_tokens(job: Job, requests: Sequence[Request]) -> Array | None:
+    """Returns the prompts' tokens as flags [B, V]; None if no row is penalized."""
+    if not job.sampling.penalizes:
+        return None
+    seen = np.zeros((job.batch, job.spec.vocab_size), bool)
+    for row, each in enumerate(requests):
+        seen[row, list(each.tokens)] = True
+    return meshes.shard_rows(job.mesh, seen)[0]
 
 
 def batches(indices: Sequence[int], most: int) -> list[list[int]]:

@@ -1,7 +1,8 @@
 """Choosing the next token from its logits."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.types import Struct, UserError, real_number, whole_number
 
 _SEEDS = 2**31 - 1
+_MOST_LOGPROBS = 20
 _GREEDY = 1e-30  # below this quotients overflow, and from there on only ties draw
 
 
@@ -23,10 +25,22 @@ class SamplingSpec:
       samples: whether any row may draw at random; else all take the likeliest token.
       logprobs: how many of the likeliest tokens' log-probabilities are returned beside
         the chosen one's; None returns none.
+      penalizes: whether any row has a repetition penalty, which takes a flag per row
+        and token of the vocabulary.
     """
 
     samples: bool = False
     logprobs: int | None = None
+    penalizes: bool = False
+
+    def union(self, other: "SamplingSpec") -> "SamplingSpec":
+        """Returns what programs that serve both are compiled for."""
+        asked = [x.logprobs for x in (self, other) if x.logprobs is not None]
+        return SamplingSpec(
+            samples=self.samples or other.samples,
+            logprobs=max(asked, default=None),
+            penalizes=self.penalizes or other.penalizes,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +56,14 @@ class Sampling:
         (Holtzman et al. 2020).
       min_p: draws among the tokens that are at least this many times as likely as the
         most likely one (Nguyen et al. 2024, arXiv 2407.01082).
+      repetition_penalty: divides the positive logits of tokens that the prompt or the
+        completion holds already, and multiplies the negative ones (Keskar et al. 2019,
+        section 4.1, as transformers and vLLM do); 1 changes nothing.
       stop: texts that end a completion, which does not include them: one or several.
-      num_samples, num_beams: completions per prompt, and beams to search with. Only 1
-        is supported.
-      logprobs: how many tokens' log-probabilities are returned. Only None is supported.
+      num_samples: completions per prompt. The prompt is read once.
+      num_beams: beams to search with. Only 1 is supported.
+      logprobs: how many of the likeliest tokens' log-probabilities are returned for
+        each new token, beside its own: 0 to 20; None returns none.
       seed: 0 to 2**31 - 1. A prompt draws the same tokens in any batch.
       ignore_eos: generates all `max_new_tokens`, for throughput runs.
     """
@@ -55,6 +73,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     num_samples: int = 1
     num_beams: int = 1
@@ -69,11 +88,18 @@ class Sampling:
         object.__setattr__(self, "stop", stop)
         whole_number("max_new_tokens", self.max_new_tokens, 1)
         whole_number("seed", self.seed, 0, _SEEDS)
-        for field, only in (("num_samples", 1), ("num_beams", 1), ("logprobs", None)):
-            if (value := getattr(self, field)) != only:
-                raise UserError(
-                    f"{field} {value!r:.40} is not supported yet: leave it out"
-                )
+        whole_number("num_samples", self.num_samples, 1)
+        if self.logprobs is not None:
+            whole_number("logprobs", self.logprobs, 0, _MOST_LOGPROBS)
+        if self.num_beams != 1:
+            raise UserError(
+                f"num_beams {self.num_beams!r:.40} is not supported yet: leave it out"
+            )
+        if real_number("repetition_penalty", self.repetition_penalty) <= 0:
+            raise UserError(
+                f"repetition_penalty {self.repetition_penalty}: larger than 0; 1 "
+                "changes nothing"
+            )
         real_number("temperature", self.temperature, 0)
         whole_number("top_k", self.top_k, 0)
         if not 0 < real_number("top_p", self.top_p) <= 1:
@@ -94,6 +120,7 @@ class Requests(Struct):
       top_k: i32[B], 0 for all tokens.
       top_p: f32[B].
       min_p: f32[B].
+      repetition_penalty: f32[B], 1 for none.
       left: i32[B], tokens still to draw; 0 for a row that is not in use.
       ends: bool[B], whether an end token ends the row.
     """
@@ -102,6 +129,7 @@ class Requests(Struct):
     top_k: Array
     top_p: Array
     min_p: Array
+    repetition_penalty: Array
     left: Array
     ends: Array
 
@@ -118,9 +146,19 @@ def requests_of(every: Sequence[Sampling], rows: int) -> Requests:
         top_k=column("top_k", np.int32),
         top_p=column("top_p", np.float32),
         min_p=column("min_p", np.float32),
+        repetition_penalty=column("repetition_penalty", np.float32),
         left=np.where(in_use, column("max_new_tokens", np.int32), np.int32(0)),
         ends=~column("ignore_eos", bool),
     )
+
+
+def spec_of(every: Iterable[Sampling]) -> SamplingSpec:
+    """Returns what programs that serve all of these are compiled for."""
+    each = [
+        SamplingSpec(one.samples, one.logprobs, one.repetition_penalty != 1)
+        for one in every
+    ]
+    return functools.reduce(SamplingSpec.union, each, SamplingSpec())
 
 
 class Tokens(NamedTuple):
@@ -131,6 +169,8 @@ class Tokens(NamedTuple):
       logprob: f32[B], natural logarithms, before temperature and filters.
       top_tokens: i32[B, N], the likeliest tokens in descending order.
       top_logprobs: f32[B, N].
+
+    Those of several steps have an axis of steps after the first.
     """
 
     token: Array

@@ -137,7 +137,8 @@ class Scheduler:
                 return self._drop()
             if len(self._rows) < self._executor.rows:
                 return self._insert()
-        if self._waiting and not self._has_group:
+        can_read = self._executor.refills or not self._rows
+        if self._waiting and not self._has_group and can_read:
             return self._read()
         return self._step() if self.busy else []
 
@@ -162,8 +163,11 @@ class Scheduler:
         return []
 
     def _insert(self) -> list[Event]:
-        idle = [row for row in range(self._executor.rows) if row not in self._rows]
-        rows = idle[: len(self._places)]
+        if self._executor.refills:
+            idle = [row for row in range(self._executor.rows) if row not in self._rows]
+            rows = idle[: len(self._places)]
+        else:
+            rows = [place for place, _ in self._places]
         chosen = [self._places.popleft() for _ in rows]
         places, requests = zip(*chosen, strict=True)
         drawn = self._executor.insert(places, rows, requests)

@@ -119,7 +119,7 @@ class SimulatedExecutor:
           chunk: prompt tokens that a step reads.
           first_chunk: those that a prompt's first step reads; None is `chunk`.
         """
-        self.rows, self.read_rows = rows, read_rows
+        self.rows, self.read_rows, self.refills = rows, read_rows, True
         self.clock, self.calls = 0.0, list[Call]()
         self._lengths, self._costs = lengths, costs or constant_costs()
         self._chunk, self._first_chunk = chunk, first_chunk or chunk

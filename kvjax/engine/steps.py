@@ -25,8 +25,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache
 from kvjax.cache import sharded
+from kvjax.cache.prefix import Prefix
 from kvjax.cache.spec import CacheSpec
 from kvjax.engine.forward import Pass, forward, forward_both
+from kvjax.engine.logits import mark_seen, penalized, top_logprobs
 from kvjax.engine.sampling import Requests, SamplingSpec, Tokens, likeliest, sample
 from kvjax.models import decoder
 from kvjax.parallel import axes
@@ -45,6 +47,8 @@ class DecodeState(Struct):
       done: bool[B], rows that have ended or are not in use.
       keys: PRNG keys [B], one per row.
       requests: what each row generates.
+      seen: bool[B, V], the tokens of each row's prompt and completion; None unless a
+        request has a repetition penalty.
     """
 
     cache: cache.KVState
@@ -52,6 +56,7 @@ class DecodeState(Struct):
     done: Array
     keys: Array
     requests: Requests
+    seen: Array | None = None
 
 
 class Reading(Struct):
@@ -76,6 +81,7 @@ def prefill(
     state: cache.KVState,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
+    prefix: Prefix | None = None,
     *,
     spec: ModelSpec,
     config: CacheSpec,
@@ -90,13 +96,16 @@ def prefill(
       state: the state to append to; donated.
       tokens: prompts, left-aligned; tokens beyond a row's length are never read.
       lengths: tokens per row; 0 for a row that is not in use.
+      prefix: what all rows go on after; None for nothing.
       spec: the model's shape.
       config: configuration of the cache.
 
     Returns:
       The state, and the float32 logits that follow each row's last token.
     """
-    read = functools.partial(_read_chunk, params, spec=spec, config=config)
+    read = functools.partial(
+        _read_chunk, params, prefix=prefix, spec=spec, config=config
+    )
     reading = begin_reading(params, state, spec)
     unrolled = config.first_chunk > config.schedule.prefill_chunk
     if unrolled:  # a first chunk of another width is outside of the loop
@@ -152,6 +161,7 @@ def _read_chunk(
     tokens: Int[Array, "B P"],
     lengths: Int[Array, "B"],
     *,
+    prefix: Prefix | None,
     spec: ModelSpec,
     config: CacheSpec,
     width: int | None = None,
@@ -160,7 +170,14 @@ def _read_chunk(
     width = width or config.schedule.prefill_chunk
     block, n = _chunk_tokens(reading, tokens, lengths, config, width)
     hidden, state = forward(
-        params, spec, block, n, reading.cache, config, is_prefill=True
+        params,
+        spec,
+        block,
+        n,
+        reading.cache,
+        config,
+        is_prefill=True,
+        prefix=prefix,
     )
     last = last_hidden(hidden, n, reading.hidden)
     return Reading(state, last, reading.chunk + 1)
@@ -200,6 +217,7 @@ def begin(
     logits: Float[Array, "B V"],
     requests: Requests,
     keys: Array,
+    seen: Bool[Array, "B V"] | None = None,
     *,
     sampling: SamplingSpec = GREEDY,
     eos: tuple[int, ...] = NO_EOS,
@@ -211,6 +229,7 @@ def begin(
       logits: those that follow each row's last token.
       requests: what each row generates.
       keys: PRNG keys [B], one per row.
+      seen: the prompts' tokens, see `DecodeState`.
       sampling: what the program is compiled for.
       eos: tokens that end a row, if its request says so.
 
@@ -218,7 +237,7 @@ def begin(
       The state, and the tokens drawn; -1 for rows that are not in use.
     """
     none = jnp.zeros_like(requests.left)
-    begun = DecodeState(state, none, requests.left < 1, keys, requests)
+    begun = DecodeState(state, none, requests.left < 1, keys, requests, seen)
     return next_token(begun, logits, state.next_pos, sampling=sampling, eos=eos)
 
 
@@ -242,18 +261,25 @@ def next_token(
     Returns:
       The state, and the tokens drawn; -1 for rows that were done.
     """
-    requests = state.requests
+    requests, plain, seen = state.requests, logits, state.seen
+    if seen is not None:
+        logits = penalized(logits, seen, requests.repetition_penalty)
     if sampling.samples:
         token = sample(logits, requests, state.keys, position)
     else:
         token = likeliest(logits)
-    left = requests.left - (~state.done).astype(jnp.int32)
-    drawn = state.replace(
+    live = (~state.done).astype(jnp.int32)
+    left = requests.left - live
+    after = state.replace(
         token=token,
         done=state.done | (left < 1) | (requests.ends & _ends(token, eos)),
         requests=requests.replace(left=left),
+        seen=None if seen is None else mark_seen(seen, token[:, None], live),
     )
-    return drawn, Tokens(jnp.where(state.done, -1, token))
+    drawn = Tokens(jnp.where(state.done, -1, token))
+    if sampling.logprobs is not None:
+        drawn = Tokens(drawn.token, *top_logprobs(plain, token, sampling.logprobs))
+    return after, drawn
 
 
 @functools.partial(
@@ -266,6 +292,7 @@ def insert(
     requests: Requests,
     keys: Array,
     rows: Int[Array, "N"],
+    seen: Bool[Array, "N V"] | None = None,
     *,
     sampling: SamplingSpec = GREEDY,
     eos: tuple[int, ...] = NO_EOS,
@@ -279,13 +306,14 @@ def insert(
       requests: what each of the N generates.
       keys: PRNG keys [N].
       rows: where each of the N is copied to; B or more drops it.
+      seen: the prompts' tokens, see `DecodeState`.
       sampling: what the program is compiled for.
       eos: tokens that end a row, if its request says so.
 
     Returns:
       The pool, and the N tokens drawn.
     """
-    begun = DecodeState(None, rows, requests.left < 1, keys, requests)
+    begun = DecodeState(None, rows, requests.left < 1, keys, requests, seen)
     new, drawn = next_token(begun, logits, state.next_pos, sampling=sampling, eos=eos)
     put = lambda mine, new: mine.at[rows].set(new, mode="drop")
     rest = jax.tree.map(put, pool.replace(cache=None), new)
@@ -302,6 +330,7 @@ def decode(
     state: DecodeState,
     limit: Int[Array, ""] | None = None,
     until: Int[Array, ""] | None = None,
+    prefix: Prefix | None = None,
     *,
     spec: ModelSpec,
     config: CacheSpec,
@@ -318,6 +347,7 @@ def decode(
       state: the state to continue from; donated.
       limit: the most tokens to draw; None for N.
       until: how many more rows may end before it stops; None for all.
+      prefix: what all rows go on after; None for nothing.
       spec: the model's shape.
       config: configuration of the cache.
       steps: N, the width of the output.
@@ -331,7 +361,8 @@ def decode(
     def step(carry):
         i, state, out = carry
         n = (~state.done).astype(jnp.int32)
-        hidden, kv = forward(params, spec, state.token[:, None], n, state.cache, config)
+        token = state.token[:, None]
+        hidden, kv = forward(params, spec, token, n, state.cache, config, prefix=prefix)
         logits = decoder.logits(params, hidden[:, 0], spec)
         state, drawn = next_token(
             state.replace(cache=kv), logits, kv.next_pos, sampling=sampling, eos=eos
@@ -340,8 +371,11 @@ def decode(
 
     going = _going(state, steps, limit, until)
     out = _no_tokens(len(state.done), steps, sampling)
-    start = jnp.int32(0), state, out
-    _, state, out = jax.lax.while_loop(lambda carry: going(*carry[:2]), step, start)
+    _, state, out = jax.lax.while_loop(
+        lambda carry: going(*carry[:2]) & ~jnp.all(carry[1].done),
+        step,
+        (jnp.int32(0), state, out),
+    )
     return state, out
 
 
@@ -358,6 +392,7 @@ def mixed(
     lengths: Int[Array, "N"],
     limit: Int[Array, ""] | None = None,
     until: Int[Array, ""] | None = None,
+    prefix: Prefix | None = None,
     *,
     spec: ModelSpec,
     config: CacheSpec,
@@ -380,6 +415,7 @@ def mixed(
       lengths: tokens per prompt; 0 for a row that is not in use.
       limit: the most steps; None for `steps`.
       until: how many more rows may end before it stops; None for all.
+      prefix: what all rows go on after; None for nothing.
       spec: the model's shape.
       config: configuration of the cache, whose first chunk is no wider than others.
       steps: the width of the output.
@@ -399,8 +435,8 @@ def mixed(
         hidden, ends, kv, read = forward_both(
             params,
             spec,
-            Pass(state.token[:, None], live, state.cache, is_prefill=False),
-            Pass(block, n, reading.cache, is_prefill=True),
+            Pass(state.token[:, None], live, state.cache, False, prefix),
+            Pass(block, n, reading.cache, True, prefix),
             config,
             groups,
         )
@@ -411,10 +447,10 @@ def mixed(
         reading = Reading(read, last_hidden(ends, n, reading.hidden), reading.chunk + 1)
         return i + 1, state, reading, _recorded(out, i, drawn)
 
-    more, total = _going(state, steps, limit, until), chunks(config, lengths)
+    going, total = _going(state, steps, limit, until), chunks(config, lengths)
     out = _no_tokens(len(state.done), steps, sampling)
     _, state, reading, out = jax.lax.while_loop(
-        lambda carry: more(*carry[:2]) & (carry[2].chunk < total),
+        lambda carry: going(*carry[:2]) & (carry[2].chunk < total),
         step,
         (jnp.int32(0), state, reading, out),
     )
@@ -433,15 +469,19 @@ def _going(
 
     def going(i, state):
         ended = jnp.sum(state.done & ~before, dtype=jnp.int32)
-        enough = jnp.all(state.done)
-        return (i < limit) & ~(enough if until is None else enough | (ended >= until))
+        return (i < limit) & (True if until is None else ended < until)
 
     return going
 
 
 def _no_tokens(rows: int, steps: int, sampling: SamplingSpec) -> Tokens:
     """Returns the tokens [B, N] of rows that have drawn none."""
-    return Tokens(jnp.full((rows, steps), -1, jnp.int32))
+    tokens = jnp.full((rows, steps), -1, jnp.int32)
+    if (count := sampling.logprobs) is None:
+        return Tokens(tokens)
+    each = jnp.zeros((rows, steps))
+    top = jnp.zeros((rows, steps, count), jnp.int32)
+    return Tokens(tokens, each, top, top.astype(each.dtype))
 
 
 def _recorded(out: Tokens, step: Int[Array, ""], drawn: Tokens) -> Tokens:

@@ -68,8 +68,8 @@ class TextStream:
     Args:
       tokenizer: a transformers tokenizer.
       prompt: the ids that the tokens follow.
-      stop: texts that end the completion, without U+FFFD, which stands for incomplete
-        characters.
+      stop: texts that end the completion. One with U+FFFD, which stands for incomplete
+        characters, ends nothing.
 
     Attributes:
       ended: whether a stop text was found; further tokens are ignored.
@@ -80,7 +80,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Iterable[str] = ()):
         self.ended = False
         self.tokens_used = 0
-        self._stop = tuple(stop)
+        self._stop = tuple(text for text in stop if _BROKEN not in text)
         # The completion's text; and, to find stop texts, the one with special tokens.
         hidden = (True, False) if self._stop else (True,)
         vocabularies = [_Vocabulary(tokenizer, each) for each in hidden]

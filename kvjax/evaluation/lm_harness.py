@@ -20,16 +20,17 @@ import jax
 from tqdm import tqdm
 
 from kvjax.cache.spec import checked
-from kvjax.engine import api, jobs, likelihood, runner, stop_texts
+from kvjax.engine import jobs, likelihood
+from kvjax.engine.engine import Engine
 from kvjax.engine.memory import device_memory
-from kvjax.engine.sampling import Sampling, SamplingSpec
+from kvjax.engine.requests import Request
+from kvjax.engine.sampling import Sampling
 from kvjax.evaluation import lm_arguments
 from kvjax.messages import warn
 from kvjax.models.weights import load
 from kvjax.types import Model, UserError
 
 MAX_NEW = 256  # tokens to generate if a task sets no number; the harness's default
-_STOP_INTERVAL = 32  # tokens generated between two searches for a stop text
 _NEW = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 
@@ -131,6 +132,14 @@ class Requests:
         self.config = checked(model.spec, config, prompt_tokens)
         self.memory = device_memory(memory_gb)
         self.most = lm_arguments.most(batch_size, max_batch_size)
+        self.engine = Engine(
+            model,
+            config,
+            memory_gb=memory_gb,
+            max_rows=self.most,
+            prompt_tokens=prompt_tokens,
+            show_progress=False,
+        )
         self.template: str | None = None
 
     # --- the harness's interface to the tokenizer -----------------------------------
@@ -303,30 +312,31 @@ class Requests:
     ) -> list[str]:
         """Returns the generated texts, each up to its first stop text.
 
-        Each request is (context, gen_kwargs). Requests with the same sampling, length
-        and stop texts run together, in batches that fill the memory.
+        Each request is (context, gen_kwargs).
         """
-        groups, prompts, cut = defaultdict(list), [], []
+        groups, asked, cut = defaultdict(list), [], []
         for index, (context, gen_kwargs) in enumerate(r.args for r in requests):
-            sampler, new, until = self._generation(gen_kwargs)
+            sampling = self._generation(gen_kwargs)
             whole = self.tok_encode(context) or [self.prefix_token_id]
-            prompts.append(whole[-(self.max_length - new) :])
-            cut.append(len(whole) - len(prompts[-1]))
-            size = jobs.size_class(self.config, len(prompts[-1]))
-            groups[new, size, sampler, until].append(index)
+            prompt = tuple(whole[-(self.max_length - sampling.max_new_tokens) :])
+            cut.append(len(whole) - len(prompt))
+            request = Request(index, prompt, sampling)
+            groups[jobs.size_class(self.config, len(prompt))].append(request)
+            asked.append(request)
         self._warn_of_cuts("contexts", cut)
         texts: dict[int, str] = {}
         with tqdm(
-            total=len(prompts), desc="kvjax: generate_until", disable=disable_tqdm
+            total=len(asked), desc="kvjax: generate_until", disable=disable_tqdm
         ) as bar:
             # Longest first, so that prompts that do not fit fail before long work.
-            order = sorted(groups.items(), key=lambda group: group[0][1], reverse=True)
-            for (new, _, sampler, until), rows in order:
-                written = self._generate(sampler, new, until, rows, prompts, bar)
-                for index, text in written:
-                    texts[index] = text
-                    self._remember("generate_until", requests[index].args, text)
-        return [texts[index] for index in range(len(prompts))]
+            for _, group in sorted(groups.items(), reverse=True):
+                for piece in self.engine.run(group):
+                    if piece.completion is not None:
+                        text = texts[piece.prompt] = piece.completion.text
+                        args = requests[piece.prompt].args
+                        self._remember("generate_until", args, text)
+                        bar.update()
+        return [texts[index] for index in range(len(asked))]
 
     def get_model_info(self) -> dict[str, Any]:
         """Returns fields that the harness writes to its results."""
@@ -393,8 +403,8 @@ class Requests:
             )
         return [tuple(one) for one in found]
 
-    def _generation(self, gen_kwargs: dict[str, Any]) -> tuple[Sampling, int, tuple]:
-        """Returns a request's sampling, maximal number of new tokens and stop texts."""
+    def _generation(self, gen_kwargs: dict[str, Any]) -> Sampling:
+        """Returns a request's sampling, with the end token's text among its stops."""
         until = gen_kwargs.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
         lengths = [gen_kwargs[k] for k in _NEW if gen_kwargs.get(k) is not None]
@@ -407,33 +417,9 @@ class Requests:
         unknown = sorted(set(gen_kwargs) - {"until", *_NEW, *_SAMPLING})
         if unknown:
             warn(f"gen_kwargs {', '.join(unknown)}: not known to kvjax, left out")
-        stops = filter(None, (*until, self.tokenizer.eos_token))
-        return lm_arguments.sampling(gen_kwargs, new, self.seed), new, tuple(stops)
-
-    def _generate(self, sampling, new, until, rows, prompts, bar):
-        """Yields (index, text) of a group's requests, as their batches finish."""
-        longest = max(len(prompts[i]) for i in rows)
-        size = jobs.bucket(self.model.spec, self.config, longest, new)
-        ends = api.end_tokens(self.model)
-        spec = SamplingSpec(sampling.samples)
-        job = jobs.job_of(self.model, self.config, size, new, spec, ends)
-        job = dataclasses.replace(job, decode_chunk=min(new, _STOP_INTERVAL))
-        completed = functools.partial(stop_texts.completed, self.tokenizer, until)
-        for chosen, result in runner.generate_batches(
-            self.model.params,
-            job,
-            [prompts[i] for i in rows],
-            self.memory,
-            self.seed,
-            prompt_ids=rows,
-            max_batch=self.most,
-            stop=functools.partial(stop_texts.stops, self.tokenizer, until),
-            sampling=sampling,
-        ):
-            for place, tokens in zip(chosen, result.tokens, strict=True):
-                yield rows[place], completed(prompts[rows[place]], tokens)[0]
-            bar.update(len(chosen))
-            del result  # frees its KV state: the next batch needs the memory
+        stop = tuple(filter(None, (*until, self.tokenizer.eos_token)))
+        sampling = lm_arguments.sampling(gen_kwargs, new, self.seed)
+        return dataclasses.replace(sampling, stop=stop)
 
     def _warn_of_cuts(self, what: str, cut: list[int]) -> None:
         """Warns if the beginnings of contexts were cut off."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvjax import cache
 from kvjax.cache.spec import CacheSpec, checked, make_spec
-from kvjax.engine import api, jobs, runner, stop_texts
+from kvjax.engine import jobs, runner, stop_texts, tokenization
 from kvjax.engine.footprint import state_bytes, weights_bytes
 from kvjax.engine.jobs import Job
 from kvjax.engine.memory import peak_memory
@@ -162,7 +162,7 @@ def _job(setting: Setting, spec: CacheSpec, task: Samples) -> Job:
     model, windows = setting.model, setting.experiment.fidelity
     bucket = functools.partial(jobs.bucket, model.spec, spec)
     bucket(windows.prompt_tokens, windows.continuation_tokens)  # raises if too long
-    eos = NO_EOS if task.run.ignore_eos else api.end_tokens(model)
+    eos = NO_EOS if task.run.ignore_eos else tokenization.end_tokens(model)
     prompt = bucket(task.longest, task.new)
     job = jobs.job_of(model, spec, prompt, task.new, eos=eos)
     interval = _STOP_INTERVAL if _stop_texts(task) else None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from kvjax.engine import api
+from kvjax.engine import tokenization
 from kvjax.engine.text_stream import before_stop, text_after
 from kvjax.evaluation import tasks
 from kvjax.evaluation.config import Experiment, TaskRun
@@ -204,7 +204,7 @@ def graded(
 
 def _until_end(model: Model, answers: Sequence[Sequence[int]]) -> list[list[int]]:
     """Returns the answers up to their first end tokens."""
-    ends = api.end_tokens(model)
+    ends = tokenization.end_tokens(model)
     before_end = lambda token: token not in ends
     return [list(itertools.takewhile(before_end, tokens)) for tokens in answers]
 

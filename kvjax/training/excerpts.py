@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.engine import api
+from kvjax.engine import tokenization
 from kvjax.types import Model, UserError
 
 PASSAGES, PASSAGE = 5, 48  # number of repeated passages, and tokens of each
@@ -35,7 +35,11 @@ class Excerpt(NamedTuple):
 
 
 def make(
-    model: Model, texts: Sequence[api.Prompt], length: int, seed: int, chunk: int
+    model: Model,
+    texts: Sequence[tokenization.Prompt],
+    length: int,
+    seed: int,
+    chunk: int,
 ) -> list[Excerpt]:
     """Returns the first `length` tokens of every text with some passages repeated.
 
@@ -57,7 +61,7 @@ def make(
             f"context of {model.spec.name} has {model.spec.context_length}: calibrate "
             "on shorter texts"
         )
-    for index, ids in enumerate(api.tokenize(model, texts)):
+    for index, ids in enumerate(tokenization.tokenize(model, texts)):
         if len(ids) < length:
             raise UserError(
                 f"text {index} has {len(ids)} tokens: give texts of {length} or more"

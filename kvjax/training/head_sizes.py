@@ -30,7 +30,7 @@ from kvjax import messages, policies
 from kvjax.cache import calibrations, head_groups
 from kvjax.cache.calibrations import NEWEST, SINKS, Calibration
 from kvjax.cache.calibrations.apportion import proportional
-from kvjax.engine import api, compiled
+from kvjax.engine import compiled, tokenization
 from kvjax.models import decoder, fingerprints
 from kvjax.training import excerpts, streaming
 from kvjax.training.excerpts import AT_ONCE, PASSAGE, PASSAGES, Excerpt
@@ -65,7 +65,7 @@ class Round(NamedTuple):
 
 def fit_heads(
     model: Model,
-    texts: Sequence[api.Prompt],
+    texts: Sequence[tokenization.Prompt],
     calibration: Calibration,
     ratios: Sequence[float] | None = None,
     *,

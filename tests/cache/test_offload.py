@@ -284,9 +284,9 @@ def test_layer_by_layer_too(tiny):
     whole = run_batch(tiny.params, job, prompts, [0, 1, 2])
     each = layerwise.LayerByLayer(tiny, job)
     read = each.prefill(prompts)
-    state = each.begin(read, requests_for(job, prompts))
+    state, _ = each.begin(read, requests_for(job, prompts))
     first = state.token.tolist()
-    _, rest = each.decode(state, job.max_new_tokens - 1)
+    rest = each.decode(state, job.max_new_tokens - 1)[1].token
     assert [
         [t, *row] for t, row in zip(first, rest.tolist(), strict=True)
     ] == whole.tokens

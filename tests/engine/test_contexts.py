@@ -199,10 +199,10 @@ def test_another_configuration_is_refused(model, context, tmp_path, changes, mes
 def test_another_model_is_refused(model, context, tmp_path):
     other = tiny_model(seed=1)
     context.save(tmp_path / "a")
-    context.check_model(model)
+    context.check(model, context.config)
     for refused in (
         lambda: load_context(tmp_path / "a", other, context.config),
-        lambda: context.check_model(other),
+        lambda: context.check(other, context.config),
     ):
         with pytest.raises(UserError, match=r"was read by tiny .weights") as error:
             refused()

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from conftest import often, tiny_model, tiny_spec
 from jax.extend.core import jaxprs_in_params
-from testing.engine import compilations, decode, live_at_prefill, run_batch
+from testing.engine import compilations, decode, run_batch
 from testing.prose import CHAT, make_tokenizer
 
 import kvjax
 from kvjax import Schedule, UserError, cache, policies
 from kvjax.cache.spec import make_spec
-from kvjax.engine import api, compiled
-from kvjax.engine.api import tokenize
+from kvjax.engine import compiled
 from kvjax.engine.compiled import programs, tree_bytes
 from kvjax.engine.forward import forward
 from kvjax.engine.jobs import Job, bucket
 from kvjax.engine.steps import prefill
+from kvjax.engine.tokenization import fitted, tokenize
 from kvjax.models import decoder
 
 BUDGET, BLOCK = 24, 8
@@ -337,14 +337,6 @@ def test_live_bytes_fall_and_allocated_ones_do_not(tiny):
     assert allocated == 2 * (BUDGET + 4) * pair
 
 
-def test_a_batch_is_gone_when_the_next_is_read(tiny, monkeypatch):
-    """Beside its state there would be no room for the next one's."""
-    with live_at_prefill(monkeypatch) as live:
-        kvjax.generate(tiny, prompts(), max_new_tokens=4, memory_gb=0.0006)
-    assert len(live) > 1
-    assert set(live) == {live[0]}
-
-
 def test_objects_are_short_at_a_prompt(tiny):
     (done,) = kvjax.generate(tiny, [list(range(40))], policy="recency", budget=16)
     assert len(repr(tiny)) < 300 and "2 layers, 6 query and 2 KV heads" in repr(tiny)
@@ -380,18 +372,19 @@ def test_conversations_go_through_the_chat_template(tiny):
 def test_a_prompt_that_is_too_long_is_cut_as_asked(truncate, bos, kept):
     """As if the caller had cut it; the others stay as they are."""
     model = tiny_model(context_length=32)
-    how = {"max_new_tokens": 4, "ignore_eos": True}
-    by_hand = kvjax.generate(model, [[5, 6], kept], **how)
-    words = type("Words", (), {"bos_token_id": bos, "decode": lambda *a, **k: ""})()
-    model = model._replace(tokenizer=words)
-    done = kvjax.generate(model, [[5, 6], [*range(40)]], truncate=truncate, **how)
-    assert [one.tokens for one in done] == [one.tokens for one in by_hand]
-    assert done[1].kept_positions[0][0].max() == 30  # of 28 + 3 tokens that were read
+    words = model._replace(tokenizer=type("Words", (), {"bos_token_id": bos})())
+    assert fitted(words, [[5, 6], [*range(40)]], [4, 4], truncate) == [[5, 6], kept]
+    if bos is None:
+        how = {"max_new_tokens": 4, "ignore_eos": True}
+        by_hand = kvjax.generate(model, [[5, 6], kept], **how)
+        done = kvjax.generate(model, [[5, 6], [*range(40)]], truncate=truncate, **how)
+        assert [one.tokens for one in done] == [one.tokens for one in by_hand]
+        assert done[1].kept_positions[0][0].max() == 30  # of 28 + 3 tokens read
 
 
 def test_what_does_not_exceed_the_context_is_not_cut():
     model = tiny_model(context_length=32)
     for truncate in ("error", "left", "middle"):
-        assert api._fitted(model, [[*range(28)]], 4, truncate) == [[*range(28)]]
-    assert api._fitted(model, [[*range(28)]], 31, "middle") == [[0]]
-    assert api._fitted(model, [[*range(28)]], 31, "left") == [[27]]
+        assert fitted(model, [[*range(28)]], [4], truncate) == [[*range(28)]]
+    assert fitted(model, [[*range(28)]], [31], "middle") == [[0]]
+    assert fitted(model, [[*range(28)]], [31], "left") == [[27]]

@@ -96,7 +96,7 @@ def test_an_error_of_one_group_is_raised_at_the_end(tiny):
     error = np.full_like(read.state.error, cache.OVERFLOW)
     read = read._replace(state=read.state.replace(error=error))
     rows = np.asarray([1], np.int32)
-    pool = whole.insert(None, read, requests_for(asked, prompts), rows)
+    pool, _ = whole.insert(None, read, requests_for(asked, prompts), rows)
     with pytest.raises(RuntimeError, match="no empty slot"):
         whole.finished(pool)
 
@@ -112,9 +112,9 @@ def test_one_prompt_may_be_inserted_into_several_rows(tiny):
     read, pool = whole.prefill([prompt]), None
     for row in (0, 2, 4):
         requests = requests_for(alone, [prompt])
-        pool = whole.insert(pool, read, requests, np.asarray([row], np.int32))
+        pool, _ = whole.insert(pool, read, requests, np.asarray([row], np.int32))
     assert pool.done.tolist() == [False, True, False, True]
-    _, tokens = whole.decode(pool, 5)
+    tokens = whole.decode(pool, 5)[1].token
     assert tokens[0].tolist() == tokens[2].tolist() == expected[1:]
     assert (tokens[[1, 3]] == -1).all()
 

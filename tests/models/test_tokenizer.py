@@ -11,7 +11,7 @@ from testing.checkpoints import one_line, write_folder
 from testing.gguf_files import write_gguf
 
 import kvjax
-from kvjax.engine import api
+from kvjax.engine import tokenization
 from kvjax.engine.steps import NO_EOS
 from kvjax.evaluation.tasks.base import Example, Task, encode
 from kvjax.models import weights
@@ -262,11 +262,11 @@ def test_one_bos_and_no_more(folder):
     chat = model.tokenizer.apply_chat_template
     texts = ["hi", "<s> hi", chat(HELLO, tokenize=False, add_generation_prompt=True)]
     wanted = [[BOS, HI], [BOS, HI], TURNED]
-    assert api.tokenize(model, texts) == wanted
+    assert tokenization.tokenize(model, texts) == wanted
     # Ids are taken as they are.
-    assert api.tokenize(model, [[BOS, BOS, HI]]) == [[BOS, BOS, HI]]
+    assert tokenization.tokenize(model, [[BOS, BOS, HI]]) == [[BOS, BOS, HI]]
     without = weights.load(add_tokenizer(folder, bos=False))
-    assert api.tokenize(without, texts) == [[HI], [BOS, HI], TURNED]
+    assert tokenization.tokenize(without, texts) == [[HI], [BOS, HI], TURNED]
 
 
 @pytest.mark.parametrize(
@@ -287,13 +287,13 @@ def test_tokens_that_end_a_completion(folder, generation, config, said):
     if generation is not None:
         write(folder, "generation_config.json", generation)
     model = weights.load(add_tokenizer(folder))
-    assert set(api.end_tokens(model)) == said | {END}
+    assert set(tokenization.end_tokens(model)) == said | {END}
     without = model._replace(tokenizer=None)
-    assert set(api.end_tokens(without)) == (said or set(NO_EOS))
+    assert set(tokenization.end_tokens(without)) == (said or set(NO_EOS))
 
 
 def test_no_end_tokens_at_all(folder):
-    assert api.end_tokens(weights.load(folder)) == NO_EOS
+    assert tokenization.end_tokens(weights.load(folder)) == NO_EOS
 
 
 @pytest.mark.parametrize("said", ["</s>", [1, "2"], 2.0, True])

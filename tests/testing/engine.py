@@ -38,20 +38,6 @@ def score_tokens(params, state, tokens, *, spec, config):
 
 
 @contextlib.contextmanager
-def live_at_prefill(monkeypatch):
-    """A list of the bytes that arrays hold whenever prompts are about to be read."""
-    live, real = [], runner.Whole.prefill
-
-    def prefill(self, prompts):
-        live.append(sum(array.nbytes for array in jax.live_arrays()))
-        return real(self, prompts)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner.Whole, "prefill", prefill)
-        yield live
-
-
-@contextlib.contextmanager
 def compilations():
     """A list with an entry for every program that JAX compiles meanwhile."""
     made = []

@@ -24,7 +24,7 @@ class Scripted:
     """
 
     def __init__(self, rows, read_rows, script, chunk=4):
-        self.rows, self.read_rows = rows, read_rows
+        self.rows, self.read_rows, self.refills = rows, read_rows, True
         self._script, self._chunk = script, chunk
         self._unread, self._left = 0, [[] for _ in range(rows)]
         self._requests = [None] * rows
@@ -82,6 +82,7 @@ class Strict:
     def __init__(self, executor):
         self._executor = executor
         self.rows, self.read_rows = executor.rows, executor.read_rows
+        self.refills = executor.refills
         self.calls = []
         self.group, self.inserted = None, set()
         self.decoding, self.ended = set(), set()  # rows; ended: may be asked about
