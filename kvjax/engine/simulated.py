@@ -138,31 +138,30 @@ class SimulatedExecutor:
 
     def step(self, limit: int, until: int) -> Drawn:
         state = self._state
-        live = np.flatnonzero(state.left)
+        live = state.left.nonzero()[0]
         rows = Decoding(*(column[live] for column in state))
         steps = self._steps(rows.left, limit, until)
         took = self._seconds(rows, steps)
         self._chunks_read += steps * self.reading
-        columns = np.arange(steps if live.size else 0)
-        draws = columns < state.left[:, None]
-        tokens = np.where(draws, state.drawn[:, None] + columns, -1).astype(np.int32)
-        taken = np.minimum(state.left, steps)
-        state.drawn[:] += taken
-        state.left[:] -= taken
-        self._advance(took, len(columns), int(taken.sum()))
-        return Drawn(tokens, state.left == 0, len(columns))
+        columns = np.arange(steps if live.size else 0, dtype=np.int32)
+        tokens = np.full((self.rows, columns.size), -1, np.int32)
+        drawn = rows.drawn[:, None] + columns
+        tokens[live] = np.where(columns < rows.left[:, None], drawn, -1)
+        taken = np.minimum(rows.left, steps)
+        state.drawn[live] += taken
+        state.left[live] -= taken
+        self._advance(took, columns.size, int(taken.sum()))
+        return Drawn(tokens, state.left == 0, columns.size)
 
     def insert(
         self, places: Sequence[int], rows: Sequence[int], requests: Sequence[Request]
     ) -> Drawn:
-        state, prompts = self._state, self._group[list(places)]
-        lengths = [self._length(request) for request in requests]
-        for column, values in zip(state, (prompts, 1, lengths), strict=True):
-            column[list(rows)] = values
-        state.left[list(rows)] -= 1  # the first token, drawn now
+        state, prompts, at = self._state, self._group[list(places)], list(rows)
+        state.prompts[at], state.drawn[at] = prompts, 1  # the first token, drawn now
+        state.left[at] = [self._length(request) - 1 for request in requests]
         tokens = np.full((self.rows, 1), -1, np.int32)
-        tokens[list(rows)] = 0
-        self._advance(self._costs.insert(prompts), 0, len(rows))
+        tokens[at] = 0
+        self._advance(self._costs.insert(prompts), 0, len(at))
         return Drawn(tokens, state.left == 0, 0)
 
     def drop(self) -> None:
@@ -188,14 +187,15 @@ class SimulatedExecutor:
             return 0
         if not left.size:
             return limit
-        last = min(until, left.size) - 1
-        return int(min(limit, np.partition(left, last)[last]))
+        if until >= left.size:
+            return min(limit, int(left.max()))
+        return min(limit, int(np.partition(left, until - 1)[until - 1]))
 
     def _seconds(self, rows: Decoding, steps: int) -> float:
-        chunks = np.arange(self._chunks_read, self._chunks_read + steps)
-        reading = Reading(self._group, chunks)
         if not self.reading:
             return float(self._costs.decode(rows, steps).sum())
+        chunks = np.arange(self._chunks_read, self._chunks_read + steps)
+        reading = Reading(self._group, chunks)
         if not rows.left.size:
             return float(self._costs.chunk(reading).sum())
         return float(self._costs.mixed(rows, reading).sum())

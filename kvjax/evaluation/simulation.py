@@ -183,9 +183,10 @@ def simulate(load: Load, executor: SimulatedExecutor, limit: int = 32) -> Simula
     """
     scheduler = Scheduler(executor, limit=limit)
     sampling = Sampling(max_new_tokens=int(load.outputs.max()))
-    first, end = np.full((2, len(load.arrivals)), np.nan)
     arrivals, prompts = load.arrivals.tolist(), load.prompts.tolist()
     arrived, count = 0, len(arrivals)
+    first: dict[int, float] = {}
+    end = [0.0] * count
     while scheduler.busy or arrived < count:
         if not scheduler.busy:  # nothing to do until the next request arrives
             executor.clock = max(executor.clock, arrivals[arrived])
@@ -194,12 +195,17 @@ def simulate(load: Load, executor: SimulatedExecutor, limit: int = 32) -> Simula
             arrived += 1
         for event in scheduler.turn():
             number = event.request.number
-            if np.isnan(first[number]):
-                first[number] = executor.clock
+            first.setdefault(number, executor.clock)
             if event.finish_reason:
                 end[number] = executor.clock
-    from_arrival = first - load.arrivals, end - load.arrivals
-    return Simulation(load, executor.rows, *from_arrival, executor.calls)
+    begun = np.array([first[number] for number in range(count)])
+    return Simulation(
+        load=load,
+        rows=executor.rows,
+        first=begun - load.arrivals,
+        latency=np.array(end) - load.arrivals,
+        calls=executor.calls,
+    )
 
 
 def serve(
@@ -235,10 +241,11 @@ def serve(
     job = Job(spec, config, read_rows, longest, new, dtype=dtype)
     rows = rows or _rows_that_fit(job, device.memory_bytes)
     job = dataclasses.replace(job, batch=rows, prefill_batch=min(read_rows, rows))
+    outputs = load.outputs.tolist()
     executor = SimulatedExecutor(
         rows,
         min(read_rows, rows),
-        lambda request: int(load.outputs[request.number]),
+        lambda request: outputs[request.number],
         roofline_costs(job, device.rates, call),
         chunk=config.schedule.prefill_chunk,
         first_chunk=config.first_chunk,

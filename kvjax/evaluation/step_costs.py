@@ -54,6 +54,7 @@ class _Counted:
         self._chunk = self._weights(group, self._width)
         self._mixed = self._weights(1, rows + group * self._width) + self._head
         self._lengths = _spread(job.max_prompt_len)
+        self._at, self._share = _neighbours(self._lengths)
         new = max(job.max_new_tokens, 2)  # the first token takes no decode step
         one = dataclasses.replace(job, batch=1, prefill_batch=None, max_new_tokens=new)
         plan = as_plan(one, "prompts", 0, 0)
@@ -72,31 +73,21 @@ class _Counted:
         return self._seconds(self._mixed + pairs)
 
     def insert(self, prompts: Int[np.ndarray, " P"]) -> float:
-        above, share = self._between(prompts)
-        shares = np.stack([1 - share, share])[..., None]
-        moved = shares * self._row_insert[[above - 1, above]]
+        work = self._row_insert[self._at[:, prompts]]
+        moved = np.einsum("cpw,cp->w", work, self._share[:, prompts])
         logits = self._head * [len(prompts) / self._job.batch, 1, 1]
-        return float(self._seconds(logits + moved.sum(axis=(0, 1))[None])[0])
+        return float(self._seconds((logits + moved)[None])[0])
 
     def _seconds(self, work: Float[np.ndarray, "N W"]) -> Float[np.ndarray, " N"]:
-        return np.max(work / self._rates, axis=-1)
+        return (work / self._rates).max(axis=-1)
 
     def _pairs(self, rows: Decoding, steps: int) -> Float[np.ndarray, "N W"]:
         """Returns the work on the pairs of rows that decode."""
         columns = np.arange(steps)
         step = np.minimum(rows.drawn[:, None] - 1 + columns, self._last)
-        live = columns < rows.left[:, None]
-        above, share = self._between(rows.prompts)
-        work = lambda at: self._row_decode[at[:, None], step]
-        total = lambda at, weights: np.einsum("rnw,rn->nw", work(at), weights)
-        shares = live * share[:, None]
-        return total(above - 1, live - shares) + total(above, shares)
-
-    def _between(self, prompts: Int[np.ndarray, " R"]):
-        """Returns the next longer length that was counted, and its share."""
-        above = np.searchsorted(self._lengths, prompts).clip(1)
-        low, high = self._lengths[above - 1], self._lengths[above]
-        return above, (prompts - low) / (high - low)
+        work = self._row_decode[self._at[:, rows.prompts, None], step]
+        shares = self._share[:, rows.prompts, None] * (columns < rows.left[:, None])
+        return np.einsum("crnw,crn->nw", work, shares)
 
     def _read(self, reading: Reading) -> Float[np.ndarray, "N W"]:
         """Returns the work on the pairs of prompts that have so many chunks."""
@@ -138,6 +129,19 @@ class _Counted:
 
 def _link(rates: Rates) -> float:
     return rates.link_bytes_per_s
+
+
+def _neighbours(lengths: Int[np.ndarray, " P"]):
+    """Returns each prompt length's next shorter and next longer one of a few.
+
+    Returns:
+      Their indices [2, T], and the share of each [2, T], by the length up to T - 1.
+    """
+    every = np.arange(lengths[-1] + 1)
+    above = np.maximum(np.searchsorted(lengths, every), 1)
+    low, high = lengths[above - 1], lengths[above]
+    share = (every - low) / (high - low)
+    return np.stack([above - 1, above]), np.stack([1 - share, share])
 
 
 def _spread(longest: int) -> Int[np.ndarray, " P"]:
