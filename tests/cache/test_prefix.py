@@ -3,15 +3,17 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import often, tiny_model
 from testing import checkpoints, prefixes
 
 from kvjax import Schedule, UserError, cache, policies
-from kvjax.cache.prefix import Prefix, check, check_groups, rows_config
+from kvjax.cache.prefix import Prefix, after, check, check_groups, rows_config
 from kvjax.cache.spec import make_spec
 from kvjax.engine import compiled
+from kvjax.engine.forward import Pass, forward, forward_both
 from kvjax.models import placement
 from kvjax.parallel import meshes
 
@@ -131,6 +133,42 @@ def test_a_mesh_gives_what_one_device_gives(groups, shape):
         found = prefixes.folded(parted, config, state, *case)
     assert_same(found, alone)
     compiled.clear()  # programs of eight devices map eight times the memory
+
+
+@pytest.mark.e2e
+def test_rows_and_prompts_share_a_prefix_in_one_pass():
+    """Three rows that decode, and three prompts of which a chunk is read."""
+    model = tiny_model(**FAMILIES["windows"])
+    config = compressed(model, **COMPRESSED["sizes"])
+    prefix = Prefix(prefixes.read(model, config, DOCUMENTS[:1], 0), config)
+    own = rows_config(config)
+    empty = after(prefix, cache.init(model.spec, own, 3, (20, 20)))
+    n, one = jnp.array([8, 3, 5]), jnp.ones(3, jnp.int32)
+    token, texts = jnp.array([[7], [8], [9]]), jnp.asarray(QUESTIONS)
+
+    @jax.jit
+    def apart(params, prefix):
+        run = functools.partial(forward, params, model.spec, prefix=prefix)
+        ends, prompts = run(texts[3:], n, empty, own, is_prefill=True)
+        _, rows = run(texts[:3], n, empty, own, is_prefill=True)
+        hidden, stepped = run(token, one, rows, own)
+        return rows, (hidden, ends, stepped, prompts)
+
+    @jax.jit
+    def together(params, prefix, rows):
+        passes = (
+            Pass(token, one, rows, False, prefix),
+            Pass(texts[3:], n, empty, True, prefix),
+        )
+        return forward_both(params, model.spec, *passes, own)
+
+    rows, expected = apart(model.params, prefix)
+    found = together(model.params, prefix, rows)
+    real = np.arange(QUESTION) < np.asarray(n)[:, None]
+    close = functools.partial(np.testing.assert_allclose, atol=1e-5)
+    close(found[0], expected[0])
+    close(found[1][real], expected[1][real])
+    jax.tree.map(close, found[2:], expected[2:])
 
 
 def test_prefixes_that_do_not_fit_the_rows_are_refused():

@@ -27,28 +27,40 @@ CASE = RNG.integers(0, 50, (3, 6)), (6, 2, 4), NEW  # questions, their lengths
 AFTER = Schedule("after_prefill", prefill_chunk=8)
 SIZES = ((6, 14), (20, 10))  # of each head of each layer
 KEPT = {"policy": "key_diff", "budget": SIZES, "schedule": AFTER}
+KIVI = {"name": "kivi", "group": 8, "residual_length": 8}
 CODECS = {
     "identity": "identity",
     "int8": "int8",
     "int4": {"name": "int4", "group": 8},
     "fp8": "fp8",
+    "kivi": {"name": "after_prompt", "codec": KIVI},  # with a residual
 }
 CONFIGS = {
     "full": {},
     "compressed": KEPT,
     "while_reading": {"policy": "h2o", "budget": 16},
-    "share": {"policy": "snapkv", "budget": "50%", "schedule": AFTER},
+    "share": {
+        "policy": {"name": "snapkv", "window": 4},
+        "budget": "50%",
+        "budget_rule": "uniform",
+        "schedule": AFTER,
+    },
 }
-ROUND = often(
-    [*((name, codec) for name in CONFIGS for codec in CODECS), ("share", "kivi")],
+FILES = often(
+    [
+        *(("compressed", codec) for codec in ("identity", "int8", "int4", "fp8")),
+        *(("full", "int4"), ("while_reading", "int8"), ("share", "kivi")),
+    ],
     [("compressed", "identity"), ("compressed", "int8"), ("full", "int4")],
     others="e2e",
     several=True,
 )
-CODECS["kivi"] = {  # encoded in groups after the prompt, the newest unencoded
-    "name": "after_prompt",
-    "codec": {"name": "kivi", "group": 8, "residual_length": 8},
-}
+ROWS = often(
+    [("compressed", "int8"), ("full", "identity"), ("full", "int4"), ("share", "int4")],
+    [("compressed", "int8")],
+    others="e2e",
+    several=True,
+)
 
 
 def config_of(model, name="compressed", **changes):
@@ -79,8 +91,7 @@ def context(model):
     return read_context(model, config_of(model), DOCUMENT)
 
 
-@pytest.mark.parametrize("name", often([*CONFIGS], ["compressed"], others="e2e"))
-@pytest.mark.parametrize("codec", often([*CODECS][:3], ["int8"], others="e2e"))
+@pytest.mark.parametrize(("name", "codec"), ROWS)
 def test_rows_after_a_context_have_read_its_document(model, name, codec):
     config = config_of(model, name, codec=CODECS[codec])
     context = read_context(model, config, DOCUMENT)
@@ -89,15 +100,13 @@ def test_rows_after_a_context_have_read_its_document(model, name, codec):
     kept = context.kept_positions, cache.kept_positions(state)[0]
     jax.tree.map(np.testing.assert_array_equal, *kept)
     assert sum(map(np.size, jax.tree.leaves(kept[0]))) > 0
-    if config.schedule.evicts_in_decode:
-        return  # rows of their own would evict
     found = prefixes.folded(model, config, context.state, *CASE)
     expected = prefixes.copied(model, config, state, *CASE)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_allclose(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "codec"), ROUND)
+@pytest.mark.parametrize(("name", "codec"), FILES)
 def test_a_file_holds_exactly_the_context(model, tmp_path, name, codec):
     asked = CacheConfig(**CONFIGS[name], codec=CODECS[codec])
     written = read_context(model, config_of(model, name, codec=CODECS[codec]), DOCUMENT)
@@ -131,7 +140,7 @@ def test_a_file_holds_short_floats(tmp_path):
 
 @pytest.mark.e2e
 def test_a_file_holds_the_sizes_that_a_rule_measured(model, tmp_path):
-    rule = budgets.squeeze_attention(0.5)
+    rule = budgets.squeeze(0.5)
     config = make_spec(
         model.spec, "key_diff", 12, AFTER, budget_rule=rule, length=LENGTH
     )
