@@ -35,14 +35,10 @@ def prefill(
     press: Press | None = None,
     chunk: int | None = None,
 ) -> Read:
-    """Reads prompts.
+    """Reads prompts [B, T]; without a press, keeps all pairs.
 
-    Args:
-      model: a causal language model of transformers.
-      ids: [B, T] tokens.
-      press: None keeps all pairs.
-      chunk: tokens read at a time, None for all; not for a press, which works on the
-        first of them.
+    `chunk` tokens are read at a time, None for all; not with a press, which works on
+    the first of them.
     """
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     # The cache of kvpress' pipeline, and the one that transformers makes by itself.

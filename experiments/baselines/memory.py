@@ -29,12 +29,7 @@ def next_batch(
 
     The first is one row. Later ones take a row's bytes from the two largest trials, or
     where the last one's peak is unknown, double the batch, then halve the interval.
-
-    Args:
-      weights: bytes of the weights.
-      trials: so far.
-      limit: in bytes, for all.
-      most: the number of rows available.
+    `weights` and `limit` are in bytes, `most` is the number of rows available.
     """
     low, high = _between(trials, most)
     if low + 1 >= high:

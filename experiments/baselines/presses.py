@@ -28,12 +28,7 @@ def ratio(budget: int, prompt_tokens: int) -> float:
 
 
 def make(name: str, ratio: float, **options: Any) -> Any:
-    """Makes a press.
-
-    Args:
-      name: one of `LABELS`.
-      ratio: see `ratio`.
-      options: settings of the press by its own names.
+    """Makes the press of a name in `LABELS`, with its own options.
 
     Raises:
       ValueError: an unknown name.

@@ -125,13 +125,8 @@ def joined(
     """Returns the methods by name, as `kvjax.evaluation.run.run` takes them.
 
     On a GPU, JAX preallocates most of the memory: set XLA_PYTHON_CLIENT_PREALLOCATE to
-    false, and a `memory_gb` that leaves memory for both.
-
-    Args:
-      python: see `measure`.
-      model: a name that `kvjax.load` knows, a GGUF file, or `random:` and a shape's.
-      dtype: of kvjax's run.
-      asked: fields of `Method`.
+    false, and a `memory_gb` that leaves memory for both. `model` is also a name that
+    `kvjax.load` knows, `dtype` is kvjax's, and `asked` are fields of `Method`.
 
     Raises:
       UserError: a model that is not a GGUF file, which the baselines could not read;

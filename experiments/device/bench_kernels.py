@@ -36,6 +36,7 @@ from kvjax.attention.stored import Stored, decoded
 from kvjax.cache import codecs
 from kvjax.cli import command
 from kvjax.evaluation import roofline
+from kvjax.evaluation.report.grids import Table, markdown
 from kvjax.pallas import tpu, tpu_call
 from kvjax.types import UserError
 
@@ -353,16 +354,12 @@ def table(target, rows):
         "tpu": "from the compiler's schedule; no device has run it",
         "cuda": "compiled, not run",
     }[target.partition(":")[0]]
-    lines = [
-        f"### {target} ({note})",
-        "",
-        f"| shape | {' | '.join(columns)} |",
-        "|---|" + "---|" * len(columns),
+    cells = [
+        [shape, *(_cell(row.get(c, "")) for c in columns)]
+        for shape, row in rows.items()
     ]
-    for shape, row in rows.items():
-        cells = [_cell(row.get(name, "")) for name in columns]
-        lines.append(f"| {shape} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    made = markdown(Table(["shape", *columns], cells))
+    return f"### {target} ({note})\n\n{made}"
 
 
 def _cell(value):

@@ -95,12 +95,7 @@ def listed(every: list[Part]) -> str:
 
 
 def day(asked: Asked, only: int | None, execute: Execute) -> Row:
-    """Runs the parts that are not done, writes the page, and returns the summary.
-
-    Args:
-      asked: the options.
-      only: the number of the only part to run; None for all.
-      execute: runs a step.
+    """Runs the parts that are not done, or the `only` one; returns the summary.
 
     Raises:
       UserError: an unknown part, a missing file, no GPU or TPU, or a folder with the
@@ -170,12 +165,7 @@ def run_part(
 ) -> None:
     """Runs the steps of a part that are not done, until its minutes are over.
 
-    Args:
-      asked: the options.
-      every: all parts.
-      number: of the part.
-      execute: runs a step.
-      again: whether absent steps are retried.
+    Steps that were absent run `again` if that is set.
     """
     part, end = every[number - 1], time.monotonic() + 60 * MINUTES
     lines = lines_of(asked).get(number, {})

@@ -19,14 +19,7 @@ def write_page(
     every: list[Part],
     lines: Mapping[int, Mapping[str, Line]],
 ) -> None:
-    """Writes `folder`/device.md.
-
-    Args:
-      folder: of the results.
-      machine: see `device_parts.machine`.
-      every: all parts.
-      lines: by the part's number and the step's name.
-    """
+    """Writes `folder`/device.md from lines by the part's number and the step's name."""
     about = {key: value for key, value in machine.items() if value is not None}
     blocks = [
         f"# {machine['device']}",

@@ -81,17 +81,10 @@ def device(target: str):
 
 
 def compile_for(target, function, *shapes, donate=()):
-    """Compiles `function` for the target's device.
+    """Compiles a function of arrays for the target's device.
 
-    Args:
-      target: see the module.
-      function: of arrays.
-      *shapes: pytrees of `jax.ShapeDtypeStruct`; `kvjax.parallel.host.like` marks
-        those in host memory.
-      donate: the arguments to donate.
-
-    Returns:
-      A `jax.stages.Compiled`.
+    Shapes are pytrees of `jax.ShapeDtypeStruct`; `kvjax.parallel.host.like` marks those
+    in host memory. `donate` are the arguments to donate.
     """
     where = device(target)
     alone = jax.sharding.Mesh([where], ("one",))
@@ -128,7 +121,7 @@ def want_schedules() -> None:
 
 
 def scheduled_cycles(target, name, function, *shapes, donate=()) -> tuple[int, int]:
-    """Returns the scheduled cycles of one grid step of a Pallas kernel.
+    """Returns the scheduled cycles of one grid step of a Pallas kernel, for a TPU.
 
     TPU cores issue one bundle of instructions per cycle, in order. The schedule
     includes latencies of instructions but not waits for memory.
@@ -138,11 +131,6 @@ def scheduled_cycles(target, name, function, *shapes, donate=()) -> tuple[int, i
       matrices, which only the first and the last tile of a row run. Branches that
       multiply do not count: the only one recomputes a product after a NaN in an empty
       slot.
-
-    Args:
-      target: a TPU.
-      name: of the kernel.
-      function, *shapes, donate: see `compile_for`.
     """
     for old in os.listdir(_dump()):
         os.remove(os.path.join(_dump(), old))

@@ -25,7 +25,7 @@ from kvjax import cache
 from kvjax.cache import budgets
 from kvjax.cache.budgets import squeeze_attention
 from kvjax.cli import command
-from kvjax.evaluation.report import figures
+from kvjax.evaluation.report import figures, grids
 from kvjax.evaluation.tasks import text
 from kvjax.models import decoder
 from kvjax.types import UserError
@@ -135,15 +135,16 @@ def shared(found: np.ndarray) -> float:
 
 def table(layers: list[dict]) -> str:
     """Returns a Markdown table with a line per layer."""
-    lines = [
-        "| layer | cosine | 10% | 90% | group | slots |",
-        "|--:|--:|--:|--:|:--|--:|",
+    keys = ("mean", "low", "high")
+    rows = [
+        [
+            *(str(each["layer"]), *(f"{each[key]:.3f}" for key in keys)),
+            *(f"G{each['group']}", str(each["pairs"])),
+        ]
+        for each in layers
     ]
-    for each in layers:
-        numbers = f"{each['mean']:.3f} | {each['low']:.3f} | {each['high']:.3f}"
-        end = f"G{each['group']} | {each['pairs']}"
-        lines.append(f"| {each['layer']} | {numbers} | {end} |")
-    return "\n".join(lines)
+    head = ["layer", "cosine", "10%", "90%", "group", "slots"]
+    return grids.markdown(grids.Table(head, rows, left=frozenset({4})))
 
 
 def draw(found: np.ndarray, layers: list[dict], title: str):

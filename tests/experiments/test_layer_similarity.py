@@ -48,7 +48,7 @@ def test_table_and_picture(tmp_path):
     assert [each["pairs"] for each in layers] == [150, 50, 50, 150]
     assert all(each["low"] < each["mean"] < each["high"] for each in layers)
     lines = layer_similarity.table(layers).split("\n")
-    assert len(lines) == 2 + 4 and lines[3].endswith("| G3 | 50 |")
+    assert len(lines) == 2 + 4 and lines[3].endswith("| G3    |    50 |")
     assert layer_similarity.shared(found) == 1.0
     figures.save(tmp_path / "x.png", layer_similarity.draw, found, layers, "model")
     assert min(matplotlib.image.imread(tmp_path / "x.png").shape[:2]) > 300
