@@ -15,7 +15,6 @@ loop over methods and owns the workdir.
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -114,14 +113,11 @@ def _records(setting: Setting, progress: Progress) -> list[Record]:
         if setting.records.where(**row.key):
             progress(row.title, row.units)
             continue
-        record = row.measure(functools.partial(_say, progress, row.title))
+        say = lambda what, units, title=row.title: progress(f"{title}: {what}", units)
+        record = row.measure(say)
         setting.records.add(_complete(setting.experiment, record))
         compiled.clear()  # programs of many methods exhaust a process's memory maps
     return [setting.records.where(**row.key)[0] for row in rows]
-
-
-def _say(progress: Progress, title: str, what: str, units: int) -> None:
-    progress(f"{title}: {what}", units)
 
 
 def _complete(experiment: Experiment, record: Record) -> Record:

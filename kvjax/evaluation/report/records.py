@@ -99,7 +99,8 @@ def read(paths: Sequence[str | os.PathLike]) -> list[Source]:
     if not paths:
         raise UserError("no runs named: give their folders or records.jsonl files")
     unique = {f.resolve(): f for path in paths for f in _files(pathlib.Path(path))}
-    sources = [_read(path, _finished) for path in unique.values()]
+    needed = lambda record: ("method", "experiment")
+    sources = [_read(path, needed) for path in unique.values()]
     for source in sources:
         if not source.records:
             raise UserError(
@@ -183,10 +184,6 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
             "not the folder of a run"
         )
     return found
-
-
-def _finished(record: Record) -> tuple[str, ...]:
-    return "method", "experiment"
 
 
 def _read(path: pathlib.Path, needed: Needed) -> Source:
