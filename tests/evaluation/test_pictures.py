@@ -134,6 +134,15 @@ def test_points_that_cover_one_another_stand_side_by_side():
     assert far[0] == away[0] and far[1] != away[1]
 
 
+def test_a_score_of_one_task_has_its_interval():
+    record = task_record("A", "xsum", 0.5, 64)
+    record["tasks"]["xsum"]["interval"] = [0.2, 0.7]
+    left, right = scatters.quality_vs_memory([record]).axes
+    (line,) = left.collections
+    assert line.get_segments()[0].tolist() == [[8, 0.2], [8, 0.7]]
+    assert not right.collections
+
+
 def test_predictions_stand_behind_measurements():
     first, second = scatters.throughput_vs_batch(SPEEDS).axes
     measured, predicted = ([bar.get_width() for bar in c] for c in first.containers)

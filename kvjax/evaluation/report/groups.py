@@ -104,6 +104,12 @@ def is_full(record: Record) -> bool:
     return whole and not record.get("offload")
 
 
+def only_task(record: Record) -> Record:
+    """Returns the record's task; nothing of several, whose mean has no interval."""
+    tasks = list((record.get("tasks") or {}).values())
+    return tasks[0] if len(tasks) == 1 else {}
+
+
 def full_cache(records: Iterable[Record]) -> Record:
     """Returns the record of the full cache, or an empty one."""
     return next(filter(is_full, records), {})

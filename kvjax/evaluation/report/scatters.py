@@ -26,7 +26,7 @@ from kvjax.evaluation.report.records import Record
 _PEAK, _DECODING = "kv_bytes_peak_per_seq", "kv_bytes_decode"
 _SAME_PEAKS = 1.1  # the largest over the smallest of nearly equal peaks
 _OCTAVES = 8  # times the smallest cache: a linear axis would crowd the small ones
-_NEAR = 0.02, 0.03  # of a panel's width and height: marks that hide one another
+_NEAR = 0.02  # of a panel's width: marks that may hide one another
 _MARKER = 0.14  # inches, the width of a mark
 _METHODS_APART = 0.05  # inches between methods, whose memory is often the same
 _ASIDE = 0.3  # inches between the first method and the last, at most
@@ -55,7 +55,10 @@ def points_of(records: Sequence[Record], memory: str, key: str) -> np.ndarray:
 
 
 def quality_vs_memory(records: Sequence[Record]) -> Any:
-    """Draws the score, and the distance from the full cache, against memory."""
+    """Draws the score, and the distance from the full cache, against memory.
+
+    Lines are the 95% intervals of the score of one task.
+    """
     return _vs_memory(records, groups.names_of(records), _measures(records))
 
 
@@ -89,10 +92,14 @@ def _vs_memory(
         axes.set_ylabel(measure.axis)
         points = points_of(records, memory, measure.key)
         _set_limits(axes, measure, points)
-        for point, style, place in zip(
-            points, looks, _apart(axes, points), strict=True
-        ):
+        near = np.inf if measure.key == "score" else 0.045  # intervals are high
+        each = zip(records, points, looks, _apart(axes, points, near), strict=True)
+        for record, point, style, place in each:
             axes.plot(*point, clip_on=False, zorder=3, transform=place, **style)
+            ends = groups.only_task(record).get("interval") or ()
+            if measure.key == "score" and ends:
+                colour = style["markerfacecolor"]
+                axes.vlines(point[0], *ends, color=colour, lw=1, transform=place)
         if not np.isfinite(points).all(axis=1).any():
             middle = {"ha": "center", "va": "center", "transform": axes.transAxes}
             axes.text(0.5, 0.5, "not measured", color=GREY, **middle)
@@ -125,13 +132,16 @@ def _set_limits(axes: Any, measure: _Measure, points: np.ndarray) -> None:
         axes.set_ylim(-0.05, 1.05)
 
 
-def _apart(axes: Any, points: np.ndarray) -> Iterator[Any]:
-    """Yields the transform of each point; side by side if they cover one another."""
+def _apart(axes: Any, points: np.ndarray, near: float) -> Iterator[Any]:
+    """Yields the transform of each point; side by side if they cover one another.
+
+    They do where they are closer than `near`, a share of the panel's height.
+    """
     from matplotlib.transforms import ScaledTranslation
 
     places = (axes.transScale + axes.transLimits).transform(points)
     for index, place in enumerate(places):
-        peers = (np.abs(places - place) < _NEAR).all(axis=1)  # False for NaN
+        peers = (np.abs(places - place) < (_NEAR, near)).all(axis=1)  # False for NaN
         step = _MARKER * (peers[:index].sum() - (peers.sum() - 1) / 2)
         aside = ScaledTranslation(step, 0, axes.figure.dpi_scale_trans)
         yield axes.transData + aside
@@ -182,7 +192,7 @@ def pareto(records: Sequence[Record]) -> Any:
     for axes, (found, key) in best.items():
         points = found[["decode", key]].to_numpy()
         axes.step(*points.T, where="post", color=GREY, lw=1.2, zorder=2)
-        each = zip(points, found["series"], _apart(axes, points), strict=True)
+        each = zip(points, found["series"], _apart(axes, points, 0.03), strict=True)
         for point, name, place in each:
             axes.plot(
                 *point, zorder=3, transform=place, **looks[name] | {"markersize": 8}

@@ -105,10 +105,8 @@ def _task_score(task: Record) -> str:
 
 
 def _score(record: Record) -> str:
-    """Returns the score, with its interval if it is of one task: a mean has none."""
-    tasks = list((record.get("tasks") or {}).values())
-    ends = interval(tasks[0]) if len(tasks) == 1 else ""
-    return number(record.get("score")) + ends
+    """Returns the score, with its interval if it is of one task."""
+    return number(record.get("score")) + interval(groups.only_task(record))
 
 
 def note(records: Sequence[Record]) -> str:
