@@ -6,9 +6,10 @@
     presses     kvpress' presses by the names of our policies
     decoding    prefill and greedy decoding with transformers
     worker      the script that `throughput` runs under the other interpreter
+    questions   one more, for `engine/shared_document.py`
 
-`decoding` and `worker` need torch, `throughput` needs kvjax; the others need neither,
-and both sides import them.
+`decoding`, `questions` and `worker` need torch, `throughput` needs kvjax; the others
+need neither, and both sides import them.
 """
 
 from baselines.protocol import Baseline, BaselineDied, BaselineError, serve
