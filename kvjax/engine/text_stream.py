@@ -203,8 +203,7 @@ class _Text:
 
     @property
     def so_far(self) -> str:
-        """The text without an incomplete character at its end."""
-        return (self.settled + self.open).rstrip(_BROKEN)
+        return self.settled + self.open
 
     def whole(self) -> str:
         """Returns the text if no token follows."""
