@@ -52,8 +52,7 @@ class Prefix(Struct):
 
     def of_layer(self, index: int) -> "Prefix":
         """Returns the prefixes of one layer, without the policy's statistics."""
-        alone = self.state.of_layer(index)
-        return self.replace(state=alone.replace(stats=(Stats(),) * len(alone.layers)))
+        return self.replace(state=self.state.of_layer(index)).frozen()
 
 
 def rows_config(config: CacheSpec) -> CacheSpec:

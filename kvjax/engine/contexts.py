@@ -16,7 +16,7 @@ import functools
 import hashlib
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,6 @@ from jax.sharding import Mesh, NamedSharding
 from kvjax import cache
 from kvjax.cache import head_groups
 from kvjax.cache import prefix as prefixes
-from kvjax.cache.config import CacheConfig
 from kvjax.cache.description import describe
 from kvjax.cache.prefix import Prefix, rows_config
 from kvjax.cache.spec import CacheSpec
@@ -37,7 +36,7 @@ from kvjax.engine.runner import Whole
 from kvjax.models import placement
 from kvjax.models.fingerprints import fingerprint
 from kvjax.parallel import axes
-from kvjax.types import Model, PyTree, Stats, UserError
+from kvjax.types import Model, PyTree, UserError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,8 +136,9 @@ def read_context(model: Model, config: CacheSpec, tokens: Sequence[int]) -> Cont
     state = runner.prefill([list(tokens)]).state
     cache.raise_errors(state)
     config = runner.job.config  # a budget rule may have measured the document
+    state = Prefix(state, config).frozen().state
     return Context(
-        _first_row(_frozen(state), config=config, over=placement.of(model.params)),
+        _first_row(state, config=config, over=placement.of(model.params)),
         config,
         tuple(map(int, tokens)),
         model.spec.name,
@@ -147,15 +147,17 @@ def read_context(model: Model, config: CacheSpec, tokens: Sequence[int]) -> Cont
 
 
 def load_context(
-    path: str | os.PathLike, model: Model, config: CacheConfig | CacheSpec
+    path: str | os.PathLike,
+    model: Model,
+    config: CacheSpec | Callable[[int], CacheSpec],
 ) -> Context:
     """Reads a context from a file of `Context.save`.
 
     Args:
       path: the file.
       model: the one that read the document.
-      config: the configuration that the document was compressed under. A `CacheConfig`
-        is checked for the document's length.
+      config: the configuration that the document was compressed under, or a function
+        that returns it for the document's length.
 
     Raises:
       UserError: the file is not there, is truncated or damaged, or is no context; it is
@@ -165,8 +167,8 @@ def load_context(
     arrays, found = context_files.read(path)
     _check_model(model, found["model"], found["fingerprint"], found["dtype"])
     tokens = tuple(arrays.pop("tokens").tolist())
-    if isinstance(config, CacheConfig):
-        config = cache.checked(model.spec, config, len(tokens))
+    if not isinstance(config, CacheSpec):
+        config = config(len(tokens))
     _check_config(path, found["configuration"], describe(config))
     if config.measures:
         config = dataclasses.replace(config, budget=_tuples(found["budget"]))
@@ -181,11 +183,6 @@ def load_context(
         found["model"],
         found["fingerprint"],
     )
-
-
-def _frozen(state: cache.KVState) -> cache.KVState:
-    """Returns the state without what further evictions would need."""
-    return state.replace(stats=(Stats(),) * len(state.layers), measured=None)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "over"))
@@ -217,8 +214,8 @@ def _shapes(
 ) -> cache.KVState:
     """Returns the shapes of a context's state."""
     sizes = 1, capacities, jnp.dtype(dtype)
-    make = lambda: _frozen(cache.init(model.spec, config, *sizes))
-    return jax.eval_shape(make)
+    make = lambda: Prefix(cache.init(model.spec, config, *sizes), config).frozen()
+    return jax.eval_shape(make).state
 
 
 def _filled(

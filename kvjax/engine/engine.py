@@ -159,7 +159,7 @@ class Engine:
         Raises:
           UserError: see `kvjax.engine.contexts.load_context`.
         """
-        return contexts.load_context(path, self.model, self.config)
+        return contexts.load_context(path, self.model, self.spec)
 
     def score(
         self, prompts: Sequence[Prompt], continuations: Sequence[Prompt]
