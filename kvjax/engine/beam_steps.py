@@ -41,11 +41,11 @@ class SearchOptions(Struct):
 
 
 class Sequences(Struct):
-    """The W best sequences of each prompt, the best first.
+    """W sequences of new tokens of each prompt.
 
     Attributes:
       tokens: i32[B, W, N], with the end token; -1 beyond the end.
-      scores: f32[B, W], see `extend`; -inf where there are fewer sequences.
+      scores: f32[B, W]; -inf where there are fewer sequences.
     """
 
     tokens: Array
@@ -56,8 +56,10 @@ class Beams(Struct):
     """The state of the search between two steps, without the KV state.
 
     Attributes:
-      running: sequences that can be extended, with sums of log-probabilities as scores.
-      ended: sequences that have ended.
+      running: the beams, in the order of their rows of the KV state. Their scores are
+        sums of log-probabilities.
+      ended: the best sequences that have ended, the best first; for their scores see
+        `extend`.
       open: bool[B], prompts whose result may still change.
     """
 
@@ -104,7 +106,8 @@ def extend(
       options: of each prompt.
 
     Returns:
-      The state, and the beam that each of the running beams extends.
+      The state, and for each beam the one that it extends, of the same prompt; itself
+      where a prompt is done.
     """
     _, width, vocab = logits.shape
     logprobs = jax.nn.log_softmax(logits, axis=-1) + beams.running.scores[:, :, None]
@@ -116,43 +119,44 @@ def extend(
     is_last = (step + 1 >= options.max_new_tokens)[:, None]
     ends = jnp.any(token[:, :, None] == options.eos[:, None], axis=-1) | is_last
     divisor = ((step + 1).astype(jnp.float32) ** options.length_penalty)[:, None]
-    in_time = ends[:, :width] & beams.open[:, None]
-    scores = jnp.where(in_time, sums[:, :width] / divisor, _NONE)
+    # A mask, and no slice: sliced twice, XLA's top_k is a sort of the vocabulary.
+    is_likely = (jnp.arange(count, dtype=jnp.int32) < width)[None]
+    in_time = ends & is_likely & beams.open[:, None]
+    scores = jnp.where(in_time, sums / divisor, _NONE)
     ended, _ = _best(
         jnp.concatenate([beams.ended.scores, scores], axis=1),
-        jnp.concatenate([beams.ended.tokens, tokens[:, :width]], axis=1),
+        jnp.concatenate([beams.ended.tokens, tokens], axis=1),
         width,
     )
     running, chosen = _best(jnp.where(ends, _NONE, sums), tokens, width)
     better = running.scores[:, :1] / divisor > ended.scores[:, -1:]
     still = beams.open & (better & ~is_last)[:, 0]
-    places, parents = _in_place(jnp.take_along_axis(parents, chosen, axis=1))
-    running = Sequences(
-        _gather(running.tokens, places),
-        jnp.take_along_axis(running.scores, places, axis=1),
-    )
+    parents = jnp.take_along_axis(parents, chosen, axis=1)
+    own = jnp.arange(width, dtype=jnp.int32)[None]
+    order, parents = _in_place(jnp.where(still[:, None], parents, own))
+    scores = jnp.take_along_axis(running.scores, order, axis=1)
+    running = Sequences(_gather(running.tokens, order), scores)
     return Beams(running, ended, still), parents
 
 
 def _in_place(
     parents: Int[Array, "B W"],
 ) -> tuple[Int[Array, "B W"], Int[Array, "B W"]]:
-    """Orders beams so that each parent's first child takes its parent's row.
+    """Orders beams so that the first child of every parent takes its parent's row.
 
     Returns:
-      The beam for each row, and the row of its parent. Rows that are another's parent
-      are their own, so rows can be copied one after the other.
+      The beam for each row, and the row of its parent. A row that any beam extends
+      stays as it is, so the others can be overwritten one after the other.
     """
-    width = parents.shape[1]
     same = parents[:, :, None] == parents[:, None]  # [B, child, other child]
     is_first = ~jnp.any(jnp.tril(same, -1), axis=2)
-    rows = jnp.arange(width, dtype=jnp.int32)[None, None]
+    rows = jnp.arange(parents.shape[1], dtype=jnp.int32)[None, None]
     is_parent = jnp.any(parents[:, :, None] == rows, axis=1)
-    free = jnp.argsort(is_parent, axis=1, stable=True)  # rows that are nobody's parent
+    free = jnp.argsort(is_parent, axis=1, stable=True)  # rows that no beam extends
     later = jnp.cumsum(~is_first, axis=1) - 1
     row = jnp.where(is_first, parents, jnp.take_along_axis(free, later, axis=1))
-    places = jnp.argsort(row, axis=1)
-    return places, jnp.take_along_axis(parents, places, axis=1)
+    order = jnp.argsort(row, axis=1)
+    return order, jnp.take_along_axis(parents, order, axis=1)
 
 
 def _best(

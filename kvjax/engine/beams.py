@@ -91,18 +91,21 @@ def beam_search(
 
 
 def beam_bytes(job: Job, num_beams: int) -> int:
-    """Returns the bytes of weights, KV states and logits of a search, from shapes.
+    """Returns the bytes of a search at its peak, estimated from shapes.
 
-    The compiled programs take some temporaries more. Nothing is compiled.
+    Counts the weights, KV states and logits. Temporaries of the model are not known
+    before its programs are compiled.
 
     Args:
       job: of B prompts.
-      num_beams: W; the search holds B W rows, and copies B at a time.
+      num_beams: W; the search holds B W rows, and B more while it copies prompts.
     """
-    weights, read = footprint.weights_bytes(job), footprint.state_bytes(job)
+    read, kept = footprint.state_bytes(job).values()
     beams = footprint.state_bytes(_beams_of(job, num_beams))["decode"]
-    logits = 4 * job.batch * num_beams * job.spec.vocab_size
-    return weights + max(read["prefill"], beams + read["decode"] + 2 * logits)
+    logits = 4 * job.batch * job.spec.vocab_size
+    searching = beams + 2 * num_beams * logits
+    phases = read, beams + kept + logits, searching
+    return footprint.weights_bytes(job) + max(phases)
 
 
 def _beams_of(job: Job, num_beams: int) -> Job:
