@@ -96,7 +96,8 @@ class Scheduler:
         """
         self._executor, self._stops, self._ends = executor, stops, frozenset(ends)
         self._limit = whole_number("limit", limit, 1)
-        self._waiting: collections.deque[Request] = collections.deque()
+        # Prompts, as the requests that are made of each once it is read.
+        self._waiting: collections.deque[list[Request]] = collections.deque()
         # The group: (place, request) of each sample that is in no row yet.
         self._places: collections.deque[tuple[int, Request]] = collections.deque()
         self._has_group = False  # the executor holds one, even if no place is left
@@ -109,8 +110,16 @@ class Scheduler:
         return bool(self._waiting or self._has_group or self._rows)
 
     def add(self, request: Request) -> None:
-        """Lets a request wait for its turn, with all its samples."""
-        self._waiting.append(request)
+        """Lets a request wait for its turn, with all its samples.
+
+        Its prompt is read once for all of them, or where the executor refills no rows,
+        once for each.
+        """
+        first, count = request.sample, request.sampling.num_samples
+        numbers = range(first, first + count)
+        samples = [dataclasses.replace(request, sample=number) for number in numbers]
+        refills = self._executor.refills
+        self._waiting.extend([samples] if refills else [[each] for each in samples])
 
     def cancel(self, number: int) -> None:
         """Ends the requests of this number, with all their samples, in the next turn.
@@ -145,9 +154,9 @@ class Scheduler:
     def _cancel(self) -> list[Event]:
         numbers, self._cancelled = self._cancelled, set()
         wanted = lambda request: request.number in numbers
-        ended = [sample for r in self._waiting if wanted(r) for sample in _samples(r)]
+        ended = [each for prompt in self._waiting for each in prompt if wanted(each)]
         ended += [request for _, request in self._places if wanted(request)]
-        self._waiting = collections.deque(r for r in self._waiting if not wanted(r))
+        self._waiting = collections.deque(p for p in self._waiting if not wanted(p[0]))
         self._places = collections.deque(p for p in self._places if not wanted(p[1]))
         events = [Event(request, [], finish_reason="cancelled") for request in ended]
         rows = {row: r for row, (r, _) in self._rows.items() if wanted(r)}
@@ -180,12 +189,10 @@ class Scheduler:
     def _read(self) -> list[Event]:
         count = min(self._executor.read_rows, len(self._waiting))
         group = [self._waiting.popleft() for _ in range(count)]
-        self._executor.read(group)
+        self._executor.read([samples[0] for samples in group])
         self._has_group = True
         self._places.extend(
-            (place, sample)
-            for place, request in enumerate(group)
-            for sample in _samples(request)
+            (place, sample) for place, samples in enumerate(group) for sample in samples
         )
         return []
 
@@ -234,14 +241,6 @@ class Scheduler:
         for row in rows:
             del self._rows[row]
         return dict(zip(rows, kept, strict=True))
-
-
-def _samples(request: Request) -> list[Request]:
-    """Returns one request for each completion of a prompt."""
-    count = request.sampling.num_samples
-    return [
-        dataclasses.replace(request, sample=request.sample + i) for i in range(count)
-    ]
 
 
 def _of_row(logprobs: Any, row: int, count: int) -> Any:

@@ -43,6 +43,7 @@ cases = st.fixed_dictionaries(
         "rows": st.integers(1, 5),
         "read_rows": st.integers(1, 3),
         "limit": st.integers(1, 7),
+        "refills": st.booleans(),
         "requests": st.lists(
             st.fixed_dictionaries(
                 {
@@ -70,8 +71,8 @@ class Eager(Strict):
         return super().step(limit, until)
 
 
-def strict(rows=2, read_rows=1, length=lambda each: 5, chunk=4):
-    return Eager(Scripted(rows, read_rows, script(length), chunk))
+def strict(rows=2, read_rows=1, length=lambda each: 5, chunk=4, refills=True):
+    return Eager(Scripted(rows, read_rows, script(length), chunk, refills))
 
 
 def made(number, case):
@@ -82,8 +83,12 @@ def made(number, case):
 def play(case):
     """Runs a case turn by turn; returns the executor and the events."""
     wanted = case["requests"]
+    rows, refills = case["rows"], case["refills"]
     executor = strict(
-        case["rows"], case["read_rows"], lambda each: wanted[each.number]["length"]
+        rows,
+        case["read_rows"] if refills else rows,
+        lambda each: wanted[each.number]["length"],
+        refills=refills,
     )
 
     def stops(each, tokens):
@@ -138,6 +143,7 @@ def test_first_come_first_served(case):
     wanted = case["requests"]
     order = sorted(range(len(wanted)), key=lambda i: wanted[i]["arrives"])
     read = [r.number for call in executor.calls if call[0] == "read" for r in call[1]]
+    read = list(dict.fromkeys(read))  # without refills, once for each sample
     inserted = [
         (order.index(r.number), r.sample)
         for call in executor.calls
@@ -183,6 +189,16 @@ def test_samples_take_turns_in_few_rows():
     assert set(reasons.values()) == {"stop"}
     assert names(executor).count("read") == names(executor).count("drop") == 1
     assert all(place == 0 for c in executor.calls if c[0] == "insert" for place in c[1])
+
+
+def test_samples_are_read_apart_where_rows_are_not_refilled():
+    executor = strict(rows=3, read_rows=3, refills=False)
+    run = Scheduler(executor)
+    run.add(request(0, num_samples=2))
+    run.add(request(1, num_samples=3))
+    tokens, _ = gathered(run.run())
+    assert sorted(tokens) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+    assert [len(call[1]) for call in executor.calls if call[0] == "read"] == [3, 2]
 
 
 def test_why_requests_end():

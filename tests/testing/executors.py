@@ -23,8 +23,8 @@ class Scripted:
     request.
     """
 
-    def __init__(self, rows, read_rows, script, chunk=4):
-        self.rows, self.read_rows, self.refills = rows, read_rows, True
+    def __init__(self, rows, read_rows, script, chunk=4, refills=True):
+        self.rows, self.read_rows, self.refills = rows, read_rows, refills
         self._script, self._chunk = script, chunk
         self._unread, self._left = 0, [[] for _ in range(rows)]
         self._requests = [None] * rows
@@ -102,6 +102,7 @@ class Strict:
         self.calls.append(("read", list(requests)))
         assert self.group is None, "a group is being read, or not dropped"
         assert 1 <= len(requests) <= self.read_rows, "too many prompts, or none"
+        assert self.refills or not self.decoding, "rows still decode"
         self._executor.read(requests)
         self.group, self.inserted = list(requests), set()
 
@@ -126,9 +127,11 @@ class Strict:
         assert self.ready, "nothing has been read"
         assert 1 <= len(places) == len(rows) == len(requests)
         assert len(set(rows)) == len(rows), "a row is named twice"
+        assert self.refills or rows == list(places), "rows and places differ"
         assert set(rows) <= set(range(self.rows)) - self.decoding, "a row is not idle"
         for place, each in zip(places, requests, strict=True):
             read = self.group[place]
+            assert self.refills or each == read
             assert dataclasses.replace(each, sample=read.sample) == read
             assert (place, each.sample) not in self.inserted
             self.inserted.add((place, each.sample))
