@@ -16,6 +16,7 @@ Answers have --new tokens, greedy, to the end. Prints tables and, last, one JSON
 """
 
 import functools
+import itertools
 import json
 import pathlib
 import statistics
@@ -67,9 +68,12 @@ def main(_):
     result = {"document_tokens": [len(each.tokens) for each in made]}
     if "speed" in FLAGS.only:
         result["speed"] = speed(model, made[0])
+        show_speed(result["speed"])
     if "quality" in FLAGS.only:
-        result["quality"] = quality(model, made) + pressed(model, made)
-    show(result)
+        result["quality"] = []
+        for row in itertools.chain(quality(model, made), pressed(model, made)):
+            show_quality(row)
+            result["quality"].append(row)
     names = "document", "questions", "documents", "new", "rounds", "seed", "haystack"
     settings = {name: FLAGS[name].value for name in names}
     print(json.dumps(record("shared_document", model, **settings, **result)))
@@ -152,21 +156,18 @@ def caches(length):
 
 
 def quality(model, made):
-    """Returns the number of keys that were found under each cache."""
-    length, found = max(len(each.tokens) for each in made), []
+    """Yields the number of keys that were found under each cache."""
+    length = max(len(each.tokens) for each in made)
     for name, cache in caches(length).items():
         engine = engine_of(model, cache, length)
         done = timed(functools.partial(answers, engine, made))
         texts, sizes = done.result
-        found.append(
-            {
-                "method": name,
-                **graded(made, texts),
-                "context_bytes": int(np.mean(sizes)),
-                "seconds_with_compilation": round(done.seconds, 1),
-            }
-        )
-    return found
+        yield {
+            "method": name,
+            **graded(made, texts),
+            "context_bytes": int(np.mean(sizes)),
+            "seconds_with_compilation": round(done.seconds, 1),
+        }
 
 
 def answers(engine, made):
@@ -189,10 +190,10 @@ def graded(made, texts):
 
 
 def pressed(model, made):
-    """Returns the same of kvpress, if an interpreter with it was named."""
+    """Yields the same of kvpress, if an interpreter with it was named."""
     if not FLAGS.baseline_python:
-        return []
-    path, found = pathlib.Path(hub.fetch(FLAGS.model)), []
+        return
+    path = pathlib.Path(hub.fetch(FLAGS.model))
     worker = FLAGS.baseline_python, "-m", "baselines.questions"
     with baselines.Baseline(*worker) as baseline:
         baseline.load(path, device="best")
@@ -202,16 +203,13 @@ def pressed(model, made):
                 texts_of(model, document, done["tokens"][0])
                 for document, done in zip(made, parts, strict=True)
             ]
-            found.append(
-                {
-                    "method": name,
-                    **graded(made, texts),
-                    "kept": sorted({n for done in parts for n in done["kept"]}),
-                    "seconds": round(sum(done["seconds"] for done in parts), 1),
-                    "versions": baseline.versions,
-                }
-            )
-    return found
+            yield {
+                "method": name,
+                **graded(made, texts),
+                "kept": sorted({n for done in parts for n in done["kept"]}),
+                "seconds": round(sum(done["seconds"] for done in parts), 1),
+                "versions": baseline.versions,
+            }
 
 
 def press_of(baseline, document, share):
@@ -236,16 +234,19 @@ def texts_of(model, document, answers):
     return list(map(decode, questions, answers))
 
 
-def show(result):
-    if speeds := result.get("speed"):
-        print(f"{'way':<16}{'tokens/s':>10}{'seconds':>10}")
-        for name, row in speeds["ways"].items():
-            print(f"{name:<16}{row['tokens_per_s']:>10,.2f}{row['seconds']:>10,.2f}")
-        print("tokens equal\n" if speeds["tokens_equal"] else "tokens NOT equal\n")
-    for row in result.get("quality", ()):
-        size = row.get("context_bytes")
-        of = f"{row['found']:>4} of {row['questions']}"
-        print(f"{row['method']:<16}{of}" + (f"{size / 1e6:>10,.2f} MB" if size else ""))
+def show_speed(found):
+    print(f"{'way':<16}{'tokens/s':>10}{'seconds':>10}")
+    for name, row in found["ways"].items():
+        print(f"{name:<16}{row['tokens_per_s']:>10,.2f}{row['seconds']:>10,.2f}")
+    equal = "tokens equal" if found["tokens_equal"] else "tokens NOT equal"
+    print(f"{equal}\n", flush=True)
+
+
+def show_quality(row):
+    line = f"{row['method']:<16}{row['found']:>4} of {row['questions']}"
+    if size := row.get("context_bytes"):
+        line += f"{size / 1e6:>10,.2f} MB"
+    print(line, flush=True)
 
 
 if __name__ == "__main__":
