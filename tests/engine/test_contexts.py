@@ -155,6 +155,38 @@ def test_a_file_holds_the_sizes_that_a_rule_measured(model, tmp_path):
     assert_equal(load_context(tmp_path / "a", model, config), written)
 
 
+QUESTIONS = [RNG.integers(0, 50, length).tolist() for length in (6, 1, 4, 9, 2)]
+
+
+RANDOM = {"temperature": 1.0, "num_samples": 3, "seed": 1}
+
+
+@pytest.mark.parametrize("fields", often([{}, RANDOM], [{}], others="e2e"))
+def test_an_engine_answers_as_if_each_prompt_had_the_document(model, fields):
+    """More prompts than rows; drawn greedily, and at random with several samples."""
+    engine = kvjax.Engine(model, memory_gb=0.1, max_rows=2)
+    sampling = kvjax.Sampling(max_new_tokens=7, **fields)
+    found = engine.generate(QUESTIONS, sampling, context=engine.read(DOCUMENT))
+    whole = [DOCUMENT + question for question in QUESTIONS]
+    expected = engine.generate(whole, sampling)
+    assert len(found) == len(QUESTIONS) * sampling.num_samples
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+
+
+@pytest.mark.e2e
+def test_an_engine_answers_from_a_compressed_document(model):
+    config = config_of(model, codec="int8")
+    engine = kvjax.Engine(model, memory_gb=0.1, codec="int8", **KEPT)
+    context = engine.read(DOCUMENT)
+    assert context.config == config
+    questions, lengths, new = CASE
+    prompts = [q[:n].tolist() for q, n in zip(questions, lengths, strict=True)]
+    found = engine.generate(prompts, context=context, max_new_tokens=new)
+    state = prefixes.read(model, config, [DOCUMENT], 6 + NEW)
+    expected = prefixes.copied(model, config, state, *CASE)
+    assert [each.tokens for each in found] == expected.tokens.T.tolist()
+
+
 def test_an_engine_takes_its_files_back(model, tmp_path):
     """The share is of the prompts that the engine expects, not of the document."""
     share = CONFIGS["share"] | {"budget": "25%", "policy": "key_diff"}
