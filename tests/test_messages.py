@@ -96,7 +96,7 @@ def test_generating_says_what_it_did(monkeypatch, capsys):
     kvjax.generate(model, [[1, 2, 3]] * 3, **how)
     compiling, running = capsys.readouterr().err.splitlines()
     assert compiling.startswith("kvjax: compiling for a batch of 3: ")
-    assert running.startswith("kvjax: running batches of up to 3: ")
+    assert running.startswith("kvjax: running 3 prompts in 3 rows: ")
     assert running.endswith(" s (3 of 3)")
     monkeypatch.setenv("KVJAX_PROGRESS", "0")
     kvjax.generate(model, [[1, 2, 3]] * 3, **how)

@@ -1,13 +1,14 @@
 """Completions: what users get for their prompts, whole or piece by piece."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from kvjax.engine.beams import Beam
 from kvjax.engine.requests import Request
 from kvjax.engine.sampling import Tokens
 from kvjax.engine.scheduler import Event
@@ -51,6 +52,8 @@ class Completion:
       sample: which of the prompt's samples it is.
       finish_reason: "stop" (an end token or a stop text) or "length".
       logprobs: log-probabilities of the tokens; None unless asked for.
+      score: of a beam, see `kvjax.engine.beams.Beam`; None for others. `kept_positions`
+        of a beam is empty.
     """
 
     text: str | None
@@ -60,12 +63,15 @@ class Completion:
     sample: int = 0
     finish_reason: str | None = None
     logprobs: TokenLogprobs | None = None
+    score: float | None = None
 
     def __repr__(self) -> str:
+        said = "no text" if self.text is None else f"{self.text!r:.200}"
+        if self.score is not None:
+            return f"Completion({said}, {len(self.tokens)} tokens; {self.score:.4g})"
         sizes = [len(head) for layer in self.kept_positions for head in layer]
         least, most = min(sizes, default=0), max(sizes, default=0)
         pairs = f"{least}" if least == most else f"{least} to {most}"
-        said = "no text" if self.text is None else f"{self.text!r:.200}"
         return (
             f"Completion({said}, {len(self.tokens)} tokens; {pairs} pairs kept in each "
             f"of {len(sizes)} heads)"
@@ -128,6 +134,13 @@ class Output:
         text, self._sent = self._text[self._sent :], len(self._text)
         number, sample = self._request.number, self._request.sample
         return Piece(number, sample, text, event.tokens, completion)
+
+    def of_beam(self, beam: Beam, ends: Collection[int]) -> Completion:
+        """Returns the completion that a beam search found; `ends` are end tokens."""
+        self.stops(beam.tokens)
+        reason = "stop" if beam.tokens[-1] in ends else "length"
+        event = Event(self._request, beam.tokens, None, reason, kept=[])
+        return dataclasses.replace(self._completed(event), score=beam.score)
 
     def _completed(self, event: Event) -> Completion:
         tokens = self._tokens

@@ -1,7 +1,9 @@
 """`kvjax.Engine`: a model and a cache configuration, ready for any requests."""
 
 import dataclasses
+import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from kvjax.cache.spec import CacheSpec, checked
 from kvjax.cache.state import capacities
 from kvjax.engine import (
     arguments,
+    beams,
     compiled,
     contexts,
     jobs,
@@ -37,6 +40,7 @@ from kvjax.types import Model, UserError, whole_number
 
 _STEPS = 32  # most decode steps between two looks at what was drawn
 _STREAM_STEPS = 4  # the same while a user waits for the text
+_REPORT = 2.0  # seconds between two messages that prompts have ended
 _GRAIN = 16  # tokens that capacities are rounded up to
 
 
@@ -123,7 +127,10 @@ class Engine:
           UserError: see `kvjax.generate`.
         """
         requests = self._requests(prompts, sampling, context, truncate, fields)
-        found = self._completed(requests, context)
+        if any(each.sampling.num_beams > 1 for each in requests):
+            found = self._searched(requests, context)
+        else:
+            found = self._completed(requests, context)
         if not in_order:
             return found
         return sorted(found, key=lambda each: (each.prompt, each.sample))
@@ -143,6 +150,34 @@ class Engine:
         """
         requests = self._requests(prompts, sampling, context, truncate, fields)
         return self.run(requests, context, steps=_STREAM_STEPS)
+
+    def _searched(
+        self, requests: list[Request], context: Context | None
+    ) -> Iterator[Completion]:
+        """Completes requests that search with the same number of beams."""
+        asked = {_beams(each.sampling) for each in requests}
+        if context is not None or len(asked) > 1:
+            raise UserError(
+                "beams take a call of their own, without a context: give all prompts "
+                "one Sampling, whose other fields but max_new_tokens, num_samples, "
+                "length_penalty and ignore_eos say nothing"
+            )
+        sampling = requests[0].sampling
+        found = beams.beam_search(
+            self.model,
+            self.spec(max(len(each.tokens) for each in requests)),
+            [each.tokens for each in requests],
+            num_beams=sampling.num_beams,
+            num_samples=sampling.num_samples,
+            max_new_tokens=sampling.max_new_tokens,
+            length_penalty=sampling.length_penalty,
+            eos=() if sampling.ignore_eos else self._ends,
+            memory_bytes=self._memory,
+        )
+        for request, sequences in zip(requests, found, strict=True):
+            for sample, beam in enumerate(sequences):
+                each = dataclasses.replace(request, sample=sample)
+                yield Output(self.model.tokenizer, each).of_beam(beam, self._ends)
 
     def read(self, document: Prompt) -> Context:
         """Reads and compresses a document without any question.
@@ -195,10 +230,17 @@ class Engine:
         self, requests: list[Request], context: Context | None
     ) -> Iterator[Completion]:
         with messages.progress(len(requests), self._show_progress) as say:
+            left, ended, last = len(requests), 0, math.inf  # inf: still compiling
             for piece in self.run(requests, context, say=say):
-                if piece.completion is not None:
-                    say("", int(piece.sample == 0))
-                    yield piece.completion
+                last = min(last, time.monotonic())
+                if piece.completion is None:
+                    continue
+                ended += int(piece.sample == 0)
+                if ended == left or time.monotonic() - last > _REPORT:
+                    say("", ended)
+                    left, ended, last = left - ended, 0, time.monotonic()
+                    say(f"running {left} more prompts" if left else "", 0)
+                yield piece.completion
 
     def run(
         self,
@@ -286,7 +328,7 @@ class Engine:
         self, requests: Sequence[Request], context: Context | None, say: Say
     ) -> DeviceExecutor:
         job = self._job(requests, context, say)
-        say(f"running {len(requests)} prompts, {job.batch} rows at a time", 0)
+        say(f"running {len(requests)} prompts in {job.batch} rows", 0)
         prefix = context and context.prefix
         runner = Whole(self.model.params, job, compiled.programs(job), prefix)
         return DeviceExecutor(runner)
@@ -333,6 +375,13 @@ class Engine:
     def spec(self, longest: int) -> CacheSpec:
         """Returns what programs are compiled for, for prompts of up to this length."""
         return checked(self._spec, self.config, self._longest or longest)
+
+
+def _beams(sampling: Sampling) -> tuple:
+    """Returns what beams of one call have in common."""
+    count, penalty = sampling.num_beams, sampling.length_penalty
+    size = sampling.max_new_tokens, sampling.num_samples
+    return count, penalty, *size, sampling.ignore_eos
 
 
 def _samplings(

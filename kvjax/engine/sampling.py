@@ -61,7 +61,10 @@ class Sampling:
         section 4.1, as transformers and vLLM do); 1 changes nothing.
       stop: texts that end a completion, which does not include them: one or several.
       num_samples: completions per prompt. The prompt is read once.
-      num_beams: beams to search with. Only 1 is supported.
+      num_beams: searches for the most likely completion with this many beams, as
+        transformers does, in place of drawing tokens; 1 draws. `num_samples` of the
+        beams are returned, the best first.
+      length_penalty: the beams' scores are divided by their lengths to this power.
       logprobs: how many of the likeliest tokens' log-probabilities are returned for
         each new token, beside its own: 0 to 20; None returns none.
       seed: 0 to 2**31 - 1. A prompt draws the same tokens in any batch.
@@ -77,6 +80,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     num_samples: int = 1
     num_beams: int = 1
+    length_penalty: float = 1.0
     logprobs: int | None = None
     seed: int = 0
     ignore_eos: bool = False
@@ -91,10 +95,8 @@ class Sampling:
         whole_number("num_samples", self.num_samples, 1)
         if self.logprobs is not None:
             whole_number("logprobs", self.logprobs, 0, _MOST_LOGPROBS)
-        if self.num_beams != 1:
-            raise UserError(
-                f"num_beams {self.num_beams!r:.40} is not supported yet: leave it out"
-            )
+        whole_number("num_beams", self.num_beams, 1)
+        self._check_beams()
         if real_number("repetition_penalty", self.repetition_penalty) <= 0:
             raise UserError(
                 f"repetition_penalty {self.repetition_penalty}: larger than 0; 1 "
@@ -105,6 +107,26 @@ class Sampling:
         if not 0 < real_number("top_p", self.top_p) <= 1:
             raise UserError(f"top_p {self.top_p}: larger than 0, at most 1")
         real_number("min_p", self.min_p, 0, 1)
+
+    def _check_beams(self) -> None:
+        """Raises UserError for fields that beams would not obey."""
+        real_number("length_penalty", self.length_penalty, -10, 10)
+        if self.num_beams == 1:
+            return
+        if self.num_samples > self.num_beams:
+            raise UserError(
+                f"num_samples {self.num_samples} of num_beams {self.num_beams}: at "
+                "most all beams can be returned"
+            )
+        plain = Sampling(self.max_new_tokens)
+        names = "temperature", "repetition_penalty", "stop", "logprobs"
+        for name in names:
+            if getattr(self, name) != getattr(plain, name):
+                raise UserError(
+                    f"{name} {getattr(self, name)!r:.40} beside num_beams "
+                    f"{self.num_beams}: beams keep the likeliest completions of the "
+                    f"model itself; leave {name} or num_beams out"
+                )
 
     @property
     def samples(self) -> bool:

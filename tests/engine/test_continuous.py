@@ -13,6 +13,8 @@ from testing.engine import compilations
 
 import kvjax
 from kvjax import CacheConfig, Engine, Sampling, Schedule, UserError
+from kvjax.engine import tokenization
+from kvjax.engine.beams import beam_search
 from kvjax.engine.device import DeviceExecutor
 from kvjax.engine.executor import Drawn
 from kvjax.engine.requests import Request
@@ -174,6 +176,24 @@ def test_a_repetition_penalty_of_one_row_alone(engine):
     free, bound = engine.generate([prompts[0]] * 2, [plain, strong])
     assert free.tokens == engine.generate(prompts[:1], plain)[0].tokens
     assert len(set(bound.tokens)) > 2 * len(set(free.tokens))
+
+
+def test_beams_are_those_of_beam_search(engine):
+    prompts, _ = random_requests(2, seed=8)
+    options = {"num_beams": 3, "num_samples": 2, "max_new_tokens": 5}
+    done = engine.generate(prompts, **options, length_penalty=2.0)
+    expected = beam_search(
+        engine.model,
+        engine.spec(60),
+        prompts,
+        **options,
+        length_penalty=2.0,
+        eos=tokenization.end_tokens(engine.model),
+    )
+    assert [(c.tokens, c.score) for c in done] == [b for p in expected for b in p]
+    assert done[0].score >= done[1].score
+    with pytest.raises(UserError, match="a call of their own"):
+        engine.generate(prompts, [Sampling(), Sampling(num_beams=2)])
 
 
 @pytest.fixture(scope="module")
