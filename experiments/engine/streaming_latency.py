@@ -8,8 +8,8 @@ compile. By batch:
 
   first_ms    from the call to a request's first token
   between_ms  between two pieces of a request, divided by the second one's tokens
-  step_ms     seconds of the whole call per decode step, and the same of
-              `Engine.generate`, which looks at the tokens less often
+  step_ms     the time of the whole call, prompts included, per decode step; and the
+              same of `Engine.generate`, which looks at the tokens less often
 
 Of the model `tiny` (two layers of width 64) the device computes next to nothing, so its
 step_ms is the host's overhead: scheduling, copies from the device, text. Prints a table
