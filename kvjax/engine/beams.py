@@ -16,6 +16,7 @@ from kvjax.engine.beam_steps import SearchOptions
 from kvjax.engine.forward import with_policy
 from kvjax.engine.jobs import Job
 from kvjax.engine.planner import out_of_memory
+from kvjax.engine.tokenization import check_ids
 from kvjax.models import placement
 from kvjax.parallel import axes, host
 from kvjax.types import Model, PyTree, UserError, real_number, whole_number
@@ -67,9 +68,9 @@ def beam_search(
       Per prompt, the `num_samples` best sequences, the best first.
 
     Raises:
-      UserError: a value out of range; a model on a mesh; a budget rule that measures
-        prompts; a prompt too long for the context; too little memory for the beams of
-        one prompt.
+      UserError: a value or a token out of range; a model on a mesh; a budget rule that
+        measures prompts; a prompt too long for the context; too little memory for the
+        beams of one prompt.
     """
     _check(model, config, prompts, num_beams, num_samples, eos)
     whole_number("max_new_tokens", max_new_tokens, 1)
@@ -242,8 +243,8 @@ def _check(
     num_samples: int,
     eos: Sequence[int],
 ) -> None:
-    if empty := [index for index, prompt in enumerate(prompts) if not len(prompt)]:
-        raise UserError(f"prompt {empty[0]} is empty: it needs at least one token")
+    for index, prompt in enumerate(prompts):
+        check_ids(model, f"prompt {index}", prompt)
     whole_number("num_beams", num_beams, 1)
     if whole_number("num_samples", num_samples, 1) > num_beams:
         raise UserError(

@@ -314,6 +314,8 @@ def test_refuses_prompts_and_models_it_cannot_search(tiny):
     find = functools.partial(beams.beam_search, num_beams=2, max_new_tokens=4)
     with pytest.raises(UserError, match="prompt 1 is empty"):
         find(tiny, config, [[1], []])
+    with pytest.raises(UserError, match="prompt 0 holds token 50"):
+        find(tiny, config, [[50]])
     measuring = make_spec(
         tiny.spec, "key_diff", 24, "after_prefill", budget_rule="squeeze"
     )
