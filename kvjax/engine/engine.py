@@ -96,7 +96,7 @@ class Engine:
         self._spec = fingerprints.marked(model)
         self._ends = tokenization.end_tokens(model)
         self._sampling = SamplingSpec()  # what the requests so far needed
-        self._plans: dict[tuple[Job, int], Job] = {}
+        self._plans: dict[tuple[Job, int, bool], Job] = {}
 
     def generate(
         self,
@@ -348,18 +348,16 @@ class Engine:
         samples = [each.sampling.num_samples for each in requests]
         most = jobs.rounded(sum(samples))
         most = min(most, self._max_rows or most)
-        if (job, most) not in self._plans:
-            plan = self._planned(job, most, sum(samples), max(samples) > 1, say)
-            self._plans[job, most] = plan.job
-        return self._plans[job, most]
+        fixed = most >= sum(samples) and max(samples) == 1
+        key = job, most, fixed
+        if key not in self._plans:
+            self._plans[key] = self._planned(job, most, fixed, say).job
+        return self._plans[key]
 
-    def _planned(
-        self, job: Job, most: int, count: int, several: bool, say: Say
-    ) -> Plan:
+    def _planned(self, job: Job, most: int, fixed: bool, say: Say) -> Plan:
         if job.config.measures:  # all rows share the sizes of the first prompts
             return planner.plan_job(job, self._memory, most, say)
-        closed = most >= count and not several
-        return planner.plan_requests(job, self._memory, most, closed, say)
+        return planner.plan_requests(job, self._memory, most, fixed, say)
 
     def _shape(self, config: CacheSpec, longest: int, new: int) -> Job:
         """Returns the job of one row, in sizes that many lengths share."""
