@@ -33,6 +33,10 @@ ROWS = 3
 
 def config_of(policy, codec="identity", phases="prefill_and_decode"):
     schedule = Schedule(phases, prefill_chunk=8, evict_size=8)
+    if policy == "snapkv":
+        policy = {"name": policy, "window": 4}
+    if codec == "int4":
+        codec = {"name": codec, "group": 8}
     return CacheConfig(policy, budget=24, codec=codec, schedule=schedule)
 
 
