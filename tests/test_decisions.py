@@ -17,7 +17,9 @@ SECTIONS = {
 PATH = re.compile(r"\b(?:docs/data|experiments|configs|tests)/[\w./*\\]*\w")
 LINKED = re.compile(r"\]\((?:\.\./)?((?:results/)?\w+\.md)")  # pages made of records
 # Scripts of decided races, in the git history only; pages that name them say so.
-REMOVED = re.compile(r"experiments/bench_(layout|eviction|heads|loading|codecs|transformers)\.py")
+REMOVED = re.compile(
+    r"experiments/bench_(layout|eviction|heads|loading|codecs|transformers)\.py"
+)
 UNITS = r"(?:ms|s|MB|GB|MiB|GB/s|tok/s|tokens/s|tokens per second|kcycles)\b"
 FIGURE = re.compile(rf"^\|.*\d|\b\d[\d,.]*\s{UNITS}", re.MULTILINE)
 
