@@ -11,7 +11,7 @@ from testing.prose import HAYSTACK, make_tokenizer
 
 from kvjax import policies
 from kvjax.cache.spec import checked
-from kvjax.engine import api
+from kvjax.engine import tokenization
 from kvjax.evaluation import quality, report, run, samples, tasks
 from kvjax.evaluation.quality import Fidelity
 from kvjax.evaluation.report.records import append_record, read_records
@@ -189,7 +189,7 @@ def test_answers_end_where_they_are_to(
     experiment, tmp_path, monkeypatch, ignore_eos, layerwise
 ):
     """Every token is an end token; with `ignore_eos` generation continues."""
-    monkeypatch.setattr(api, "end_tokens", lambda model: tuple(range(2000)))
+    monkeypatch.setattr(tokenization, "end_tokens", lambda model: tuple(range(2000)))
     task = dataclasses.replace(experiment.tasks[1], ignore_eos=ignore_eos)
     one = {"methods": experiment.methods[:1], "tasks": (task,), "fidelity": Fidelity()}
     asked = dataclasses.replace(experiment, **one, layerwise=layerwise)

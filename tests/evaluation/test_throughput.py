@@ -10,7 +10,7 @@ import pytest
 from conftest import tiny_model
 from testing.prose import HAYSTACK, make_tokenizer
 
-from kvjax.engine import api, runner
+from kvjax.engine import runner, tokenization
 from kvjax.engine.footprint import phase_bytes
 from kvjax.evaluation import batch_rules, roofline, run, tasks, throughput
 from kvjax.evaluation.batch_rules import (
@@ -404,7 +404,7 @@ def test_answers_are_graded_up_to_their_end(
     experiment, speaking, tmp_path, monkeypatch, ends
 ):
     """End tokens stop neither generation nor timing."""
-    monkeypatch.setattr(api, "end_tokens", lambda model: ends)
+    monkeypatch.setattr(tokenization, "end_tokens", lambda model: ends)
     run.run(short(experiment), tmp_path, lambda *step: None)
     for batch in read_records(tmp_path / "batches.jsonl"):
         assert batch["new_tokens"] == 3 * len(batch["examples"])
