@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -273,12 +273,19 @@ def _compile_decode(job: Job) -> jax.stages.Compiled:
         number,
         number,
         shapes.prefix,
-        spec=job.spec,
-        config=job.config,
-        steps=job.steps,
-        sampling=job.sampling,
-        eos=job.eos,
+        **_drawing(job),
     )
+
+
+def _drawing(job: Job) -> dict[str, Any]:
+    """Returns the static arguments of the programs that run a model and draw tokens."""
+    return {
+        "spec": job.spec,
+        "config": job.config,
+        "steps": job.steps,
+        "sampling": job.sampling,
+        "eos": job.eos,
+    }
 
 
 def _compile_mixed(job: Job) -> jax.stages.Compiled:
@@ -294,11 +301,7 @@ def _compile_mixed(job: Job) -> jax.stages.Compiled:
         number,
         number,
         shapes.prefix,
-        spec=job.spec,
-        config=job.config,
-        steps=job.steps,
-        sampling=job.sampling,
-        eos=job.eos,
+        **_drawing(job),
         groups=job.data_parallel,
     )
 

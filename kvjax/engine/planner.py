@@ -239,6 +239,7 @@ def _search(
       limit: the reason for the first guess.
       say: receives progress messages.
     """
+    ways = job.data_parallel
     while batch > 0:
         if group is not None and not job.continuous:
             group = -(-batch // -(-batch // group))
@@ -250,11 +251,11 @@ def _search(
             return _planned(sized, limit, memory_bytes, peaks)
         worst = max(peaks, key=peaks.get) if peaks else "compiler"
         share = memory_bytes / peaks[worst] if peaks else None
-        if group is not None and group > 1 and worst != "decode":
-            group = max(1, _fewer(group, share or 0.5, job.data_parallel))
+        if group is not None and group > ways and worst != "decode":
+            group = max(ways, _fewer(group, share or 0.5, ways))
         else:
-            batch, limit = _fewer(batch, share or 1.0, job.data_parallel), worst
-            group = group and min(group, max(batch, 1))
+            batch, limit = _fewer(batch, share or 1.0, ways), worst
+            group = group and min(group, max(batch, ways))
     raise UserError(_too_small(job, memory_bytes, *_needed(job)))
 
 
