@@ -12,7 +12,7 @@ from kvjax.engine import jobs, memory, planner
 from kvjax.engine.footprint import phase_bytes, state_bytes, weights_bytes
 from kvjax.engine.jobs import Job, bucket
 from kvjax.engine.planner import plan_by_shapes, plan_job
-from kvjax.parallel import limits
+from kvjax.parallel import limits, meshes
 
 SPEC = tiny_spec(num_layers=3, head_dim=16, context_length=4096)
 BATCH_MAX = Schedule(prefill_chunk=8, evict_size=8)
@@ -178,3 +178,21 @@ def test_layers_of_different_capacity():
     uniform = make_spec(SPEC, policies.recency(), 128, BATCH_MAX)
     same = dataclasses.replace(job, config=uniform)
     assert state_bytes(job) == state_bytes(same)
+
+
+def test_groups_of_prompts_stay_a_multiple_of_the_devices(monkeypatch):
+    """Also where the memory makes a plan shrink them."""
+    spec = tiny_spec()
+    config = make_spec(spec, policies.recency(), 16, Schedule("prefill_and_decode"))
+    over = meshes.mesh("data:4,model:2", spec.num_kv_heads)
+    job = Job(spec, config, 4, 256, 16, mesh=over, continuous=True)
+    tried = []
+
+    def peaks(sized):
+        tried.append((sized.batch, sized.prefill_batch))
+        return {"mixed": 2 if len(tried) < 4 else 1, "decode": 1}
+
+    monkeypatch.setattr(planner, "_peaks_if_compiled", peaks)
+    monkeypatch.setattr(planner, "_planned", lambda job, *_: job)
+    planner._search(job, 1, 16, 12, "decode", lambda *_: None)
+    assert tried == [(16, 12), (16, 4), (8, 4), (4, 4)]
